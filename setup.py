@@ -20,10 +20,7 @@ SERVER = [
     "msgpack>=1.0.5,<2",
 ]
 PARALLEL = ["mpi4py>=4,<5", "mpich>=4.2,<6; platform_system == 'Linux'"]
-GUIDED = [
-    "xgrammar>=0.2.7,<0.3",
-    "llguidance>=1.3,<2",
-]
+GUIDED = ["llguidance>=1.9.1,<2"]
 GGUF = ["gguf>=0.17,<1"]
 PLOT = ["matplotlib>=3.8,<4"]
 OTEL = ["opentelemetry-sdk>=1.25,<2", "opentelemetry-exporter-otlp-proto-http>=1.25,<2"]

@@ -41,7 +41,7 @@ from benchmarks.harness.engine import in_turns
 from benchmarks.harness.long_contexts import windows, windows_table
 from benchmarks.harness.report import Options, Row, Subject, main, table
 from tllm_spec import LLM, SamplingParams
-from tllm_spec.bench.break_even_runs import FreeDrafts
+from tllm_spec.bench.break_even import FreeDrafts
 from tllm_spec.outputs import SpeculativeStats
 from tllm_spec.text.tokenizer import load_tokenizer
 from tllm_spec.zoo.corpus import heldout_files, read_source

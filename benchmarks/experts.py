@@ -41,7 +41,7 @@ from benchmarks.harness.expert_rounds import (
 from benchmarks.harness.models import MATMUL_FLOPS, READ_BYTES_PER_S, WEIGHT_BYTES
 from benchmarks.harness.report import Options, Row, Subject, main, number, table
 from benchmarks.harness.state_rounds import qwen3_next
-from tllm_spec.distributed.mapping import SINGLE_RANK
+from tllm_spec.distributed.communicator import SINGLE_RANK
 from tllm_spec.kernels.attention.latent_attention import (
     LatentTables,
     LatentWorkspace,

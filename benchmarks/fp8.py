@@ -54,7 +54,7 @@ from benchmarks.harness.engine import release
 from benchmarks.harness.expert_rounds import SPREAD, set_bias
 from benchmarks.harness.models import EAGLE3_8B, LLAMA_8B, MATMUL_FLOPS, READ_BYTES_PER_S, Config
 from benchmarks.harness.report import Options, Row, Subject, main, number, table
-from tllm_spec.distributed.mapping import SINGLE_RANK
+from tllm_spec.distributed.communicator import SINGLE_RANK
 from tllm_spec.kernels.gemm.cublas_lt import CublasLt, shared_library
 from tllm_spec.kernels.gemm.fp8_linear import Fp8Gemms, fp8_linear, tile_scales
 from tllm_spec.kernels.gemm.fp8_numbers import quantise_rows

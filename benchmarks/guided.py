@@ -7,8 +7,8 @@ rounds       milliseconds of a round with overlap in batches of which no request
 forced_text  tokens per round of NGram and EAGLE-3 (K = 4) on JSON schemas, with drafts of forced
              text, with drafts that are only cut where the grammar excludes them, and with neither:
              the zoo
-fills        milliseconds of the host for one mask, by grammar: when a state is visited for the
-             first time after the grammar was read, and again
+fills        milliseconds of the host for one mask of a text of random tokens, by grammar, and for
+             the masks of a round of 16 requests, with 3 drafts each and without
 
 Rounds: random prompts; with `--shape llama-8b` random weights. Drafts are verified without
 synthetic acceptance, which would accept what a grammar excludes. The grammar is of JSON lines that
@@ -19,12 +19,12 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import product
+from itertools import chain, product
 from typing import Any
 from unittest import mock
 
 from benchmarks.harness.engine import Rounds, in_turns, release
-from benchmarks.harness.grammars import FILLED, JsonLines, fill_seconds, random_object
+from benchmarks.harness.grammars import FILLED, JsonLines, random_object, walks_of
 from benchmarks.harness.models import open_models
 from benchmarks.harness.report import Options, Row, Subject, main, table
 from benchmarks.rounds import Case
@@ -34,6 +34,7 @@ from tllm_spec.outputs import RequestOutput
 from tllm_spec.sampling_params import SamplingParams
 
 K = 3
+REQUESTS = 16
 KINDS = {"none": 0.0, "half": 0.5, "all": 1.0}
 DRAFTERS = {
     "NGram": {"decoding_type": "NGram", "max_draft_len": K + 1, "max_matching_ngram_size": 3},
@@ -144,23 +145,27 @@ def drafts_table(rows: Sequence[Row]) -> list[str]:
 
 
 def fills(options: Options) -> Iterator[Row]:
-    size, turns = (8192, 1) if options.quick else (128256, 5)
+    size, num_tokens = (8192, 40) if options.quick else (128256, 32)
     for name, about in FILLED.items():
-        first, again = fill_seconds(*about, size, turns)
+        alone = [walks_of(*about, size, 1, num_tokens, seed=seed)[0] for seed in range(3)]
+        masks = sorted(chain.from_iterable(alone))
+        _, plain = walks_of(*about, size, REQUESTS, num_tokens)
+        _, drafted = walks_of(*about, size, REQUESTS, num_tokens, K)
         yield {
             "grammar": name,
             "tokens": size,
-            "first_ms": 1000 * statistics.median(first),
-            "longest_first_ms": 1000 * max(first),
-            "again_ms": 1000 * statistics.median(again),
-            "longest_again_ms": 1000 * max(again),
+            "median_ms": 1000 * statistics.median(masks),
+            "p99_ms": 1000 * masks[len(masks) * 99 // 100],
+            "longest_ms": 1000 * masks[-1],
+            "round_ms": 1000 * statistics.median(plain),
+            "drafted_round_ms": 1000 * statistics.median(drafted),
         }
 
 
 def fills_table(rows: Sequence[Row]) -> list[str]:
-    keys = ("first_ms", "longest_first_ms", "again_ms", "longest_again_ms")
+    keys = ("median_ms", "p99_ms", "longest_ms", "round_ms", "drafted_round_ms")
     cells = [(row["grammar"], *(f"{row[key]:.3f}" for key in keys)) for row in rows]
-    return table(("grammar", "first visit", "longest", "later visit", "longest"), cells)
+    return table(("grammar", "median", "p99", "longest", "16 requests", "with 3 drafts"), cells)
 
 
 SUBJECTS = (

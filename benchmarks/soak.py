@@ -29,7 +29,7 @@ import yaml
 
 from benchmarks.harness.report import about, save, table
 from benchmarks.harness.served import Server, served
-from tllm_spec.bench.sse_client import HttpError, Target, events, get
+from tllm_spec.bench.serve_load import HttpError, Target, events, get
 
 MODEL = "zoo:llama"
 OPTIONS: dict[str, Any] = {

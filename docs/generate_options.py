@@ -17,11 +17,13 @@ from pydantic.fields import FieldInfo
 
 from tllm_spec.cli import bench, serve
 from tllm_spec.config.adaptive_config import AdaptiveConfig, CostModelOptions, EmaOptions
-from tllm_spec.config.draft_tree_config import DraftTreeDecodingConfig
-from tllm_spec.config.kv_events_config import KVEventsConfig
+from tllm_spec.config.draft_tree_config import (
+    DraftTreeDecodingConfig,
+    MatchedDraftsConfig,
+    SAEnhancerConfig,
+)
+from tllm_spec.config.engine_config import KVEventsConfig, SchedulerConfig
 from tllm_spec.config.llm_args import CudaGraphConfig, KvCacheConfig, LlmArgs
-from tllm_spec.config.matched_drafts_config import MatchedDraftsConfig, SAEnhancerConfig
-from tllm_spec.config.scheduler_config import SchedulerConfig
 from tllm_spec.config.speculative_base import DecodingBaseConfig, DraftModelDecodingConfig
 from tllm_spec.config.speculative_config import CONFIG_OF_TYPE, EagleHeadDecodingConfig
 from tllm_spec.config.text_search import CorpusConfig, GlobalPoolConfig

@@ -52,6 +52,7 @@ from tllm_spec.executor.totals import IterationStats, RoundLog
 from tllm_spec.executor.traffic_recorder import TrafficRecorder
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.token_map import DraftTokens
+from tllm_spec.progress import progress
 from tllm_spec.recording.traffic_folder import TrafficFolder
 from tllm_spec.recording.traffic_record import header_of
 from tllm_spec.text.tokenizer import Tokenizer
@@ -89,8 +90,15 @@ def build_executor(
     ValueError for arguments that cannot be honoured."""
     plan = BuildPlan(args, communicator, tokenizer)
     communicator.join(plan.device)
-    with on_device(plan.device):
+    is_first = communicator.mapping.rank == 0
+    with progress("start", _num_steps(plan), is_shown=is_first) as bar, on_device(plan.device):
+        plan.begin = bar.begin
         return _build(plan, tokenizer, respond, texts)
+
+
+def _num_steps(plan: BuildPlan) -> int:
+    """Weights and memory; on a GPU tuning and graphs; the times of rounds."""
+    return 2 + 2 * (plan.device.type == "cuda") + plan.controller().compares_times
 
 
 def _build(
@@ -113,10 +121,8 @@ def _build(
         controller = prepare_rounds(plan, runner, engines.models)
 
     def blame() -> list[LlmRequest] | None:
-        for each in (sampler.host_edits.blame, sampler.grammar_masks.work.blame):
-            if (culprits := each()) is not None:
-                return culprits
-        return speculation.drafter.blame()
+        culprits = sampler.host_edits.blame()
+        return speculation.drafter.blame() if culprits is None else culprits
 
     queue, kv = queue_of(communicator), engines.kv
     resources = [*speculation.resources, kv, plan.slots]
@@ -339,5 +345,4 @@ def _sampler(
         synthetic_rates=rates,
         relaxed=relaxed,
         serves_grammars=plan.args.guided_decoding_backend is not None,
-        communicator=plan.communicator,
     )

@@ -8,23 +8,31 @@ is refused."""
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from tllm_spec.distributed.communicator import SINGLE, Communicator
+from tllm_spec.executor.faults import described
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.paged_cache import PagedCache
+from tllm_spec.models.config_file import read_config
+from tllm_spec.zoo.registry import resolve_model
 
 logger = logging.getLogger(__name__)
 
 WATCHED_ROUNDS = 1000  # of requests after a swap, which decide whether it stays
+NUM_VERSIONS = 8  # the latest ones, whose acceptance is kept
 MARGIN = 0.1  # by which tokens a round may fall, relatively
 # Attributes that layers are given after loading, by measuring and not from weights.
 MEASURED = frozenset({"tuned_gemms"})
+# Where modules have their parts, which are known without it.
+OF_MODULES = frozenset({"_modules", "_parameters", "_buffers"})
+SIZES = re.compile(r"_size$|_dim$|_rank$|^num_|_layers$|_heads$")  # keys of config.json
 PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device, Path)
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -49,6 +57,9 @@ class Acceptance:
     def tokens_per_round(self) -> float:
         return self.tokens / self.rounds if self.rounds else 0.0
 
+    def to_dict(self) -> dict[str, float]:
+        return vars(self) | {"tokens_per_round": self.tokens_per_round}
+
 
 class DraftWeights:
     """load: a network from a folder. model: the engine's. cache: has the network's KV. folder:
@@ -69,23 +80,34 @@ class DraftWeights:
         self.folder = folder
         self._load, self._model, self._cache = load, model, cache
         self._communicator = communicator
-        self._acceptance = Acceptance()
+        self._by_version: dict[int, Acceptance] = {}
         self._before: tuple[Acceptance, StagedWeights] | None = None  # while a swap is watched
         self.report_worse: Callable[[str], object] | None = None
 
     def stage(self, folder: str) -> StagedWeights:
-        """Raises ValueError for weights that do not fit in place of the present ones."""
-        # All threads have the device's default stream, so the executor's copies follow the loading.
-        with torch.inference_mode():
-            pairs = list(pairs_of(self._model, self._load(folder), "draft"))
+        """Raises ValueError for weights that do not fit in place of the present ones, whatever
+        reading them raises; memory that does not suffice is another matter."""
+        try:
+            # All threads have the device's default stream, so the executor's copies follow.
+            with torch.inference_mode():
+                pairs = list(pairs_of(self._model, self._load(folder), "draft"))
+        except (MemoryError, torch.cuda.OutOfMemoryError):
+            raise
+        except Exception as error:  # a border: the files may have anything
+            known = isinstance(error, (ValueError, OSError))
+            reason = str(error) if known else f"{folder}: {described(error)}"
+            if sizes := _other_sizes(self.folder, folder):
+                reason = f"the weights do not fit: {sizes} ({reason}); train with --init"
+            raise ValueError(reason) from error
         return StagedWeights(folder, pairs)
 
-    def swap(self, staged: StagedWeights, *, keep_cache: bool = False) -> int:
-        """Returns the new version. The prefix cache of the version before is not used any more,
-        unless `keep_cache`."""
-        old = self._replace(staged, keep_cache=keep_cache)
-        self._before = self._acceptance, old
-        self._acceptance = Acceptance()
+    def swap(
+        self, staged: StagedWeights, *, keep_cache: bool = False, version: int | None = None
+    ) -> int:
+        """Returns the new version, by default the next one. The prefix cache of the version before
+        is not used any more, unless `keep_cache`."""
+        before = replace(self._of(self.version))
+        self._before = before, self._replace(staged, keep_cache=keep_cache, version=version)
         logger.info("draft weights of %s are served, version %d", staged.folder, self.version)
         return self.version
 
@@ -111,16 +133,30 @@ class DraftWeights:
         request.draft_version = self.version
 
     def add_end(self, request: LlmRequest) -> None:
-        """Counts a request that has ended."""
-        if request.draft_version == self.version and request.draft_limit:
-            self._acceptance.rounds += request.counters.rounds
-            self._acceptance.tokens += request.counters.num_emitted_tokens
+        """Counts a request that has ended, for the weights that it began with."""
+        if request.draft_limit:
+            acceptance = self._of(request.draft_version)
+            acceptance.rounds += request.counters.rounds
+            acceptance.tokens += request.counters.num_emitted_tokens
+
+    def state(self) -> dict[str, Any]:
+        """`draft_weights` of `/server_info`: what is served, and the latest versions'
+        acceptance."""
+        self._of(self.version)
+        rows = {str(version): each.to_dict() for version, each in sorted(self._by_version.items())}
+        return {"version": self.version, "folder": self.folder, "by_version": rows}
+
+    def _of(self, version: int) -> Acceptance:
+        found = self._by_version.setdefault(version, Acceptance())
+        if len(self._by_version) > NUM_VERSIONS:
+            del self._by_version[min(self._by_version)]
+        return found
 
     def swap_back_if_worse(self) -> None:
         """Once enough rounds were counted: goes back to the old weights if they were better."""
-        if self._before is None or self._acceptance.rounds < WATCHED_ROUNDS:
+        if self._before is None or self._of(self.version).rounds < WATCHED_ROUNDS:
             return
-        (before, old), now = self._before, self._acceptance.tokens_per_round
+        (before, old), now = self._before, self._of(self.version).tokens_per_round
         self._before = None
         if before.rounds < WATCHED_ROUNDS or now >= before.tokens_per_round * (1 - MARGIN):
             return
@@ -132,16 +168,18 @@ class DraftWeights:
             self.report_worse(self.folder)
             return
         self._replace(old, keep_cache=False)
-        self._acceptance = Acceptance()
 
-    def _replace(self, staged: StagedWeights, *, keep_cache: bool) -> StagedWeights:
+    def _replace(
+        self, staged: StagedWeights, *, keep_cache: bool, version: int | None = None
+    ) -> StagedWeights:
         """Returns the weights before."""
         with torch.inference_mode():
             old = [(own, own.clone()) for own, _ in staged.pairs]
             for own, new in staged.pairs:
                 own.copy_(new)
         before = StagedWeights(self.folder, old)
-        self.version, self.folder = self.version + 1, staged.folder
+        self.version = self.version + 1 if version is None else version
+        self.folder = staged.folder
         if not keep_cache:
             self._cache.start_version(self.version)
         return before
@@ -186,7 +224,7 @@ def _pairs_of_parts(
     for name, value in old.items():
         if name not in names:
             continue
-        yield from _pairs(value, new[name], f"{path}.{name}", seen)
+        yield from _pairs(value, new[name], path if name in OF_MODULES else f"{path}.{name}", seen)
 
 
 def _parts(value: Any) -> Mapping[Any, Any]:
@@ -211,3 +249,26 @@ def _described(tensor: torch.Tensor) -> str:
 
 def _differ(path: str, old: object, new: object) -> str:
     return f"the weights do not fit: {path} is {old} in the engine, and {new} in the folder"
+
+
+def _other_sizes(own: str, folder: str) -> str:
+    """The sizes in which the two folders' config.json differ, the engine's first."""
+    try:
+        of_own, of_folder = (
+            dict(_sizes(read_config(resolve_model(each)))) for each in (own, folder)
+        )
+    except ValueError:
+        return ""
+    return ", ".join(
+        f"{key} {size} against {of_folder[key]}"
+        for key, size in of_own.items()
+        if of_folder.get(key, size) != size
+    )
+
+
+def _sizes(config: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _sizes(value)
+        elif isinstance(value, int) and SIZES.search(key):
+            yield key, value

@@ -56,7 +56,7 @@ def state_of(parts: ExecutorParts, totals: Totals) -> dict[str, Any]:
     shape = slots.shapes.of(controller.tier_for(max(1, totals.latest_batch_size)))
     own: dict[str, Any] = {}
     if (weights := parts.draft_weights) is not None:
-        own["draft_weights"] = {"version": weights.version, "folder": weights.folder}
+        own["draft_weights"] = weights.state()
     if parts.recorder is not None:
         own["lost_records"] = parts.recorder.num_lost
     return {

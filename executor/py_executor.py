@@ -67,9 +67,7 @@ class PyExecutor:
             speculating=self._speculating, counts_drafts=parts.slots.counts_drafts
         )
         self._unsettled: list[tuple[ScheduledBatch, list[LlmRequest]]] = []
-        masks, knows_forced_text = parts.sampler.grammar_masks, parts.drafter.knows_forced_text
-        masks.read_tokens_with(self._read_rounds)
-        self._forced_text = masks.work if knows_forced_text else None
+        parts.sampler.grammar_masks.read_tokens_with(self._read_rounds)
         # On the CPU nothing has to be waited for, and every row costs time.
         self._narrows = parts.slots.counts_drafts and parts.slots.device.type == "cpu"
         self.totals = Totals()
@@ -105,7 +103,8 @@ class PyExecutor:
             manager.prepare_resources(batch)
         drafter = self.parts.drafter
         if drafter.drafts_ahead:
-            take_ready(batch, self.parts.slots, self._forced_text, narrows=self._narrows)
+            forced = drafter.knows_forced_text
+            take_ready(batch, self.parts.slots, knows_forced_text=forced, narrows=self._narrows)
         drafter.prepare_draft_tokens(batch)
         self._note_tiers(batch)
         launched = self.parts.runner.launch(batch)

@@ -5,11 +5,9 @@ from __future__ import annotations
 
 import os
 import socket
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
-from itertools import count
 from typing import Any
 
 import msgpack
@@ -26,47 +24,19 @@ from tllm_spec.executor.request_wire import pack_requests
 END = {"end": True}
 
 
-class SentGrammars:
-    """The compiled grammars that the other ranks have, so that each is sent once: the latest ones,
-    up to `max_bytes`."""
-
-    def __init__(self, max_bytes: int = 256 << 20) -> None:
-        self._max_bytes = max_bytes
-        self._numbers = count()
-        # By identity: the compiler keeps one object of a grammar.
-        self._sent: OrderedDict[int, tuple[int, Any]] = OrderedDict()
-
-    def message(self, compiled: Any) -> list[Any]:
-        """`[number, xgrammar's JSON, numbers that are not needed any more]`; no JSON if it was sent
-        before. Messages must arrive in order."""
-        if id(compiled) in self._sent:
-            return [self._sent[id(compiled)][0], None, []]
-        number, dropped = next(self._numbers), []
-        self._sent[id(compiled)] = number, compiled
-        while len(self._sent) > 1 and self._num_bytes > self._max_bytes:
-            _, (oldest, _) = self._sent.popitem(last=False)
-            dropped.append(oldest)
-        return [number, compiled.serialize_json(), dropped]
-
-    @property
-    def _num_bytes(self) -> int:
-        return sum(compiled.memory_size_bytes for _, compiled in self._sent.values())
-
-
 class LeaderQueue(RequestQueue):
     """Rank 0's inbox. `take` also tells the other ranks."""
 
     def __init__(self, communicator: Communicator) -> None:
         super().__init__()
         self._communicator = communicator
-        self._grammars = SentGrammars()
         self._packed: list[list[Any]] = []
         self._num_taken = 0
 
     def put(self, requests: list[LlmRequest]) -> bool:
         with self._changed:
             if self._open and requests:
-                self._packed.append(_pack(requests, self._grammars))
+                self._packed.append(_pack(requests))
             return super().put(requests)
 
     def take(self) -> tuple[list[LlmRequest], dict[int, str]]:
@@ -133,13 +103,13 @@ class FollowerQueue(RequestQueue):
         return self._communicator.all_say(f"round {self._num_taken}: {failure}")
 
 
-def _pack(requests: Sequence[LlmRequest], grammars: SentGrammars) -> list[Any]:
-    """A prompt's requests, their stop strings and their compiled grammar."""
+def _pack(requests: Sequence[LlmRequest]) -> list[Any]:
+    """A prompt's requests, their stop strings and their grammar, which each rank compiles."""
     stop, grammar = requests[0].stop_options, requests[0].grammar
     return [
         pack_requests(requests),
         None if stop is None else asdict(stop),
-        None if grammar is None else grammars.message(grammar.compiled),
+        None if grammar is None else [grammar.source.kind, grammar.source.text],
     ]
 
 

@@ -3,6 +3,7 @@
 Every field that a component keeps about a request is declared here. It knows no pages, devices or
 models. Names that begin with `py_` are TensorRT-LLM's."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import lru_cache
@@ -10,15 +11,15 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any, Protocol
 
 from tllm_spec.executor.decoding_rules import DecodingRules
-from tllm_spec.executor.speculative.draft_length.request_pause import RequestPause
 from tllm_spec.grammar.grammar_state import GrammarState
 from tllm_spec.outputs import Logprob, SpeculativeStats
 
 if TYPE_CHECKING:
     from tllm_spec.executor.device.transfer import TextStates
-from collections.abc import Sequence
 
 NO_TOKEN = -1  # stands for a token that could not be chosen
+MIN_SHARE = 0.1  # of a request's rounds with an accepted draft, below which it pauses drafting
+MAX_PAUSE = 64  # rounds
 
 
 class RequestState(Enum):
@@ -91,6 +92,49 @@ class DraftCounters:
         drafted = tuple(sum(by_drafted[i + 1 :]) for i in range(len(by_drafted) - 1))
         accepted = tuple(sum(by_accepted[i + 1 :]) for i in range(len(by_accepted) - 1))
         return SpeculativeStats(self.rounds, self.num_emitted_tokens, drafted, accepted)
+
+
+class RequestPause:
+    """When a request pauses drafting: its share of drafted rounds with an accepted draft is too
+    small. The share starts at 1 and falls below MIN_SHARE after exactly `patience` rejected rounds
+    in a row; one accepted draft among many rejected ones does not make up for them. The one round
+    after a pause decides whether the request pauses twice as long or is drafted for as before.
+    patience None: never."""
+
+    __slots__ = ("_keep", "_next_pause", "num_pauses", "patience", "rounds_left", "share")
+
+    def __init__(self, patience: int | None = None) -> None:
+        self.patience = patience
+        # Just enough: the share is above MIN_SHARE after patience - 1 rejections, below after
+        # patience.
+        self._keep = MIN_SHARE ** (1 / ((patience or 1) - 0.5))
+        self._next_pause = patience or 0
+        self.rounds_left = 0  # of a pause
+        self.num_pauses = 0  # that have begun
+        self.share = 1.0
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the request's next round should have no drafts."""
+        return self.rounds_left > 0
+
+    def observe(self, num_drafted: int, num_accepted: int) -> None:
+        """What a round brought; called once a round. Outside a pause a round without drafts says
+        nothing."""
+        if self.patience is None:
+            return
+        if self.rounds_left:
+            self.rounds_left -= 1
+            return
+        if not num_drafted:
+            return
+        if self.share < MIN_SHARE and num_accepted:  # after a pause
+            self.share, self._next_pause = 1.0, self.patience
+            return
+        self.share = self._keep * self.share + (1 - self._keep) * (num_accepted > 0)
+        if self.share < MIN_SHARE:
+            self.rounds_left, self.num_pauses = self._next_pause, self.num_pauses + 1
+            self._next_pause = min(2 * self._next_pause, MAX_PAUSE)
 
 
 @dataclass(eq=False, slots=True)

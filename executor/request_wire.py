@@ -8,9 +8,8 @@ from dataclasses import fields
 from typing import Any
 
 from tllm_spec.executor.decoding_rules import DecodingRules, rules_of_sample
-from tllm_spec.executor.request import DraftCounters, LlmRequest
+from tllm_spec.executor.request import DraftCounters, LlmRequest, RequestPause
 from tllm_spec.executor.request_limits import RequestLimits
-from tllm_spec.executor.speculative.draft_length.request_pause import RequestPause
 from tllm_spec.grammar.grammar_state import GrammarState
 
 SETS = frozenset({"end_ids", "stop_token_ids"})

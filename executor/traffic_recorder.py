@@ -12,19 +12,20 @@ from contextlib import contextmanager
 from dataclasses import fields
 from queue import Empty, SimpleQueue
 from time import monotonic, time  # noqa: TID251  # records have dates
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 from weakref import WeakSet
 
 import torch
 
-from tllm_spec.attention.spec_metadata import SpecMetadata
+from tllm_spec.attention.interface import SpecMetadata
 from tllm_spec.executor.decoding_rules import DecodingRules
 from tllm_spec.executor.device.transfer import TextStates
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.rounds.round_results import LaunchedRound
+from tllm_spec.grammar.guided_decoding import compiler_name
 from tllm_spec.recording.hidden_states import HiddenStates
 from tllm_spec.recording.traffic_folder import TrafficFolder
-from tllm_spec.recording.traffic_record import TrafficRecord, rounds_until
+from tllm_spec.recording.traffic_record import Sampling, TrafficRecord, rounds_until
 
 logger = logging.getLogger(__name__)
 
@@ -161,7 +162,7 @@ class TrafficRecorder:
             sampling=sampling_of(request.rules),
             max_tokens=request.max_tokens,
             draft_limit=request.draft_limit if request.draft_limit < longest else None,
-            guided=request.grammar is not None,
+            guided=False if request.grammar is None else compiler_name(),
             finish_reason=request.finish_reason or "",
             rounds=rounds_until(request.recorded_rounds, len(output)),
             num_rounds=stats.rounds,
@@ -211,7 +212,7 @@ def is_recorded(request: LlmRequest) -> bool:
     return has_output and is_wanted(request)
 
 
-def sampling_of(rules: DecodingRules) -> dict[str, Any]:
+def sampling_of(rules: DecodingRules) -> Sampling:
     """The rules in JSON's types. The bias of a token that is excluded is null."""
     plain: dict[str, Any] = {}
     for each in fields(rules):
@@ -219,7 +220,7 @@ def sampling_of(rules: DecodingRules) -> dict[str, Any]:
         plain[each.name] = sorted(value) if isinstance(value, frozenset) else value
     infinite = float("-inf")
     bias = {str(key): None if b == infinite else b for key, b in rules.token_bias.items()}
-    return plain | {"token_bias": bias, "edits": len(rules.edits)}
+    return cast(Sampling, plain | {"token_bias": bias, "edits": len(rules.edits)})
 
 
 def _add_round(request: LlmRequest, now: int, num_tokens: int, num_drafts: int | None) -> None:

@@ -51,6 +51,34 @@ def test_help_is_printed_without_a_heavy_library(command: str, arguments: str) -
     assert loaded_after(RUN_HELP.format(command=command, arguments=arguments)) == []
 
 
+@pytest.mark.parametrize(
+    ("model", "decoding_type", "draft", "reason"),
+    [
+        ("{folder}", "NGram", None, "config.json does not exist"),
+        ("zoo:llama", "Eagle3", "zoo:llama-draft", "is a language model of 2 layers"),
+        ("zoo:llama", "Draft_Target", "zoo:llama-eagle3", "is an EAGLE-3 head"),
+        ("zoo:llama", "DFlash", "zoo:llama-eagle3", "is an EAGLE-3 head"),
+        ("zoo:llama", "Eagle3", "{folder}", "config.json does not exist"),
+    ],
+)
+def test_a_wrong_folder_is_reported_before_a_heavy_library_is_loaded(
+    tmp_path: Path, model: str, decoding_type: str, draft: str | None, reason: str
+) -> None:
+    spec = {"decoding_type": decoding_type, "max_draft_len": 2}
+    if draft is not None:
+        spec["speculative_model"] = draft.format(folder=tmp_path)
+    config = tmp_path / "options.yaml"
+    config.write_text(json.dumps({"speculative_config": spec}))
+    code = f"""
+from click.testing import CliRunner
+from tllm_spec.cli.serve import main
+command = [{model.format(folder=tmp_path)!r}, "--port", "0", "--config", {str(config)!r}]
+result = CliRunner().invoke(main, command)
+assert result.exit_code == 1 and {reason!r} in result.output, result.output
+"""
+    assert loaded_after(code) == []
+
+
 def test_a_public_name_is_loaded_at_its_first_use_and_a_tokenizer_without_torchs_compiler() -> None:
     use = "import tllm_spec; tllm_spec.LLM; "
     load = "from tllm_spec.text.tokenizer import load_tokenizer; load_tokenizer('zoo:llama')"

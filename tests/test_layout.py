@@ -24,14 +24,15 @@ MAX_FRAMES, MAX_FRAME_FILES = 7, 5  # from `PyExecutor.step` to the target's for
 # The worker's main and calls of users' programs: only these may turn any fault into an answer.
 BORDERS = {
     "executor/worker.py",
+    "executor/draft_weights.py",  # loads a folder that an operator names
     "executor/rounds/round_reader.py",  # calls a user's tokenizer
-    "executor/sampling/grammar_work.py",  # a thread, whose errors are raised in the round's
-    "tllm_spec/text/chat_prompt.py",  # runs a user's tokenizer
-    "tllm_spec/text/template_child.py",  # runs the model's chat template, in a process of its own
+    "tllm_spec/text/chat_prompt.py",  # runs the model's chat template
     "tllm_spec/server/engine_process.py",  # loads a model with many libraries
     "tllm_spec/text/tokenizer.py",  # reads a tokenizer's files with many libraries
+    "tllm_spec/server/engine_port.py",  # makes a request: its error is the request's answer
     "tllm_spec/ranks.py",  # ends the other ranks with this one
-    "tllm_spec/grammar/grammar_child.py",  # compiles a user's grammar, in a process of its own
+    "tllm_spec/grammar/grammar_text.py",  # calls a converter that raises plain exceptions
+    "tllm_spec/grammars.py",  # a thread, whose errors are raised in the one that waits for it
 }
 
 # Top floor first; the longest entry that fits a module is its own. A module may import from its own
@@ -92,7 +93,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "tllm_spec.executor.request_limits",
         "tllm_spec.executor.faults",
         "tllm_spec.executor.draft_watch",
-        "tllm_spec.executor.speculative.draft_length.request_pause",
+        "tllm_spec.executor.request",
         "tllm_spec.draft_network",
     ),
     ("tllm_spec.models",),
@@ -105,11 +106,11 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("tllm_spec.kernels",),
     ("tllm_spec.sampling_params", "tllm_spec.outputs", "tllm_spec.text.tokenizer"),
     ("tllm_spec.grammar", "tllm_spec.text.gguf_tokenizer"),
-    ("tllm_spec.config", "tllm_spec.child_process", "tllm_spec.models.formats.gguf_file"),
+    ("tllm_spec.config", "tllm_spec.models.formats.gguf_file"),
     (
         "tllm_spec.logits_processor",
+        "tllm_spec.progress",
         "tllm_spec.child_command",
-        "tllm_spec.child_messages",
         "tllm_spec.request_errors",
         "tllm_spec.zoo.registry",
         "tllm_spec.zoo.corpus",

@@ -54,16 +54,30 @@ def train_on(traffic: Path, output: Path) -> None:
     run = "--init zoo:llama-eagle3 --steps 5 --unroll 3 --batch_tokens 64 --device cpu"
     result = CliRunner().invoke(train, [*command, *run.split()])
     assert result.exit_code == 0 and '"acceptance_length"' in result.output, result.output
+    assert "Warning: 1 texts are held out" in result.output
+    assert '"replayed": 1' in result.output and 'POST /v1/draft_model {"folder": "new"}' in (
+        result.output
+    )
 
 
 def check_swaps(url: str) -> None:
     """In the folder of draft weights there are `other`, a trained head `new`, and a link that leads
     out of it."""
-    text = complete(url, "b")
-    assert swap(url, "team-a", folder="other").json() == {"version": 1, "folder": "other"}
+    text, headers = complete(url, "b"), {"Authorization": f"Bearer {KEYS['team-a']}"}
+    told = swap(url, "team-a", folder="other").json()
+    reason = told.pop("reason")
+    assert "3 requests are recorded, and 8 are needed" in reason and "store: true" in reason
+    assert told == {"version": 1, "folder": "other", "replayed": 0}
     assert complete(url, "b") == text
-    assert swap(url, "team-a", folder="new").json() == {"version": 2, "folder": "new"}
+    assert swap(url, "team-a", folder="new").json()["version"] == 2
     assert complete(url, "b") == text
+    weights = httpx.get(f"{url}/server_info", headers=headers).json()["internal_states"][0][
+        "draft_weights"
+    ]
+    assert weights["version"] == 2 and {"0", "1", "2"} == {*weights["by_version"]}
+    assert all(row["rounds"] for row in weights["by_version"].values())
+    metrics = httpx.get(f"{url}/metrics", headers=headers).text
+    assert 'tllm_spec_draft_version_rounds_total{draft_version="2"}' in metrics
     assert swap(url, "b", folder="other").status_code == 403
     for folder in ("../keys", "..", "/etc", "link", "nowhere", "other/config.json", "oth\0er"):
         assert swap(url, "team-a", folder=folder).status_code == 400, folder

@@ -241,9 +241,11 @@ def test_the_classes_of_the_quickstart_take_its_values() -> None:
         llmapi.AttentionDpConfig(enable_balance=True)
 
 
-def test_another_grammar_compiler_is_refused_with_what_xgrammar_takes() -> None:
-    with pytest.raises(ValueError, match="'xgrammar' is needed, which takes the same JSON schemas"):
-        LlmArgs(model="m", guided_decoding_backend="llguidance")
+def test_another_grammar_compiler_is_refused_with_what_llguidance_takes() -> None:
+    with pytest.raises(ValueError, match="'llguidance' is needed, which takes the same JSON schem"):
+        LlmArgs(model="m", guided_decoding_backend="outlines")
+    for name in ("xgrammar", "llguidance", "guidance", None):
+        assert LlmArgs(model="m", guided_decoding_backend=name).guided_decoding_backend == name
 
 
 def test_a_multimodal_prompt_is_refused_by_the_name_of_its_part() -> None:

@@ -7,13 +7,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tllm_spec.config.kv_events_config import KVEventsConfig as KVEventsConfig
+    from tllm_spec.config.engine_config import KVEventsConfig as KVEventsConfig
+    from tllm_spec.config.engine_config import SchedulerConfig as SchedulerConfig
     from tllm_spec.config.llm_args import CudaGraphConfig as CudaGraphConfig
     from tllm_spec.config.llm_args import KvCacheConfig as KvCacheConfig
     from tllm_spec.config.llm_args import LlmArgs as LlmArgs
-    from tllm_spec.config.parallel_drafts_config import DFlashDecodingConfig as DFlashDecodingConfig
-    from tllm_spec.config.parallel_drafts_config import PARDDecodingConfig as PARDDecodingConfig
-    from tllm_spec.config.scheduler_config import SchedulerConfig as SchedulerConfig
+    from tllm_spec.config.speculative_config import DFlashDecodingConfig as DFlashDecodingConfig
     from tllm_spec.config.speculative_config import (
         DraftTargetDecodingConfig as DraftTargetDecodingConfig,
     )
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
     from tllm_spec.config.speculative_config import EagleDecodingConfig as EagleDecodingConfig
     from tllm_spec.config.speculative_config import MTPDecodingConfig as MTPDecodingConfig
     from tllm_spec.config.speculative_config import NGramDecodingConfig as NGramDecodingConfig
+    from tllm_spec.config.speculative_config import PARDDecodingConfig as PARDDecodingConfig
     from tllm_spec.config.speculative_config import SADecodingConfig as SADecodingConfig
     from tllm_spec.config.speculative_config import SAEnhancerConfig as SAEnhancerConfig
     from tllm_spec.config.speculative_config import (

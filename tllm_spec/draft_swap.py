@@ -22,53 +22,53 @@ NOT_REPLACEABLE = (
 
 class DraftSwap:
     """A swap as a `whole`. In one of several engines it has steps: `stage` in all of them, then
-    `commit` in all, and `back` in those that have staged if any fails. One runs at a time."""
+    `commit` in all, or `keep` in all if any fails. One runs at a time."""
 
     def __init__(self, args: LlmArgs, executor: PyExecutor, worker: Worker) -> None:
         self._args, self._executor, self._worker = args, executor, worker
         self._staged: StagedWeights | None = None  # and not committed
-        self._before = ""  # the folder before the last swap
 
     def whole(self, folder: str, keep_cache: bool, force: bool) -> dict[str, Any]:
-        """Waits until the weights are served. Returns the new version, and with recorded traffic
-        and one rank the tokens a round of both in a replay.
+        """Waits until the weights are served. Returns the new version, how many recorded requests
+        were `replayed`, and the tokens a round of both in this replay, or the reason for none.
 
         Raises ValueError for weights that do not fit, and without `force` for those that are worse
         in the replay. Then nothing has changed."""
         if self._args.tensor_parallel_size == 1:
             told = self.stage(folder, force)
-            return {"version": self.commit(keep_cache)["version"], "folder": folder} | told
+            return self.commit(keep_cache) | {"folder": folder} | told
         weights, queue = self._weights(), self._executor.parts.queue
 
         def swap_together() -> int:
             queue.announce_swap(folder, keep_cache=keep_cache)
             return weights.swap_together(folder, keep_cache=keep_cache)
 
-        return {"version": self._worker.call(swap_together), "folder": folder}
+        version = self._worker.call(swap_together)
+        return {"version": version, "folder": folder} | _not_replayed("several ranks swap together")
 
     def stage(self, folder: str, force: bool) -> dict[str, Any]:
         """Loads the weights. Returns what there is of a replay, and raises, as `whole` does."""
         weights = self._weights()
         staged = weights.stage(folder)
-        told = {} if force else _replayed(self._args, weights.folder, folder)
+        told = _not_replayed("force = true")
+        if not force:
+            told = _replayed(self._args, weights.folder, folder)
         self._staged = staged
         return told
 
-    def commit(self, keep_cache: bool) -> dict[str, Any]:
-        """Swaps. Returns the new version, and the folder `before`."""
-        weights, staged = self._weights(), self._staged
+    def commit(self, keep_cache: bool, version: int | None = None) -> dict[str, Any]:
+        """Swaps. version: what the weights are served as; None: the next one."""
+        staged, self._staged = self._staged, None
         assert staged is not None
-        before = weights.folder
-        version = self._worker.call(partial(weights.swap, staged, keep_cache=keep_cache))
-        self._staged, self._before = None, before
-        return {"version": version, "before": before}
+        swap = partial(self._weights().swap, staged, keep_cache=keep_cache, version=version)
+        return {"version": self._worker.call(swap)}
 
-    def back(self) -> dict[str, Any]:
-        """Undoes both steps, or the first one if the second did not succeed."""
-        if self._staged is None:
-            self.stage(self._before, force=True)
-            self.commit(keep_cache=False)
-        self._staged = None
+    def keep(self, folder: str, version: int) -> dict[str, Any]:
+        """Drops what is staged, and loads what is to be served if that is something else."""
+        weights, self._staged = self._weights(), None
+        if (weights.folder, weights.version) != (folder, version):
+            self.stage(folder, force=True)
+            self.commit(False, version)
         return {}
 
     def _weights(self) -> DraftWeights:
@@ -78,13 +78,16 @@ class DraftSwap:
 
 
 def _replayed(args: LlmArgs, old: str, new: str) -> dict[str, Any]:
-    """Empty with too few records. Raises ValueError where the new weights are worse."""
+    """The tokens a round of both. Raises ValueError where the new weights are worse."""
     if args.record_traffic is None:
-        return {}
+        return _not_replayed("no requests are recorded (record_traffic)")
     recorded = Path(args.record_traffic)
     records, states = latest_records(recorded, NUM_REPLAYED), states_files(recorded)
     if len(records) < MIN_REPLAYED:
-        return {}
+        return _not_replayed(
+            f"{len(records)} requests are recorded, and {MIN_REPLAYED} are needed; with several "
+            "API keys or a cache_salt, only requests with store: true are recorded"
+        )
     lengths = [
         replay(records, with_draft_weights(args, folder), states).total.acceptance_length
         for folder in (old, new)
@@ -94,7 +97,12 @@ def _replayed(args: LlmArgs, old: str, new: str) -> dict[str, Any]:
             f"{new}: on {len(records)} recorded requests it has {lengths[1]:.3f} tokens a round, "
             f"and {old} has {lengths[0]:.3f}; force = true takes it all the same"
         )
-    return {"tokens_per_round": {"before": lengths[0], "after": lengths[1]}}
+    lengths_told = {"before": lengths[0], "after": lengths[1]}
+    return {"replayed": len(records), "tokens_per_round": lengths_told}
+
+
+def _not_replayed(reason: str) -> dict[str, Any]:
+    return {"replayed": 0, "reason": reason}
 
 
 def with_draft_weights(args: LlmArgs, folder: str) -> LlmArgs:

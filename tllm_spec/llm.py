@@ -7,12 +7,13 @@ import logging
 import os
 import secrets
 import socket
+import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn, cast
 
-from tllm_spec.config.kv_events_config import NO_KV_EVENTS
+from tllm_spec.config.engine_config import NO_KV_EVENTS
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.config.neighbours import CHAT_IGNORED, GENERATE_IGNORED, Ignored
 from tllm_spec.config.option_checks import refusals
@@ -25,6 +26,7 @@ from tllm_spec.grammars import Grammars
 from tllm_spec.intake import Intake, Params
 from tllm_spec.models.registry import check_config
 from tllm_spec.outputs import RequestOutput
+from tllm_spec.progress import progress
 from tllm_spec.prompts import Prompt, is_single
 from tllm_spec.ranks import build_together, join_ranks
 from tllm_spec.request_errors import RequestError
@@ -116,10 +118,7 @@ class LLM:
                 results.append(self._submit_or_explain(*each))
             if not use_tqdm:
                 return [result.result() for result in results]
-            from tqdm import tqdm
-
-            shown_results = tqdm(results, desc="Processed requests", dynamic_ncols=True)
-            return [result.result() for result in shown_results]
+            return _shown(results)
 
     def chat(
         self,
@@ -206,7 +205,7 @@ class LLM:
 
     def compile_grammar(self, params: SamplingParams) -> None:
         """Compiles the grammar of `params`, if there is one, so that the request with it starts at
-        once. Takes up to ten seconds. Raises ValueError for a grammar that cannot be used."""
+        once. Raises ValueError for a grammar that cannot be used."""
         self._grammars.new_states(params, 1)
 
     @property
@@ -281,7 +280,6 @@ class LLM:
             return
         self._is_shut_down = True
         self._end()
-        self._grammars.close()
         del self._executor
 
     def __enter__(self) -> "LLM":
@@ -325,6 +323,18 @@ def _end(worker: Worker, queue: RequestQueue, results: Results, communicator: Co
         queue.cancel(request_id)
     worker.stop()
     communicator.close()
+
+
+def _shown(results: Sequence[RequestHandle]) -> list[RequestOutput]:
+    """Waits for all of them, with a bar."""
+    outputs, num_tokens, start = list[RequestOutput](), 0, time.monotonic()
+    with progress("Processed requests", len(results), "requests") as bar:
+        for result in results:
+            outputs.append(result.result())
+            num_tokens += sum(each.length for each in outputs[-1].outputs)
+            speed = num_tokens / (time.monotonic() - start)
+            bar.advance(note=f"{speed:.0f} tokens/s")
+    return outputs
 
 
 def _refuse_not_served(

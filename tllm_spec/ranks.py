@@ -5,6 +5,7 @@ responses."""
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import shlex
@@ -17,6 +18,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from time import sleep
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -33,6 +35,8 @@ from tllm_spec.executor.request import LlmRequest, Response, StopOptions
 from tllm_spec.executor.request_limits import RequestLimits
 from tllm_spec.executor.request_wire import unpack_requests
 from tllm_spec.executor.worker import recover
+from tllm_spec.grammar.grammar_state import GrammarState
+from tllm_spec.grammar.guided_decoding import GrammarSource
 from tllm_spec.grammars import Grammars
 from tllm_spec.models.registry import check_shards
 from tllm_spec.text.stop_strings import StopStringChecker
@@ -78,6 +82,8 @@ ONCE = (
 )
 FAILED = 1  # exit status
 VERSION, CHECKPOINT = "the version of", "the checkpoint"
+NEXT_TAG = 3  # of what rank 0 tells mpirun's other processes between models
+POLL_SECONDS = 0.005
 
 
 class SharedError(Exception):
@@ -86,7 +92,8 @@ class SharedError(Exception):
 
 def join_ranks(args: LlmArgs) -> Communicator:
     """This process's communicator. On rank 0 it returns when all ranks are there; the other
-    processes of mpirun serve until rank 0 ends, and end with SystemExit.
+    processes of mpirun serve every model of rank 0 until it ends (`release_ranks`), and end with
+    SystemExit.
 
     Raises:
         ValueError: MPI is missing, mpirun started another number of processes, the ranks have
@@ -104,6 +111,10 @@ def join_ranks(args: LlmArgs) -> Communicator:
         follow(comm)
     from tllm_spec.distributed.process_group import ProcessGroup
 
+    if started is None:
+        _tell_ranks(comm, has_model=True)
+        atexit.unregister(release_ranks)
+        atexit.register(release_ranks)
     group = ProcessGroup(comm, started, args.ep_size)
     are_joined.set()
     _check_equal(VERSION, versions(), group)
@@ -131,8 +142,42 @@ def build_together(
         raise
 
 
-def follow(comm: MPI.Intracomm, parent: MPI.Intercomm | None = None) -> NoReturn:
-    """Serves as another rank than the first. Ends with SystemExit."""
+def release_ranks() -> None:
+    """On rank 0, whose models have been shut down: mpirun's other processes wait for no further
+    model, and end. Called at the end of this process if not before."""
+    from mpi4py import MPI
+
+    atexit.unregister(release_ranks)
+    if not MPI.Is_finalized():
+        _tell_ranks(MPI.COMM_WORLD, has_model=False)
+
+
+def _tell_ranks(world: MPI.Intracomm, *, has_model: bool) -> None:
+    for rank in range(1, world.size):
+        world.Send(bytearray([has_model]), dest=rank, tag=NEXT_TAG)
+
+
+def _is_told_of_model(world: MPI.Intracomm) -> bool:
+    """Waits for what rank 0 does next: for a long time, perhaps, so without keeping a processor
+    busy as MPI would."""
+    while not world.Iprobe(source=0, tag=NEXT_TAG):
+        sleep(POLL_SECONDS)
+    told = bytearray(1)
+    world.Recv(told, source=0, tag=NEXT_TAG)
+    return bool(told[0])
+
+
+def follow(world: MPI.Intracomm) -> NoReturn:
+    """Serves one model after the other as another rank of mpirun than the first. Ends with
+    SystemExit, whose status is that of the last model."""
+    status = 0
+    while _is_told_of_model(world):
+        status = _follow_model(world)
+    sys.exit(status)
+
+
+def _follow_model(comm: MPI.Intracomm, parent: MPI.Intercomm | None = None) -> int:
+    """Returns an exit status."""
     from tllm_spec.distributed.process_group import ProcessGroup
 
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -142,12 +187,12 @@ def follow(comm: MPI.Intracomm, parent: MPI.Intercomm | None = None) -> NoReturn
     try:
         _follow(group)
     except SharedError:  # rank 0 reports it
-        sys.exit(FAILED)
+        return FAILED
     except BaseException as error:  # a process border: the other ranks must not wait for this one
         logger.exception("rank %d has failed", comm.rank)
         group.abort(described(error))
     group.close()
-    sys.exit(0)
+    return 0
 
 
 def _follow(group: Communicator) -> None:
@@ -253,23 +298,21 @@ def run_until_end(built: BuiltExecutor, args: LlmArgs, tokenizer: Tokenizer | No
     queue, executor = built.queue, built.executor
     assert isinstance(queue, FollowerQueue)
     grammars = Grammars.of(args, tokenizer, built.limits)
+    grammars.prepare()
     queue.make = partial(_requests, built.limits, tokenizer, grammars)
     if (weights := executor.parts.draft_weights) is not None:
         queue.swap = weights.swap_together
     executor.enter_thread()
-    try:
-        while True:
-            try:
-                executor.step()
-            except RanksEnded:
-                executor.check_integrity()
-                return
-            except BaseException as error:  # process border: other requests go on
-                if not queue.all_failed(described(error)):
-                    raise
-                recover(executor, error)
-    finally:
-        grammars.close()
+    while True:
+        try:
+            executor.step()
+        except RanksEnded:
+            executor.check_integrity()
+            return
+        except BaseException as error:  # process border: other requests go on
+            if not queue.all_failed(described(error)):
+                raise
+            recover(executor, error)
 
 
 def _requests(
@@ -278,7 +321,9 @@ def _requests(
     """Makes a prompt's requests as rank 0 has them."""
     packed, stop, grammar = message
     ids = packed[0]
-    states = [None] * len(ids) if grammar is None else grammars.load_states(grammar, len(ids))
+    states: list[GrammarState | None] = [None] * len(ids)
+    if grammar is not None:
+        states = grammars.states_of(GrammarSource(*grammar), len(ids))
     requests = unpack_requests(packed, ids, limits, states)
     if stop is not None:
         assert tokenizer is not None
@@ -305,7 +350,7 @@ def main() -> None:
     from mpi4py import MPI
 
     parent = MPI.Comm.Get_parent()
-    follow(parent.Merge(high=True), parent)
+    sys.exit(_follow_model(parent.Merge(high=True), parent))
 
 
 if __name__ == "__main__":

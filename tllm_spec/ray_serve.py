@@ -63,7 +63,9 @@ class Replica:
     def __init__(self, command: str) -> None:
         line: ServeCommandLine = read_command_line(shlex.split(command), NOT_SERVED)
         self._llm = LLM(**line.args.as_options())
-        self._server = OpenAIServer(self._llm, line.served_model_name, line.server)
+        # Ray sends each scrape to any replica.
+        replica = serve.get_replica_context().replica_id.unique_id
+        self._server = OpenAIServer(self._llm, line.served_model_name, line.server, replica=replica)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return self._server.app()

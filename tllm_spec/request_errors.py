@@ -1,11 +1,11 @@
 """Errors of single requests that a caller may want to tell apart from other mistakes."""
 
-# xgrammar does not say at compilation that a grammar leads nowhere: the request fails later.
+# A compilation does not tell that a grammar leads nowhere: the request fails later.
 NO_GUIDED_TOKEN = (
     "guided_decoding: no token can be chosen next: the grammar, min_tokens and the excluded words "
     "leave none (or the model's logits are not numbers)"
 )
-# A grammar that can read a text in very many ways takes too long.
+# Where a grammar can read a text in very many ways, its mask is over a limit.
 SLOW_GRAMMAR = (
     "guided_decoding: the grammar takes too long for a round's masks or drafts; nested repetitions "
     "and rules that read the same text in many ways do: write it with fewer of these"
@@ -22,7 +22,3 @@ class GrammarsUnavailable(RuntimeError):
 
 class ContextLengthExceeded(RequestError):
     """The prompt is longer than the model's context."""
-
-
-class GrammarTooSlow(RequestError):
-    """A grammar for which all requests would have to wait too long."""

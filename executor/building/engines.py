@@ -9,10 +9,9 @@ from typing import Any, TypeVar
 
 from tllm_spec.attention.choice import create_backend, create_batch_invariant
 from tllm_spec.attention.geometry import LayerGroup
-from tllm_spec.attention.interface import AttentionBackend
+from tllm_spec.attention.interface import AttentionBackend, SpecMetadata, default_capture_layers
 from tllm_spec.attention.kv_pool import KVPool
 from tllm_spec.attention.recurrent import RecurrentMemory
-from tllm_spec.attention.spec_metadata import SpecMetadata, default_capture_layers
 from tllm_spec.draft_network.network import ExternalDraft, ExternalHead
 from tllm_spec.executor.building.draft_backend import check_pool, load_head_network, load_network
 from tllm_spec.executor.building.kv_formats import check_kv_cache, draft_format, target_format
@@ -86,6 +85,7 @@ def build_engines(plan: BuildPlan, tokens: DraftTokens | None) -> Engines:
     check_kv_cache(plan)
     check_free_memory(plan)
     start = monotonic()
+    plan.begin("weights")
     logger.info("loading weights: %s", plan.args.model)
     target = load_target(plan)
     draft = None
@@ -93,6 +93,7 @@ def build_engines(plan: BuildPlan, tokens: DraftTokens | None) -> Engines:
         logger.info("loading weights: the drafter's")
         draft = load_draft(plan, target, plan.draft_plan, tokens)
     logger.info("weights took %.1f s", monotonic() - start)
+    plan.begin("memory")
     recorded = _recorded_states(plan, target, draft)
     models: list[ServedModel] = [target, *([draft.model] if draft else [])]
     of_target, of_draft = _plan_groups(plan, target, draft)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
-from tllm_spec.attention.kv_format import KVFormat
-from tllm_spec.config.kv_cache_config import KVCacheType
+from tllm_spec.attention.kv_pool import KVFormat
+from tllm_spec.config.engine_config import KVCacheType
 from tllm_spec.draft_network.network import ExternalDraft
 from tllm_spec.executor.building.plan import BuildPlan
 from tllm_spec.executor.speculative.drafting.loaded_draft import LoadedDraft, draft_folder

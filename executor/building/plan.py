@@ -2,27 +2,26 @@
 of the executor that it makes is the slots."""
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from math import gcd
 from typing import NamedTuple
 
 from tllm_spec.attention.choice import choose_backend
 from tllm_spec.attention.recurrent import RecurrentGeometry
-from tllm_spec.config.draft_len_schedule import draft_len_limits
+from tllm_spec.config.draft_len_schedule import draft_len_table
 from tllm_spec.config.draft_shape import DraftShapes, chain_of
 from tllm_spec.config.llm_args import LlmArgs
+from tllm_spec.config.speculative_config import DecodingBaseConfig
 from tllm_spec.distributed.communicator import SINGLE, Communicator
-from tllm_spec.executor.building.tiers import tiers_of_rounds
 from tllm_spec.executor.device.device_choice import pick_device, pick_dtype
 from tllm_spec.executor.graphs.context_graphs import context_rows
 from tllm_spec.executor.graphs.slot_graphs import GraphKey, graph_keys
 from tllm_spec.executor.resources.interface import SeqSlotManager, rows_of
 from tllm_spec.executor.resources.kv_cache import ROUNDS_AHEAD, SpanRoom
 from tllm_spec.executor.scheduler import SchedulerLimits
-from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
-from tllm_spec.executor.speculative.draft_length.controller_for import controller_for
-from tllm_spec.executor.speculative.draft_length.draft_len_limits import rows_with_contexts
-from tllm_spec.executor.speculative.draft_length.round_times import RoundTimes
+from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController, controller_for
+from tllm_spec.executor.speculative.draft_length.draft_len_table import rows_with_contexts
+from tllm_spec.executor.speculative.draft_length.round_times import MeasuredRoundTimes
 from tllm_spec.executor.speculative.drafting.suffix_match import read_corpus
 from tllm_spec.executor.speculative.modes import draft_plan_of
 from tllm_spec.kernels.dispatch import has_kernels
@@ -55,6 +54,7 @@ class BuildPlan:
         tokenizer: Tokenizer | None = None,
     ) -> None:
         self.args = args
+        self.begin: Callable[[str], None] = lambda step: None  # called with the name of each step
         self.communicator, self.mapping = communicator, communicator.mapping
         self.spec = args.speculative_config
         self.device = pick_device(args.device, self.mapping.rank, args.gpus_per_node)
@@ -166,7 +166,9 @@ class BuildPlan:
         return ExtraKVTokens(0, 0)
 
     def controller(
-        self, graph_batch_sizes: Iterable[int] | None = None, round_times: RoundTimes | None = None
+        self,
+        graph_batch_sizes: Iterable[int] | None = None,
+        round_times: MeasuredRoundTimes | None = None,
     ) -> AdaptiveController:
         """A new controller of the draft length; round_times: None before they are measured."""
         return controller_for(
@@ -191,8 +193,8 @@ class BuildPlan:
         if graphs is None or not self.communicator.captures:
             return ()
         # The largest batch before a limit changes the draft length: no batch is padded beyond.
-        limits = draft_len_limits(spec.draft_len_schedule, spec.max_concurrency) if spec else {}
-        also = [size - 1 for size in limits if size > 1]
+        options = (spec.draft_len_schedule, spec.max_concurrency) if spec else (None, None)
+        also = [size - 1 for size in draft_len_table(None, *options) if size > 1]
         # The largest batches that fit, with contexts and alone.
         max_num_tokens = self.args.max_num_tokens
         rows = rows_with_contexts(max_num_tokens), max_num_tokens
@@ -248,6 +250,16 @@ class BuildPlan:
             by_priority=scheduling.waiting_queue_policy == "priority",
             fair_preemption=scheduling.fair_preemption,
         )
+
+
+def tiers_of_rounds(
+    controller: AdaptiveController, spec: DecodingBaseConfig | None
+) -> Callable[[int], set[int]]:
+    """Tiers that rounds of a batch size can have: 0 where no request wants drafts, and any shorter
+    length where a drafter on the host may propose fewer than it was asked for."""
+    if spec is None or spec.overlaps:
+        return lambda batch_size: {0} | controller.tiers_at(batch_size)
+    return lambda batch_size: set(range(max(controller.tiers_at(batch_size)) + 1))
 
 
 def _max_seq_len(args: LlmArgs, config: ModelConfig) -> int:

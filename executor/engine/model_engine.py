@@ -10,10 +10,9 @@ from dataclasses import replace
 
 import torch
 
-from tllm_spec.attention.interface import ForwardContext, GroupAttention
+from tllm_spec.attention.interface import ForwardContext, GroupAttention, SpecMetadata
 from tllm_spec.attention.kv_pool import KVPool
 from tllm_spec.attention.recurrent import RecurrentRows
-from tllm_spec.attention.spec_metadata import SpecMetadata
 from tllm_spec.draft_network.decoder import (
     CACHED_ROWS,
     NEVER,

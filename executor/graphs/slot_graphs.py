@@ -10,13 +10,13 @@ from time import monotonic, perf_counter
 from typing import Any, Generic, TypeVar
 
 import torch
-from tqdm import tqdm
 
 from tllm_spec.config.draft_shape import MAX_BUDGETS, DraftShape, chain_of
 from tllm_spec.executor.batch import SampledTokens
 from tllm_spec.executor.device.transfer import DeviceSpan, ResultRing, to_device
 from tllm_spec.kernels import nvrtc
 from tllm_spec.kernels.graph_memsets import memsets_as_kernels
+from tllm_spec.progress import progress
 
 # Captures work as CUDA graphs that share one memory pool.
 #
@@ -187,26 +187,31 @@ class SlotGraphs(Generic[Result]):
         )
         self._sent = []
         start, (free, _) = monotonic(), torch.cuda.mem_get_info(self._device)
-        for key in tqdm(wanted, desc="CUDA graphs", unit="graph"):
-            try:
-                if before is not None:
-                    before(key)
-                tier = self.tiers.setdefault(key.shape, SpecRuntimeState(key.shape, {}))
-                tier.graphs[key.batch_size, key.sampled] = self._pool.capture(
-                    partial(self._run_work, key)
-                )
-            except torch.cuda.OutOfMemoryError as error:
-                raise ValueError(
-                    f"out of memory while the CUDA graph of {key.batch_size} requests with "
-                    f"{key.shape.num_nodes} drafts was "
-                    "captured; lower cuda_graph_config.max_batch_size, max_draft_len or "
-                    "kv_cache_config.free_gpu_memory_fraction, or set cuda_graph_config to null"
-                ) from error
+        with progress("CUDA graphs", len(wanted), "graphs", every=5) as bar:
+            for key in wanted:
+                self._capture(key, before)
+                bar.advance()
         torch.cuda.empty_cache()
         used = free - torch.cuda.mem_get_info(self._device)[0]
         logger.info(
             "%d CUDA graphs took %.1f s and %d MiB", len(wanted), monotonic() - start, used >> 20
         )
+
+    def _capture(self, key: GraphKey, before: Callable[[GraphKey], None] | None) -> None:
+        try:
+            if before is not None:
+                before(key)
+            tier = self.tiers.setdefault(key.shape, SpecRuntimeState(key.shape, {}))
+            tier.graphs[key.batch_size, key.sampled] = self._pool.capture(
+                partial(self._run_work, key)
+            )
+        except torch.cuda.OutOfMemoryError as error:
+            raise ValueError(
+                f"out of memory while the CUDA graph of {key.batch_size} requests with "
+                f"{key.shape.num_nodes} drafts was captured; lower "
+                "cuda_graph_config.max_batch_size, max_draft_len or "
+                "kv_cache_config.free_gpu_memory_fraction, or set cuda_graph_config to null"
+            ) from error
 
     def __contains__(self, key: GraphKey) -> bool:
         return self._find(key) is not None

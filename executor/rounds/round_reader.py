@@ -14,9 +14,9 @@ from tllm_spec.executor.faults import described
 from tllm_spec.executor.request import NO_TOKEN, LlmRequest, RequestState
 from tllm_spec.executor.rounds.round_results import LaunchedRound
 from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
+from tllm_spec.executor.speculative.draft_length.decisions import ObservedRound
 from tllm_spec.kernels.slots.choose_rows import EXPECTED_SCALE
 from tllm_spec.outputs import Logprob
-from tllm_spec.request_errors import NO_GUIDED_TOKEN
 
 # How long rounds take, as the host sees it: from the end of one round to the end of the next.
 #
@@ -63,15 +63,11 @@ class RoundOutcome:
     # One number for every request that wanted drafts.
     num_accepted: list[int] = field(default_factory=list)
     ranks: list[list[int]] = field(default_factory=list)  # of the same; see `path_ranks`
-    num_verified: list[int] = field(default_factory=list)  # drafts, of the same
+    num_drafted: int = 0  # drafts of the same, of all together
     # Accepted drafts of the whole batch that each budget of rows was expected to bring; 0: unknown.
     expected: list[float] = field(default_factory=list)
     num_requests: int = 0  # generating ones that had not ended before
     num_tokens: int = 0  # that these were given
-
-    @property
-    def num_drafted(self) -> int:
-        return sum(self.num_verified)
 
     def report_to(self, controller: AdaptiveController, batch: ScheduledBatch) -> None:
         """The time counts only if the whole round belongs to one draft length: no context chunks,
@@ -79,18 +75,19 @@ class RoundOutcome:
         is_pure = batch.draft_len == batch.made_draft_len and not batch.is_transition
         is_pure = is_pure and not batch.catches_up
         has_time = is_pure and not batch.context_requests
-        controller.observe(
+        observed = ObservedRound(
             len(batch.generation_requests),
             self.num_accepted,
             batch.made_draft_len if batch.verified_tier is None else batch.verified_tier,
             self.seconds if has_time else None,
             num_requests=self.num_requests,
             num_drafted=self.num_drafted,
-            expected=self.expected,
             asked_draft_len=batch.asked_draft_len,
             ranks=self.ranks,
+            expected=self.expected,
             context_len=batch.context_len,
         )
+        controller.observe(observed)
 
 
 NO_TOKEN_ERROR = (
@@ -191,7 +188,7 @@ class RoundReader:
                     outcome.num_accepted.append(num_new - 1)
                     if shows_ranks:
                         outcome.ranks.append(row[1 + path :])
-                    outcome.num_verified.append(num_drafts)
+                    outcome.num_drafted += num_drafts
                 if request.may_pause:
                     request.draft_pause.observe(num_drafts, num_accepted)
         outcome.num_requests, outcome.num_tokens = num_requests, num_tokens
@@ -232,10 +229,9 @@ def _emit(request: LlmRequest, run: list[int], logprobs: RunLogprobs) -> int:
 
 def _end_without_token(request: LlmRequest) -> None:
     """No token could be chosen next."""
-    grammar = request.grammar
-    if grammar is None:
+    if request.grammar is None:
         request.finish("error", error=NO_TOKEN_ERROR)
-    elif grammar.has_ended(request.tokens, request.prompt_len):
-        request.finish("stop")
+    elif error := request.grammar.why_no_token(request.tokens, request.prompt_len):
+        request.finish("error", error=error)
     else:
-        request.finish("error", error=NO_GUIDED_TOKEN)
+        request.finish("stop")

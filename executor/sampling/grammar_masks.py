@@ -5,22 +5,21 @@ where plain decoding would choose it. The drafts are sent to the host before the
 launched. While it runs, the host reads the round before and fills the masks."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 
 import torch
 
-from tllm_spec.distributed.communicator import SINGLE, Communicator
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.device.transfer import PinnedBuffers, ToHost, to_device
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.slot_state import SlotState
-from tllm_spec.executor.sampling.grammar_work import GrammarWork
 from tllm_spec.executor.sampling.row_group import RowGroup
-from tllm_spec.grammar.grammar_state import DraftNodes
 from tllm_spec.kernels.sampling.logit_filters import mask_tokens
 
-ROOT = DraftNodes.chain(torch.zeros(1, dtype=torch.int64))
+# llguidance works without Python's lock, so the masks of many requests are filled in threads.
+NUM_THREADS = 4
+MIN_FOR_THREADS = 4  # requests
 
 
 def mask_words(num_rows: int, vocab_size: int) -> int:
@@ -41,7 +40,6 @@ class GrammarMasks:
         first_token: int = 0,
         *,
         is_served: bool = True,
-        communicator: Communicator = SINGLE,
     ) -> None:
         """first_token: of logits that are a part of the vocabulary's. is_served: whether there may
         be grammars."""
@@ -52,7 +50,7 @@ class GrammarMasks:
         self._windows: ToHost | None = None
         self._drafts: list[torch.Tensor] = []
         self._index: dict[int, int] = {}  # of the round's windows, by request id
-        self.work = GrammarWork(communicator)
+        self._threads = ThreadPoolExecutor(NUM_THREADS, "tllm-masks")  # begun when needed
         self._for_graphs = torch.empty(0, dtype=torch.int32, device=slots.device)
         self._max_rows = 0  # of the largest graph
         self._is_sent = False  # whether `_for_graphs` has masks
@@ -147,30 +145,31 @@ class GrammarMasks:
 
     def _fill_all(self, guided: list[LlmRequest], masks: Sequence[torch.Tensor]) -> None:
         self._receive_windows()
-        self.work.run(
-            [
-                (request, partial(self._fill_one, request, own))
-                for request, own in zip(guided, masks, strict=True)
-            ]
-        )
+        jobs = list(zip(guided, masks, strict=True))
+        if len(jobs) < MIN_FOR_THREADS:
+            self._fill_some(jobs)
+        else:
+            parts = [jobs[i::NUM_THREADS] for i in range(NUM_THREADS)]
+            list(self._threads.map(self._fill_some, parts))
 
     @torch.inference_mode()
-    def _fill_one(self, request: LlmRequest, masks: torch.Tensor) -> None:
-        assert request.grammar is not None
-        request.grammar.read(request.tokens, request.prompt_len)
-        request.grammar.fill(self._nodes(request, len(masks)), masks.fill_(-1))
+    def _fill_some(self, jobs: Sequence[tuple[LlmRequest, torch.Tensor]]) -> None:
+        for request, masks in jobs:
+            assert request.grammar is not None
+            request.grammar.read(request.tokens, request.prompt_len)
+            request.grammar.fill(*self._nodes(request, len(masks)), masks.fill_(-1))
 
     def _receive_windows(self) -> None:
         if self._windows is not None:
             self._drafts, self._windows = self._windows.wait(), None
 
-    def _nodes(self, request: LlmRequest, num_rows: int) -> DraftNodes:
-        """The request's rows, without padding after the proposed drafts."""
+    def _nodes(self, request: LlmRequest, num_rows: int) -> tuple[list[int], Sequence[int]]:
+        """Tokens and parents of the request's rows, without padding after the proposed drafts."""
         if num_rows == 1:
-            return ROOT
+            return [0], [-1]
         windows, *parents = self._drafts
         index = self._index[request.request_id]
         if parents:
-            return DraftNodes.tree(windows[index], parents[0][index].tolist())
+            return windows[index].tolist(), parents[0][index].tolist()
         num_rows = min(num_rows, 1 + request.py_num_draft_tokens)
-        return DraftNodes.chain(windows[index, :num_rows])
+        return windows[index, :num_rows].tolist(), range(-1, num_rows - 1)

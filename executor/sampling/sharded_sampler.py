@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from tllm_spec.distributed.communicator import SINGLE, Communicator
-from tllm_spec.distributed.vocab_shard import VocabShard
+from tllm_spec.distributed.communicator import VocabShard
 from tllm_spec.executor.batch import SampledTokens
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.slot_state import SlotState
@@ -142,7 +141,6 @@ def sampler_of(
     make: Callable[..., Sampler] = Sampler,
     *,
     serves_grammars: bool = True,
-    communicator: Communicator = SINGLE,
     **options: Any,
 ) -> Sampler:
     """shard: of the target's logits; None: every rank has all of them, and `make` makes the
@@ -152,7 +150,6 @@ def sampler_of(
         state.vocab_size,
         0 if shard is None else shard.first,
         is_served=serves_grammars,
-        communicator=communicator,
     )
     if shard is None:
         return make(slots, state, RowGroups(state), masks, **options)

@@ -6,12 +6,12 @@ drafter is made."""
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from tllm_spec.config.import_path import find_class, import_path_of
-from tllm_spec.config.kv_cache_config import KVCacheType
-from tllm_spec.config.matched_drafts_config import MatchedDraftsConfig
-from tllm_spec.config.parallel_drafts_config import DFlashDecodingConfig, PARDDecodingConfig
+from tllm_spec.config.draft_tree_config import MatchedDraftsConfig
+from tllm_spec.config.engine_config import KVCacheType
+from tllm_spec.config.option_checks import find_class, import_path_of
 from tllm_spec.config.speculative_config import (
     DecodingBaseConfig,
+    DFlashDecodingConfig,
     DraftBackend,
     DraftTargetDecodingConfig,
     Eagle3DecodingConfig,
@@ -19,6 +19,7 @@ from tllm_spec.config.speculative_config import (
     EagleHeadDecodingConfig,
     MTPDecodingConfig,
     NGramDecodingConfig,
+    PARDDecodingConfig,
     SADecodingConfig,
     UserProvidedDecodingConfig,
 )
@@ -36,7 +37,7 @@ from tllm_spec.executor.speculative.drafting.match_or_network import DraftChoice
 from tllm_spec.executor.speculative.drafting.model_drafter import DraftKVManager, ModelDrafter
 from tllm_spec.executor.speculative.drafting.network_drafter import NetworkDrafter
 from tllm_spec.executor.speculative.drafting.suffix_match import SuffixMatch
-from tllm_spec.models.head_checkpoint import HeadKind
+from tllm_spec.models.draft_kind import ACCEPTED, HeadKind
 from tllm_spec.models.registry import LoadFormat
 
 
@@ -146,7 +147,7 @@ def _build_user_provided(config: DecodingBaseConfig, around: Surroundings) -> Sp
             f"{import_path_of(drafter.needed_manager)}"
         )
     sampler = around.sampler
-    parts = drafter, manager, around.slots, sampler.state.vocab_size, sampler.grammar_masks.work
+    parts = drafter, manager, around.slots, sampler.state.vocab_size
     host = HostTreeDrafter(*parts) if around.slots.shapes.has_trees else HostDrafter(*parts)
     return Speculation(host, [] if manager is None else [manager], causes=HOST_CAUSES)
 
@@ -239,7 +240,7 @@ def _dflash_head(config: DecodingBaseConfig) -> DraftPlan:
         config.load_format,
         is_head=True,
         capture_layers=config.target_layer_ids,
-        head_kinds=("DFlash",),
+        head_kinds=ACCEPTED[config.decoding_type],
         window_size=config.draft_window_size,
         sink_size=config.draft_sink_size,
         token_map=config.speculative_token_map,
@@ -251,7 +252,6 @@ def _dflash_head(config: DecodingBaseConfig) -> DraftPlan:
 def _eagle_head(config: DecodingBaseConfig) -> DraftPlan:
     """TensorRT-LLM serves EAGLE-3 heads under both names."""
     assert isinstance(config, EagleHeadDecodingConfig)
-    is_eagle3 = isinstance(config, Eagle3DecodingConfig)
     return DraftPlan(
         config.speculative_model,
         config.load_format,
@@ -259,7 +259,7 @@ def _eagle_head(config: DecodingBaseConfig) -> DraftPlan:
         capture_layers=config.eagle3_layers_to_capture,
         splits_rounds=not config.eagle3_one_model,
         backend=config.draft_backend,
-        head_kinds=("EAGLE-3",) if is_eagle3 else ("EAGLE-1/2", "EAGLE-3"),
+        head_kinds=ACCEPTED[config.decoding_type],
         window_size=config.draft_window_size,
         sink_size=config.draft_sink_size,
         token_map=config.speculative_token_map,

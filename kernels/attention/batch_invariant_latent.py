@@ -27,7 +27,7 @@ TILE_ROWS = 16  # of 512 float32 sums each, twice
 TREE_TOKENS = 1  # of a tile, which reads the keys of its token's path
 
 
-def tokens_per_tile(heads: int) -> int:
+def latent_tokens_per_tile(heads: int) -> int:
     return max(1, TILE_ROWS // heads)
 
 
@@ -51,7 +51,7 @@ def batch_invariant_latent(
         layer: `[pages, page_size, R + P]`, contiguous, page_size a power of two; of q's dtype or
             CODES.
         block_tables: `[B, P]` int32, on the device.
-        tiles: of the rows, with at most `tokens_per_tile` tokens, of trees TREE_TOKENS.
+        tiles: of the rows, with at most `latent_tokens_per_tile` tokens, of trees TREE_TOKENS.
         scale: factor of the scores before the softmax.
         results: workspace; overwritten.
         scales: of codes.

@@ -5,6 +5,7 @@ from collections import Counter
 
 import torch
 
+from tllm_spec.config.draft_shape import END, NOTHING, OFF_CHAIN
 from tllm_spec.kernels.dispatch import tl, triton, with_kernel
 from tllm_spec.kernels.launch import begin, programmatic_launch
 from tllm_spec.kernels.slots.accept import DraftTree
@@ -154,18 +155,8 @@ def _grow(
     tl.store(num_nodes + request, number.to(tl.int64))
 
 
-# The numbers of `path_ranks`. Column d of a request says how its path of d drafts went on: the
-# rank of the next child (0 is the first in node order), or END + the number of children, of which
-# none was accepted.
-
-
-END = 64
-OFF_CHAIN = 128  # added where a draft before was not its node's first child
-NOTHING = -1  # after the path's end
-
-
 # What accepted paths show about the children of their nodes: which child came next, and how many
-# were rejected (rank_codes.py). On CUDA a Triton kernel, elsewhere the plain-torch reference.
+# were rejected. On CUDA a Triton kernel, elsewhere the plain-torch reference.
 
 
 @with_kernel("path_ranks_triton")

@@ -14,6 +14,7 @@ import torch
 
 from tllm_spec.kernels.disk_cache import write_file
 from tllm_spec.kernels.gemm.cublas_lt import ALIGNMENT, CLUSTERS, DATA_TYPES, CublasLt, Plan, Sizes
+from tllm_spec.progress import progress
 
 # The table of chosen GEMM algorithms by shape and number of rows, and its file on disk.
 
@@ -262,21 +263,27 @@ def tune_missing(
     # The largest number of a class is measured for the class.
     largest = {rows_class(rows): rows for rows in sorted(row_counts) if rows >= MIN_ROWS}
     num_missing = 0
-    for rows in sorted(largest.values(), reverse=True):
-        missing: dict[GemmKey, Search] = {}
-        for group in groups:
-            sizes = group.sizes(rows)
-            if (key := key_of(sizes)) not in table and sizes.output_bytes <= MAX_OUTPUT_BYTES:
-                missing[key] = Search(lt, sizes, group.weights)
-        for search in missing.values():
-            search.load()
-        if rows >= HOT_ROWS:
-            for search in missing.values():
-                search.heat(HEAT / len(missing))
-        for key, search in missing.items():
-            table[key] = search.fastest()
-        num_missing += len(missing)
+    with progress("GEMMs", len(largest), "row counts", every=5) as bar:
+        for rows in sorted(largest.values(), reverse=True):
+            num_missing += _tune_rows(table, lt, groups, rows)
+            bar.advance()
     return num_missing
+
+
+def _tune_rows(table: LinearTable, lt: CublasLt, groups: Sequence[GemmGroup], rows: int) -> int:
+    missing: dict[GemmKey, Search] = {}
+    for group in groups:
+        sizes = group.sizes(rows)
+        if (key := key_of(sizes)) not in table and sizes.output_bytes <= MAX_OUTPUT_BYTES:
+            missing[key] = Search(lt, sizes, group.weights)
+    for search in missing.values():
+        search.load()
+    if rows >= HOT_ROWS:
+        for search in missing.values():
+            search.heat(HEAT / len(missing))
+    for key, search in missing.items():
+        table[key] = search.fastest()
+    return len(missing)
 
 
 class Search:

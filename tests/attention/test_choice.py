@@ -12,12 +12,10 @@ from tllm_spec.attention.choice import choose_backend, create_backend, workspace
 from tllm_spec.attention.flashinfer import FlashInferAttention
 from tllm_spec.attention.geometry import AttentionGeometry, LatentGeometry
 from tllm_spec.attention.interface import HeadsBackend
-from tllm_spec.attention.kv_format import KVFormat
-from tllm_spec.attention.kv_pool import KVPool
+from tllm_spec.attention.kv_pool import MAX_TOKENS, KVFormat, KVPool
 from tllm_spec.attention.latent import TritonLatent
 from tllm_spec.attention.triton import TritonAttention
 from tllm_spec.attention.vanilla import VanillaAttention
-from tllm_spec.attention.wide_pages import MAX_TOKENS
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.executor.build import build_executor
 from tllm_spec.executor.building.memory import reserved_bytes

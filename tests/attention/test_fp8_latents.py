@@ -10,7 +10,7 @@ import torch
 from tests.attention.test_latent import ALL_KINDS, PhaseArguments, Problem, attend, ragged_attention
 from tests.attention.test_triton import on_each_device
 from tests.kernels.tree_problem import bits_of, random_paths
-from tllm_spec.attention import batch_invariant_latent as batch_invariant
+from tllm_spec.attention import batch_invariant
 from tllm_spec.attention import latent as module
 from tllm_spec.attention.latent import LatentBackend
 from tllm_spec.kernels.attention.visible_keys import TreeMask

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from tllm_spec.attention.geometry import AttentionGeometry
-from tllm_spec.attention.kv_format import KVFormat
-from tllm_spec.attention.kv_pool import KVPool
+from tllm_spec.attention.kv_pool import KVFormat, KVPool
 
 NUM_PAGES, PAGE_SIZE = 1 << 14, 32
 STATM = Path("/proc/self/statm")

@@ -9,15 +9,14 @@ import torch
 
 from tests.kernels.row_counts import rows_of
 from tests.kernels.tree_problem import bits_of, random_paths
-from tllm_spec.attention import batch_invariant_latent as batch_invariant
+from tllm_spec.attention import batch_invariant
 from tllm_spec.attention import latent as module
-from tllm_spec.attention.batch_invariant_latent import BatchInvariantLatent
+from tllm_spec.attention.batch_invariant import BatchInvariantLatent
 from tllm_spec.attention.choice import create_backend, workspace_bytes
 from tllm_spec.attention.flashinfer import FlashInferAttention
 from tllm_spec.attention.geometry import AttentionGeometry, LatentGeometry
 from tllm_spec.attention.interface import AttentionMetadata
-from tllm_spec.attention.kv_format import KVFormat
-from tllm_spec.attention.kv_pool import KVPool
+from tllm_spec.attention.kv_pool import KVFormat, KVPool
 from tllm_spec.attention.latent import LatentBackend, LatentInputs, TritonLatent, VanillaLatent
 from tllm_spec.attention.triton import TritonAttention
 from tllm_spec.attention.vanilla import VanillaAttention

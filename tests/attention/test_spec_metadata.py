@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tllm_spec.attention.spec_metadata import SpecMetadata, default_capture_layers
+from tllm_spec.attention.interface import SpecMetadata, default_capture_layers
 
 LAYERS, SIZE = (1, 4, 2), 6
 

@@ -2,6 +2,7 @@
 other."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,8 +10,7 @@ import torch
 from tests.kernels.row_counts import rows_of
 from tllm_spec.attention.geometry import AttentionGeometry
 from tllm_spec.attention.interface import AttentionMetadata
-from tllm_spec.attention.kv_format import KVFormat
-from tllm_spec.attention.kv_pool import KVPool
+from tllm_spec.attention.kv_pool import KVFormat, KVPool
 from tllm_spec.attention.vanilla import VanillaAttention
 from tllm_spec.kernels.attention.rotary_write import Rotary
 
@@ -148,6 +148,17 @@ def test_a_result_does_not_depend_on_the_rest_of_the_batch() -> None:
             *(({0: 9}, {}) if request == 0 else ({}, {request: 2})),
         )
         torch.testing.assert_close(output, alone[request], rtol=1e-5, atol=1e-6)
+
+
+@torch.inference_mode()
+def test_what_becomes_codes_has_the_same_bits_in_any_batch_and_window() -> None:
+    """A last bit would change a whole code."""
+    requests = Requests([30, 17, 9, 12])
+    geometry = replace(GEOMETRY, feeds_codes=True)
+    together = requests.run(VanillaAttention(geometry, new_pool()), {}, {0: 4, 1: 4, 2: 4, 3: 4})
+    for request, output in together.items():
+        alone = requests.run(VanillaAttention(geometry, new_pool()), {}, {request: 1})
+        assert torch.equal(output[-1:], alone[request])
 
 
 @pytest.mark.parametrize("slack", [0, 9])

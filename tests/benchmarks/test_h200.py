@@ -24,7 +24,7 @@ from benchmarks.harness.models import (
     prefill_flops,
     streamed_bytes,
 )
-from tllm_spec.distributed.mapping import SINGLE_RANK
+from tllm_spec.distributed.communicator import SINGLE_RANK
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.eagle3 import Eagle3Head
 from tllm_spec.models.eagle3_config import Eagle3Config

@@ -51,7 +51,8 @@ def test_a_missing_model_is_reported_before_other_mistakes(command: str, options
     assert (result.exit_code, FakeLLM.made) == (2, [])
     lines = result.output.splitlines()
     assert lines[0] == "Usage: main [OPTIONS] COMMAND [ARGS]..."
-    assert lines[-1] == "Error: Missing option '--model' / '-m'."
+    place = f"It stands before the command: tllm-bench -m MODEL {command}"
+    assert lines[-1] == f"Error: Missing option '--model' / '-m'. {place}"
 
 
 def test_throughput_runs_the_warm_up_and_every_request_greedily_without_eos(dataset: Path) -> None:

@@ -1,12 +1,25 @@
 """Data sets of tllm-bench: read, checked, generated and written."""
 
 import io
+import json
 from pathlib import Path
 
 import pytest
 
-from tllm_spec.bench.dataset import BenchRequest, read_dataset, write_dataset
-from tllm_spec.bench.prepare import NormalLengths, UniformLengths, synthetic_requests, text_requests
+from tests.training.traffic import SAMPLING, counted
+from tllm_spec.bench.dataset import (
+    ANSWER_TOKENS,
+    BenchRequest,
+    NormalLengths,
+    UniformLengths,
+    read_dataset,
+    synthetic_requests,
+    text_requests,
+    write_dataset,
+)
+from tllm_spec.bench.runner import sampling_for
+from tllm_spec.recording.traffic_folder import TrafficFolder
+from tllm_spec.text.chat_prompt import Conversation
 
 
 def write_lines(folder: Path, *lines: str) -> Path:
@@ -31,6 +44,34 @@ def test_token_ids_take_precedence_over_a_prompt_and_blank_lines_are_skipped(
     assert read_dataset(path) == [BenchRequest(0, "hello", 8), BenchRequest(1, [5, 6], 9)]
 
 
+def test_messages_end_themselves_and_need_neither_number_nor_length(tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    lines = [{"messages": messages}, {"task_id": 7, "messages": messages, "output_tokens": 3}]
+    found = read_dataset(write_lines(tmp_path, *map(json.dumps, lines)))
+    prompt = Conversation(messages)
+    assert found == [
+        BenchRequest(0, prompt, ANSWER_TOKENS, ends_itself=True),
+        BenchRequest(7, prompt, 3, ends_itself=True),
+    ]
+    assert [params.ignore_eos for params in sampling_for(found)] == [False, False]
+    assert sampling_for(found, eos_id=5)[0].end_id == 5
+
+
+def test_recorded_traffic_is_a_data_set_whose_outputs_are_as_long(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    records = [counted(first, 5, 6 + first) for first in range(3)]
+    ending = records[2].model_copy(update={"sampling": SAMPLING | {"end_ids": [0]}})
+    TrafficFolder(tmp_path).append([each.to_line() for each in [*records[:2], ending]])
+    found = read_dataset(tmp_path)
+    assert [each.prompt for each in found] == [record.prompt for record in records]
+    assert [each.output_tokens for each in found] == [6, 7, 8]
+    assert [each.ends_itself for each in found] == [False, False, True]
+    assert [params.ignore_eos for params in sampling_for(found)] == [True, True, False]
+    assert [each.prompt for each in read_dataset(tmp_path, 1)] == [records[2].prompt]
+    with pytest.raises(ValueError, match="has 3 recorded requests, and num_requests is 4"):
+        read_dataset(tmp_path, 4)
+
+
 def test_only_the_first_requests_are_read_when_a_number_is_given(tmp_path: Path) -> None:
     line = '{"task_id": 0, "input_ids": [1], "output_tokens": 8}'
     path = write_lines(tmp_path, line, line, "broken, but never reached")
@@ -50,6 +91,8 @@ def test_only_the_first_requests_are_read_when_a_number_is_given(tmp_path: Path)
         ('{"task_id": "a", "input_ids": [1], "output_tokens": 1}', "task_id is 'a'"),
         ('{"task_id": 0, "output_tokens": 1}', "'input_ids' .* or 'prompt'"),
         ('{"task_id": 0, "prompt": "", "output_tokens": 1}', "'input_ids' .* or 'prompt'"),
+        ('{"messages": [], "output_tokens": 1}', "messages must be a list of objects"),
+        ('{"messages": [{"content": "a"}]}', "messages must be a list of objects"),
         ('{"task_id": 0, "input_ids": [], "output_tokens": 1}', "at least one token id"),
         ('{"task_id": 0, "input_ids": [-1], "output_tokens": 1}', "at least one token id"),
         (

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from tests.cli.fake_llm import FakeHandle, FakeLLM, make_output
-from tllm_spec.bench.compare import Contestant
+from tllm_spec.bench.compare import Contestant, fidelity
 from tllm_spec.bench.dataset import BenchRequest
-from tllm_spec.bench.fidelity import fidelity
 from tllm_spec.bench.runner import Run
 from tllm_spec.bench.table import format_fidelity
 from tllm_spec.outputs import Logprob, RequestOutput

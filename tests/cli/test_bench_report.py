@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from tests.cli.fake_llm import make_output
-from tllm_spec.bench.draft_lens import draft_lens_section
 from tllm_spec.bench.report import (
     build_report,
     decoding_section,
+    draft_lens_section,
     percentiles,
     performance_section,
     request_section,

@@ -14,9 +14,16 @@ from click.testing import CliRunner, Result
 from tests.server.fake_llm import FAILING_PROMPT, FakeLLM
 from tests.server.hosted import hosted
 from tests.server.http_answers import SECONDS
-from tllm_spec.bench.serve_load import Load, Sent, ServeRun
-from tllm_spec.bench.serve_report import acceptance_length, parse_goals, serve_report
-from tllm_spec.bench.sse_client import Target, events
+from tllm_spec.bench.serve_load import (
+    Load,
+    Sent,
+    ServeRun,
+    Target,
+    acceptance_length,
+    events,
+    parse_goals,
+    serve_report,
+)
 from tllm_spec.cli.bench import main
 
 PNG = b"\x89PNG\r\n\x1a\n"

@@ -1,14 +1,21 @@
-"""The throughput equation of chain drafts."""
+"""The throughput equation of chain drafts, and what it makes of measured times."""
 
 import pytest
 
-from tllm_spec.bench.break_even import USUAL_PAIRS, BreakEven, expected_tokens
+from tllm_spec.bench.break_even import Speedup, expected_tokens, least_acceptance
+from tllm_spec.outputs import SpeculativeStats
+
+PAIRS = (0.3, 2), (0.5, 3), (0.7, 4), (0.85, 5)
 
 
-def test_the_tokens_of_a_round_are_the_sum_of_the_acceptance_probabilities() -> None:
-    for acceptance, draft_len in USUAL_PAIRS:
-        probabilities = sum(acceptance**position for position in range(draft_len + 1))
-        assert expected_tokens(acceptance, draft_len) == pytest.approx(probabilities)
+def speedup(cost: float, stats: SpeculativeStats) -> Speedup:
+    return Speedup(0.5, 3, cost, measured=0.75, stats=stats)
+
+
+def test_the_tokens_of_a_round_follow_the_closed_form() -> None:
+    for acceptance, draft_len in PAIRS:
+        tokens = (1 - acceptance ** (draft_len + 1)) / (1 - acceptance)
+        assert expected_tokens(acceptance, draft_len) == pytest.approx(tokens)
     assert expected_tokens(0.6, 4) == pytest.approx(2.3056)
 
 
@@ -16,27 +23,32 @@ def test_drafts_that_are_always_accepted_never_accepted_or_absent() -> None:
     assert (expected_tokens(1, 5), expected_tokens(0, 5), expected_tokens(0.7, 0)) == (6, 1, 1)
 
 
-def test_without_costs_the_speedup_is_the_number_of_tokens_of_a_round() -> None:
-    free = BreakEven(draft_time=0.0, target_time=1.0, plain_time=1.0)
-    speedups = [free.speedup(*pair) for pair in USUAL_PAIRS]
-    assert speedups == pytest.approx([1.39, 1.875, 2.7731, 4.1523], rel=1e-3)
+def test_the_speedup_is_the_tokens_of_a_round_over_its_time_in_plain_rounds() -> None:
+    row = speedup(1.5, SpeculativeStats(10, 19, (10, 9), (5, 4))).to_dict()
+    assert row["predicted"] == pytest.approx(1.875 / 1.5)
+    assert row["difference"] == pytest.approx(0.75 / 1.25 - 1)
+    assert (row["drafted_share"], row["measured_tokens_per_round"]) == (1, pytest.approx(1.9))
 
 
-def test_draft_and_verification_times_reduce_the_speedup() -> None:
-    costly = BreakEven(draft_time=0.5, target_time=5.0, plain_time=4.0)
-    assert costly.speedup(0.5, 3) == pytest.approx(1.875 * 4.0 / 6.5)
+def test_rounds_without_drafts_count_as_plain_ones() -> None:
+    """A drafter that finds its drafts in the text has them in 4 of 10 rounds."""
+    row = speedup(1.5, SpeculativeStats(10, 14, (4, 4), (3, 1))).to_dict()
+    assert (row["drafted_share"], row["measured_tokens_per_round"]) == (0.4, 2)
+    assert row["predicted"] == pytest.approx((6 + 4 * 1.875) / (6 + 4 * 1.5))
+    never = speedup(1.5, SpeculativeStats(10, 10, (), ())).to_dict()
+    assert (never["predicted"], never["measured_tokens_per_round"]) == (1, None)
 
 
 @pytest.mark.parametrize("draft_len", [1, 3, 7])
 def test_at_the_least_acceptance_the_speedup_is_one(draft_len: int) -> None:
-    model = BreakEven(draft_time=0.25, target_time=4.1, plain_time=4.0)
-    least = model.least_acceptance(draft_len)
-    assert least is not None and model.speedup(least, draft_len) == pytest.approx(1)
+    cost = 1 + draft_len * 0.1
+    least = least_acceptance(draft_len, cost)
+    assert least is not None and expected_tokens(least, draft_len) == pytest.approx(cost)
     assert 0 < least < 1
 
 
 def test_there_is_no_least_acceptance_when_drafting_never_pays() -> None:
-    assert BreakEven(draft_time=3.0, target_time=9.0, plain_time=4.0).least_acceptance(1) is None
+    assert least_acceptance(1, cost=3.0) is None
 
 
 @pytest.mark.parametrize(("acceptance", "draft_len"), [(-0.1, 1), (1.1, 1), (0.5, -1)])

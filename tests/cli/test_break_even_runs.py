@@ -8,40 +8,17 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from tllm_spec.bench.break_even import BreakEven
-from tllm_spec.bench.break_even_runs import (
-    BreakEvenRuns,
-    FreeDrafts,
-    RoundSeconds,
-    Speedup,
-    Workload,
-)
-from tllm_spec.bench.break_even_trees import parse_tree, with_trees
+from tllm_spec.bench.break_even import BreakEvenRuns, Workload, parse_tree, with_trees
 from tllm_spec.cli.bench import main
 from tllm_spec.config.draft_shape import DraftShape, chain_of
 from tllm_spec.config.llm_args import LlmArgs
-
-TIMES = RoundSeconds(plain=4.0, free=5.0, drafted=7.0, draft_len=4)
-
-
-def test_the_drafters_time_is_divided_evenly_over_drafts_and_verification_grows_linearly() -> None:
-    assert TIMES.model(4) == BreakEven(draft_time=0.5, target_time=5.0, plain_time=4.0)
-    assert TIMES.model(2) == BreakEven(draft_time=0.5, target_time=4.5, plain_time=4.0)
-
-
-def test_the_difference_is_relative_to_the_prediction() -> None:
-    speedup = Speedup(
-        0.5, 3, 2.0, measured=1.5, measured_tokens_per_round=1.9, rounds=9, least_acceptance=None
-    )
-    assert speedup.difference == -0.25
-    assert speedup.to_dict()["tokens_per_round"] == 1.875
 
 
 def test_engines_use_the_files_drafter_with_a_fixed_length_and_synthetic_acceptance() -> None:
     made: list[LlmArgs] = []
 
-    def make_llm(**arguments: Any) -> Any:
-        made.append(LlmArgs.from_kwargs("zoo:llama", **arguments))
+    def make_llm(model: str, **arguments: Any) -> Any:
+        made.append(LlmArgs.from_kwargs(model, **arguments))
         return nullcontext()
 
     spec = {
@@ -51,22 +28,15 @@ def test_engines_use_the_files_drafter_with_a_fixed_length_and_synthetic_accepta
         "adaptive": {},
     }
     arguments = {"max_batch_size": 2, "speculative_config": spec | {"max_concurrency": 5}}
-    runs = BreakEvenRuns(make_llm, arguments, Workload())
+    runs = BreakEvenRuns(make_llm, "zoo:llama", arguments, Workload())
     runs.plain()
     runs.drafted(0.5, 3)
-    runs.drafted(0.5, 3, is_free=True)
-    plain, drafted, free = (args.speculative_config for args in made)
-    assert plain is None and drafted is not None and free is not None
-    assert [args.max_batch_size for args in made] == [2, 2, 2]
-    assert (drafted.decoding_type, free.decoding_type) == ("Eagle3", "User_Provided")
-    assert isinstance(getattr(free, "drafter"), FreeDrafts)  # noqa: B009 (only one type has it)
-    for config in (drafted, free):
-        assert (config.max_draft_len, config.synthetic_acceptance_rates) == (3, (0.5, 0.25, 0.125))
-        assert (config.adaptive, config.max_concurrency, config.max_rejected_rounds) == (
-            None,
-            None,
-            None,
-        )
+    plain, drafted = (args.speculative_config for args in made)
+    assert plain is None and drafted is not None and drafted.decoding_type == "Eagle3"
+    assert [args.max_batch_size for args in made] == [2, 2]
+    assert (drafted.max_draft_len, drafted.synthetic_acceptance_rates) == (3, (0.5, 0.25, 0.125))
+    limits = drafted.adaptive, drafted.max_concurrency, drafted.max_rejected_rounds
+    assert limits == (None, None, None)
 
 
 def test_a_files_own_shape_gives_way_by_any_of_its_names() -> None:
@@ -79,12 +49,13 @@ def test_a_files_own_shape_gives_way_by_any_of_its_names() -> None:
     }
     made: list[LlmArgs] = []
 
-    def make_llm(**arguments: Any) -> None:
-        made.append(LlmArgs.from_kwargs("zoo:llama", **arguments))
+    def make_llm(model: str, **arguments: Any) -> Any:
+        made.append(LlmArgs.from_kwargs(model, **arguments))
 
-    BreakEvenRuns(make_llm, {"speculative_config": spec}, Workload()).drafted(0.5, 3)
+    runs = BreakEvenRuns(make_llm, "zoo:llama", {"speculative_config": spec}, Workload())
+    runs.drafted(0.5, 3)
     trees = [parse_tree("5x8/31"), parse_tree("3x2/6")]
-    make_llm(speculative_config=with_trees(spec, trees))
+    make_llm("zoo:llama", speculative_config=with_trees(spec, trees))
     chain, tree = (args.speculative_config for args in made)
     assert chain is not None and chain.shapes.longest == chain_of(3)
     assert tree is not None and tree.shapes.longest == DraftShape(5, 31, 8)
@@ -168,7 +139,28 @@ def test_predictions_are_compared_with_measurements_on_the_zoo(
     assert always["predicted"] == pytest.approx(4 * times["plain"] / times["drafted"])
     for row in found["speedups"]:
         assert row["difference"] == pytest.approx(row["measured"] / row["predicted"] - 1)
+    assert never["drafted_share"] == always["drafted_share"] == 1
     assert "break-even at a" in result.output and f"{always['measured']:.2f}x" in result.output
+
+
+def test_a_drafter_that_often_has_no_draft_is_predicted_with_the_rounds_that_had_one(
+    tmp_path: Path,
+) -> None:
+    config, report = tmp_path / "x.yaml", tmp_path / "report.json"
+    spec = "{decoding_type: NGram, max_draft_len: 2, max_matching_ngram_size: 2}"
+    config.write_text(
+        f"speculative_config: {spec}\ndevice: cpu\nkv_cache_config: {{max_tokens: 4096}}"
+    )
+    arguments = ["-m", "zoo:llama", "break-even", "--config", str(config), "--repeat", "1"]
+    options = ["--pairs", "1:2", "--output_len", "30", "--report_json", str(report)]
+    result = CliRunner().invoke(main, [*arguments, *options])
+    assert result.exit_code == 0, result.output
+    found = json.loads(report.read_text())
+    (row,) = found["speedups"]
+    times, share = found["round_seconds"], row["drafted_share"]
+    assert 0 < share < 1 and f"{share:.0%}" in result.output
+    cost = times["drafted"] / times["plain"]
+    assert row["predicted"] == pytest.approx((1 + share * 2) / (1 + share * (cost - 1)))
 
 
 def test_trees_are_compared_by_the_tokens_they_have_and_need(tmp_path: Path) -> None:

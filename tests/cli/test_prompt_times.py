@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tllm_spec.bench import prompt_times
+from tllm_spec.bench import tune as prompt_times
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.executor.build import BuiltExecutor, build_executor
 from tllm_spec.executor.request import LlmRequest

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from tests.lossless.cases import heldout_prompts
-from tllm_spec.bench.replay_report import share_of_other_rounds
 from tllm_spec.bench.tune import (
     PLAIN,
     Candidate,
@@ -23,8 +22,8 @@ from tllm_spec.bench.tune import (
     score_of,
     simulate,
 )
-from tllm_spec.bench.tune_report import best_yaml, tune
-from tllm_spec.config.llm_args import LlmArgs
+from tllm_spec.bench.tune_report import best_yaml, share_of_other_rounds, tune
+from tllm_spec.config.llm_args import LlmArgs, read_options
 from tllm_spec.config.speculative_config import speculative_config_from
 from tllm_spec.llm import LLM
 from tllm_spec.outputs import SpeculativeStats
@@ -74,6 +73,42 @@ def test_the_best_configuration_says_why() -> None:
     text = best_yaml(scores)
     assert "# sa 3: 4.000 ms a token" in text and "1.50 times that" in text
     assert text.endswith("speculative_config:\n  decoding_type: SA\n  max_draft_len: 3\n")
+
+
+def test_the_best_configuration_is_whole_and_loads_again_equal(tiny: Path, tmp_path: Path) -> None:
+    options: dict[str, Any] = {
+        "skip_tokenizer_init": True,
+        "max_batch_size": 2,
+        "max_seq_len": 64,
+        "kv_cache_config": {"enable_block_reuse": False, "max_tokens": 512},
+        "speculative_config": {"decoding_type": "SA", "max_draft_len": 2},
+    }
+    with LLM(tiny, record_traffic=str(tmp_path / "traffic"), **options) as llm:
+        llm.generate([1, 2, 1, 2, 1], SamplingParams(max_tokens=9, ignore_eos=True))
+    config = tmp_path / "own.yaml"
+    config.write_text(json.dumps(options | {"record_traffic": str(tmp_path / "traffic")}))
+    scores = tune(tmp_path / "traffic", None, [config])
+    for each in scores:
+        (written := tmp_path / "best.yaml").write_text(best_yaml([each]))
+        found = LlmArgs.from_kwargs(str(tiny), **read_options(written))
+        expected = options | {"speculative_config": each.candidate.spec}
+        assert found == LlmArgs.from_kwargs(str(tiny), **expected), each.candidate.name
+
+
+def test_a_data_set_is_tuned_on_the_outputs_that_the_model_writes(
+    tiny: Path, tmp_path: Path
+) -> None:
+    config, data = tmp_path / "sa.yaml", tmp_path / "data.jsonl"
+    spec = {"decoding_type": "SA", "max_draft_len": 1}
+    options = {"max_batch_size": 2, "max_seq_len": 64, "skip_tokenizer_init": True}
+    config.write_text(json.dumps(options | {"speculative_config": spec}))
+    lines = [{"input_ids": [1, 2, 1, 2], "output_tokens": 7 + number} for number in range(2)]
+    data.write_text("\n".join(map(json.dumps, lines)))
+    scores = tune(data, str(tiny), [config])
+    assert [each.candidate.name for each in scores] == ["plain", "sa 1"]
+    assert scores[0].tokens_per_round == 1
+    with pytest.raises(ValueError, match="--model, which is missing"):
+        tune(data, None, [config])
 
 
 def test_rounds_that_differ_from_serving_are_counted_once_each() -> None:

@@ -17,8 +17,8 @@ from tllm_spec.config.adaptive_config import (
 )
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.config.speculative_config import DecodingBaseConfig, NGramDecodingConfig
-from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
-from tllm_spec.executor.speculative.draft_length.controller_for import controller_for
+from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController, controller_for
+from tllm_spec.executor.speculative.draft_length.decisions import ObservedRound
 
 OTHERS: list[dict[str, Any]] = [
     {"decoding_type": "NGram"},
@@ -65,6 +65,26 @@ def test_yaml_takes_a_preset_by_its_name(tmp_path: Path, preset: str) -> None:
     assert speculation(f"  adaptive: {preset}\n", tmp_path).adaptive == AdaptiveConfig.parse(preset)
 
 
+@pytest.mark.parametrize(
+    ("preset", "longest", "expected"),
+    [
+        ("aggressive", 4, {1: (1, 3), 8: (1, 3), 64: (1, 3), 128: (1, 3)}),
+        ("newest", 2, {1: (1,), 8: (0, 1), 32: (0, 1), 64: (0,)}),
+        ("conservative", 9, {1: (1, 3, 7), 8: (1, 3), 32: (1,)}),
+    ],
+)
+def test_a_preset_ends_at_max_draft_len(
+    preset: str, longest: int, expected: dict[int, tuple[int, ...]]
+) -> None:
+    own = {"decoding_type": "NGram", "max_draft_len": longest, "adaptive": preset}
+    config = LlmArgs.from_kwargs("m", speculative_config=own).speculative_config
+    assert config is not None and config.adaptive is not None
+    assert ladders(config) == expected
+    slots = dict(AdaptiveConfig.parse(preset).slots)
+    for low, slot in config.adaptive.slots:
+        assert slot == slots[low].model_copy(update={"candidate_steps": expected[low]})
+
+
 def test_yaml_takes_the_path_of_sglang_s_file(tmp_path: Path) -> None:
     file = tmp_path / "sglang.json"
     file.write_text(json.dumps({"ema_alpha": 0.5, "1": {"candidate_steps": [1, 3]}}))
@@ -105,7 +125,6 @@ def test_every_decoding_type_takes_it(own: dict[str, Any]) -> None:
 REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({"adaptive": {1: {"candidate_steps": [1, 9]}}}, ["9", "max_draft_len = 7"]),
     ({"adaptive": {"candidate_steps": [0, 8]}}, ["8", "max_draft_len = 7"]),
-    ({"adaptive": "conservative", "max_draft_len": 3}, ["7", "max_draft_len = 3"]),
     ({"adaptive": {"8": {"candidate_steps": [1, True]}}}, ["adaptive.slot 8.candidate_steps"]),
     ({"adaptive": [1, 3]}, ["adaptive = [1, 3]"]),
     ({"adaptive": "quick"}, ["'quick'", "conservative"]),
@@ -188,7 +207,7 @@ def test_a_gate_of_both_options_limits_the_draft_length() -> None:
     lengths = []
     for _ in range(3):
         lengths.append(controller.tier_for(1))
-        controller.observe(1, [1], lengths[-1])
+        controller.observe(ObservedRound(1, [1], lengths[-1]))
     assert lengths == [3, 3, 0] and controller.tiers_at(1) == {0, 3}
 
 

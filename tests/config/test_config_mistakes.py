@@ -70,6 +70,10 @@ from tllm_spec.config.llm_args import LlmArgs
             ["decoding_type = 'Medusa'", "not served yet", "Eagle3"],
         ),
         (speculate({"method": "suffix"}), ["decoding_type = 'suffix' is not served yet"]),
+        (
+            speculate({"decoding_type": "eagel3"}),
+            ["decoding_type = 'eagel3' is not a known type, did you mean Eagle3?; accepted: NGram"],
+        ),
         (speculate({"decoding_type": "Egle"}), ["decoding_type = 'Egle'", "NGram, Draft_Target"]),
         (
             speculate({"max_draft_len": 4}),

@@ -3,7 +3,7 @@
 import pytest
 
 from tllm_spec.config.speculative_config import NGramDecodingConfig
-from tllm_spec.executor.speculative.draft_length.controller_for import controller_for
+from tllm_spec.executor.speculative.draft_length.adaptive import controller_for
 
 
 @pytest.mark.parametrize(

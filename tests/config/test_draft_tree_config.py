@@ -11,7 +11,7 @@ from tllm_spec.config.speculative_config import (
     UserProvidedDecodingConfig,
     speculative_config_from,
 )
-from tllm_spec.executor.speculative.draft_length.controller_for import controller_for
+from tllm_spec.executor.speculative.draft_length.adaptive import controller_for
 
 TREE: dict[str, Any] = {"use_dynamic_tree": True, "dynamic_tree_max_topK": 4, "max_draft_len": 3}
 

@@ -13,11 +13,10 @@ from tllm_spec.attention.recurrent import RecurrentGeometry, RecurrentMemory
 from tllm_spec.cli.serve import main
 from tllm_spec.config import neighbours
 from tllm_spec.config.config_base import ConfigModel
-from tllm_spec.config.kv_events_config import KVEventsConfig
+from tllm_spec.config.engine_config import KVEventsConfig, SchedulerConfig
 from tllm_spec.config.llm_args import CudaGraphConfig, KvCacheConfig, LlmArgs
 from tllm_spec.config.neighbours import ABSENT, Ignored, Renamed
 from tllm_spec.config.option_checks import absent_reason
-from tllm_spec.config.scheduler_config import SchedulerConfig
 from tllm_spec.config.speculative_config import CONFIG_OF_TYPE
 from tllm_spec.kernels.states.gated_delta import DeltaShape
 from tllm_spec.sampling_params import IGNORED, SamplingParams

@@ -6,12 +6,14 @@ import pytest
 
 from tests.decoding_options import FixedDrafter, eagle3, ngram, speculate
 from tllm_spec.config.llm_args import LlmArgs
-from tllm_spec.config.parallel_drafts_config import DFlashDecodingConfig, PARDDecodingConfig
 from tllm_spec.config.speculative_config import (
+    CONFIG_OF_TYPE,
+    DFlashDecodingConfig,
     DraftTargetDecodingConfig,
     Eagle3DecodingConfig,
     EagleDecodingConfig,
     NGramDecodingConfig,
+    PARDDecodingConfig,
     SADecodingConfig,
 )
 from tllm_spec.config.text_search import CorpusFile, TextSearch
@@ -123,6 +125,18 @@ def test_an_eagle3_configuration_is_read_from_yaml(tmp_path: Path) -> None:
         eagle3_layers_to_capture=(1, 5),
         draft_sampling="greedy",
     )
+
+
+@pytest.mark.parametrize("name", [*CONFIG_OF_TYPE])
+def test_a_decoding_type_may_be_written_in_any_case(name: str) -> None:
+    given = {"max_draft_len": 2, "speculative_model": "head", "drafter": FixedDrafter()}
+    kind = CONFIG_OF_TYPE[name]
+    own = {key: value for key, value in given.items() if key in kind.model_fields}
+    for spelling in (name.lower(), name.upper(), name):
+        options = own | {"decoding_type": spelling}
+        config = LlmArgs.from_kwargs("m", speculative_config=options).speculative_config
+        assert type(config) is kind
+        assert config.decoding_type == kind.model_fields["decoding_type"].default
 
 
 def test_eagle_takes_the_options_of_eagle3_and_is_a_type_of_its_own() -> None:

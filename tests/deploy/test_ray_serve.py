@@ -153,6 +153,8 @@ def test_a_killed_replica_loses_its_own_streams_only_and_is_replaced(url: str) -
         wanted = llm.generate(list(complete), params, use_tqdm=False)
     assert list(complete.values()) == [each.outputs[0].text for each in wanted]
     wait_for(lambda: len(replicas()) == 2 and second in replicas())
+    metrics = httpx.get(f"{url}/metrics").text.splitlines()
+    assert all('replica="' in line for line in metrics if not line.startswith("#"))
     again = Client(url, PROMPTS[0])
     again.start()
     again.join()

@@ -12,6 +12,7 @@ from unittest import mock
 from tests.models.fp8_checkpoint import keeping_fp8
 from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
 from tllm_spec.llm import LLM
+from tllm_spec.ranks import release_ranks
 from tllm_spec.sampling_params import SamplingParams
 
 EAGLE3 = {
@@ -143,7 +144,8 @@ class Case:
     in_fp8: bool = False
 
     def outputs(self, folder: str, num_ranks: int) -> Outputs:
-        """On rank 0. The other processes of mpirun end with SystemExit."""
+        """On rank 0. The other processes of mpirun end with SystemExit, to have the next case's
+        patches."""
         options: dict[str, Any] = {"device": "cpu", "max_batch_size": 8, **self.options}
         options["skip_tokenizer_init"] = not self.model.startswith(("zoo:", "text-"))
         if num_ranks == 1:
@@ -177,6 +179,8 @@ class Case:
                 assert state["kv_cache"]["reused_pages"] > 0, state
             if self.options.get("scheduler_config"):
                 assert state["num_preemptions"] > 0, state
+        if num_ranks > 1:
+            release_ranks()
         return found
 
 

@@ -15,6 +15,7 @@ from tests.distributed.cases import TINY_EAGLE3, TOKEN_PROMPTS
 from tllm_spec.distributed.process_group import ProcessGroup
 from tllm_spec.executor.sampling.sharded_sampler import ShardedDraftSampling, ShardedSampler
 from tllm_spec.llm import LLM
+from tllm_spec.ranks import release_ranks
 
 WAYS: dict[str, dict[str, Any]] = {
     "greedy": {},
@@ -67,6 +68,7 @@ def generate(folder: str, num_ranks: int, row_bytes: set[int]) -> dict[str, dict
             outputs = llm.generate(TOKEN_PROMPTS[:3], way | LASTING, use_tqdm=False)
             tokens = [each.outputs[0].token_ids for each in outputs]
             found[name] = {"tokens": tokens, "row_bytes": sorted(row_bytes)}
+        release_ranks()
     return found
 
 

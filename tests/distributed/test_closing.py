@@ -13,9 +13,8 @@ import torch
 import torch.distributed as dist
 
 from tllm_spec.config.llm_args import LlmArgs
-from tllm_spec.distributed.collectives import Collectives
-from tllm_spec.distributed.communicator import Communicator
-from tllm_spec.distributed.peer_memory import NoPeerMemory
+from tllm_spec.distributed.communicator import Collectives, Communicator
+from tllm_spec.distributed.peer_sums import NoPeerMemory
 from tllm_spec.executor.build import build_executor
 from tllm_spec.executor.graphs.slot_graphs import GraphPool
 

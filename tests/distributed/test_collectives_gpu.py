@@ -79,7 +79,7 @@ import torch
 from mpi4py import MPI
 from tllm_spec.distributed.peer_sums import PeerSums
 from tllm_spec.distributed.process_group import ProcessGroup
-from tllm_spec.distributed.sum_choice import choose_sums, graph_seconds
+from tllm_spec.distributed.peer_sums import choose_sums, graph_seconds
 from tllm_spec.kernels.parallel.rank_sum import rank_best_reference
 from tllm_spec.kernels.parallel.rank_sum import rank_sum_reference
 

@@ -41,6 +41,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
+ONE_AFTER_THE_OTHER = """
+import sys
+from tllm_spec.llm import LLM
+
+for model in ("zoo:llama", sys.argv[1], "zoo:llama"):
+    try:
+        with LLM(model, skip_tokenizer_init=True, device="cpu", tensor_parallel_size=2) as llm:
+            found = llm.generate([5, 6, 7], {"max_tokens": 4}, use_tqdm=False)
+            print("answer", found.outputs[0].token_ids, flush=True)
+    except ValueError as error:
+        print("refused", error, flush=True)
+"""
+
+
 @contextmanager
 def serving(command: list[str]) -> Iterator[tuple[Popen[str], list[int]]]:
     """A program with a running request, and the process ids of its ranks."""
@@ -92,6 +106,17 @@ def test_a_round_that_fails_on_all_ranks_fails_its_request_only(folder: str) -> 
     assert world.returncode == 0, world.output
     assert "error MemoryError: no room for counts" in world.output
     assert "others [8, 8, 8, 8]" in world.output
+
+
+def test_ranks_of_mpirun_serve_one_model_after_the_other(tmp_path: Path) -> None:
+    """The second is one that no rank can load."""
+    save_checkpoint(tmp_path, "Llama")
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    world = run_world(2, ["-c", ONE_AFTER_THE_OTHER, str(tmp_path)])
+    assert world.returncode == 0, world.output
+    answers = [line for line in world.output.splitlines() if line.startswith("answer")]
+    assert len(answers) == 2 and answers[0] == answers[1], world.output
+    assert "refused" in world.output
 
 
 def test_a_killed_rank_ends_the_model_that_started_it(folder: str) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from tests.distributed.thread_ranks import ThreadGroup
 from tllm_spec.distributed.communicator import Communicator
-from tllm_spec.distributed.peer_memory import NO_DRIVER, NoPeerMemory, PeerMemory
+from tllm_spec.distributed.peer_sums import NO_DRIVER, NoPeerMemory, PeerMemory
 
 pytest.importorskip("cuda.bindings")
 CPU = torch.device("cpu")
@@ -125,7 +125,7 @@ def test_without_cuda_python_on_one_rank_all_are_refused_and_nothing_is_allocate
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "tllm_spec.distributed.peer_memory.is_installed", lambda: driver.here.rank == 0
+        "tllm_spec.distributed.peer_sums.is_installed", lambda: driver.here.rank == 0
     )
 
     def work(communicator: Communicator) -> str:

@@ -73,8 +73,8 @@ def test_a_mismatch_names_every_difference_and_both_values() -> None:
     own = versions()
     assert own["tllm_spec"] == __version__ and own["torch"]
     assert mismatch([own, own], "the version of") is None
-    problem = mismatch([own, own | {"torch": "1.0"}, own | {"xgrammar": "0.1"}], "the version of")
+    problem = mismatch([own, own | {"torch": "1.0"}, own | {"llguidance": "0.1"}], "the version of")
     assert problem == (
         f"the version of torch is 1.0 on rank 1 and {own['torch']} on rank 0; the version of "
-        f"xgrammar is 0.1 on rank 2 and {own['xgrammar']} on rank 0; all ranks need the same"
+        f"llguidance is 0.1 on rank 2 and {own['llguidance']} on rank 0; all ranks need the same"
     )

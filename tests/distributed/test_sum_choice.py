@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from tllm_spec.distributed.collectives import Collectives
-from tllm_spec.distributed.sum_choice import SIZES, ChosenSums, choose_sums
+from tllm_spec.distributed.communicator import Collectives
+from tllm_spec.distributed.peer_sums import SIZES, ChosenSums, choose_sums
 
 NAMES = ["one-shot", "nccl"]
 

@@ -9,8 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from tllm_spec.distributed.communicator import Communicator
-from tllm_spec.distributed.mapping import Mapping
+from tllm_spec.distributed.communicator import Communicator, Mapping
 
 RANKS = 2
 Result = TypeVar("Result")

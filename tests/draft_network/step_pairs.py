@@ -7,10 +7,9 @@ from pathlib import Path
 import torch
 
 from tllm_spec.attention.geometry import AttentionGeometry
-from tllm_spec.attention.kv_format import KVFormat
-from tllm_spec.attention.kv_pool import KVPool
+from tllm_spec.attention.kv_pool import KVFormat, KVPool
 from tllm_spec.attention.vanilla import VanillaAttention
-from tllm_spec.distributed.mapping import SINGLE_RANK
+from tllm_spec.distributed.communicator import SINGLE_RANK
 from tllm_spec.draft_network.network import ExternalDraft, Network
 from tllm_spec.executor.engine.attention_groups import AttentionGroups, PagedGroup
 from tllm_spec.executor.engine.rows import ContextChunk, RowBuilder, Windows

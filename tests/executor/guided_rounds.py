@@ -1,6 +1,7 @@
 """Requests with grammars for the tiny target, and what happens in their rounds."""
 
 import re
+from dataclasses import replace
 from functools import cache
 from random import Random
 from typing import Any
@@ -10,24 +11,25 @@ import torch
 
 from tests.executor.draft_caches import HOT
 from tests.executor.harness import Harness, output_of
+from tests.grammar.walks import grammar_of_words
 from tllm_spec.executor.device.transfer import ToHost
 from tllm_spec.executor.request import LlmRequest
-from tllm_spec.grammar.grammar_state import DraftNodes, GrammarState
+from tllm_spec.grammar.grammar_state import CompiledGrammar, GrammarState
+from tllm_spec.grammar.guided_decoding import GrammarSource
 
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_"
 PATTERNS = ("([a-m]+[0-9]|[A-Z][n-z]{1,3}|-_)*", "([aeiou][^aeiou]{1,5})*")
 
 
 @cache
-def compiled(pattern: str) -> Any:
-    xgrammar = pytest.importorskip("xgrammar")
-    tokens = xgrammar.TokenizerInfo(list(LETTERS), xgrammar.VocabType.RAW, stop_token_ids=[])
-    return xgrammar.GrammarCompiler(tokens, max_threads=1).compile_regex(pattern)
+def compiled(pattern: str) -> CompiledGrammar:
+    """Without an end token. Its text is drafted by the tests only."""
+    source, letters = GrammarSource("regex", pattern), [each.encode() for each in LETTERS]
+    return replace(grammar_of_words(source, letters, has_end=False), drafts_forced=False)
 
 
 def grammar_of(pattern: str) -> GrammarState:
-    xgrammar = pytest.importorskip("xgrammar")
-    return GrammarState(xgrammar.GrammarMatcher(compiled(pattern)))
+    return GrammarState(compiled(pattern))
 
 
 def text_of(request: LlmRequest) -> str:
@@ -81,9 +83,9 @@ def events_of(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> list[str]:
             events.append(f"read {rounds.index(to_host)}")
         return wait(to_host)
 
-    def watched_fill(state: GrammarState, nodes: DraftNodes, bitmask: torch.Tensor) -> None:
+    def watched_fill(state: GrammarState, *arguments: Any) -> None:
         events.append(f"fill {len(rounds)}")
-        fill(state, nodes, bitmask)
+        fill(state, *arguments)
 
     def watched_forward(*arguments: Any) -> torch.Tensor:
         events.append(f"forward {len(rounds)}")

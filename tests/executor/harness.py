@@ -14,10 +14,15 @@ from tllm_spec.executor.batch import SampledTokens, ScheduledBatch
 from tllm_spec.executor.build import build_executor
 from tllm_spec.executor.decoding_rules import DecodingRules
 from tllm_spec.executor.py_executor import PyExecutor
-from tllm_spec.executor.request import DraftCounters, LlmRequest, RequestState, Response
+from tllm_spec.executor.request import (
+    DraftCounters,
+    LlmRequest,
+    RequestPause,
+    RequestState,
+    Response,
+)
 from tllm_spec.executor.resources.interface import ResourceManager, SeqSlotManager
 from tllm_spec.executor.resources.kv_cache import KVCacheManager
-from tllm_spec.executor.speculative.draft_length.request_pause import RequestPause
 from tllm_spec.executor.speculative.drafting.drafter import Drafter
 from tllm_spec.grammar.grammar_state import GrammarState
 from tllm_spec.sampling_params import SamplingParams

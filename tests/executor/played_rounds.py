@@ -3,17 +3,19 @@
 from typing import Any
 
 from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
-from tllm_spec.executor.speculative.draft_length.draft_len_limits import DraftLenLimits
-from tllm_spec.executor.speculative.draft_length.round_times import RoundTimes
+from tllm_spec.executor.speculative.draft_length.decisions import ObservedRound
+from tllm_spec.executor.speculative.draft_length.draft_len_table import DraftLenTable
+from tllm_spec.executor.speculative.draft_length.round_times import MeasuredRoundTimes
 
 LADDER = (0, 1, 2, 3)
 
 
-class LinearTimes(RoundTimes):
+class LinearTimes(MeasuredRoundTimes):
     """A plain round takes 10 ms, each draft `draft_ms` more."""
 
     def __init__(self, draft_ms: float, *, has_contexts: bool = False) -> None:
-        self.draft_ms, self.has_contexts = draft_ms, has_contexts
+        super().__init__({1: {0: 1.0}}, has_contexts=has_contexts)
+        self.draft_ms = draft_ms
 
     def round_time(self, batch_size: int, tier: int) -> float:
         return (10 + self.draft_ms * tier) / 1e3
@@ -21,14 +23,14 @@ class LinearTimes(RoundTimes):
 
 def controller(
     draft_ms: float = 1.0,
-    limits: DraftLenLimits | None = None,
+    table: DraftLenTable | None = None,
     *,
     has_contexts: bool = False,
     **keys: Any,
 ) -> AdaptiveController:
     config = {"strategy": "cost_model", "candidate_steps": list(LADDER), **keys}
     times = LinearTimes(draft_ms, has_contexts=has_contexts)
-    return AdaptiveController.from_config(config, round_times=times, limits=limits)
+    return AdaptiveController.from_config(config, round_times=times, table=table)
 
 
 def play(
@@ -40,7 +42,7 @@ def play(
         steps = controls.tier_for(batch_size)
         asked.append(steps)
         accepted = [min(steps, num_accepted)] * batch_size if steps else []
-        controls.observe(batch_size, accepted, steps)
+        controls.observe(ObservedRound(batch_size, accepted, steps))
     return asked
 
 

@@ -21,6 +21,7 @@ import numpy as np
 
 from tllm_spec.bench.break_even import expected_tokens
 from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
+from tllm_spec.executor.speculative.draft_length.decisions import ObservedRound
 from tllm_spec.executor.speculative.draft_length.round_times import MeasuredRoundTimes
 
 EXAMPLE_TABLE = Path(__file__).with_name("example_round_times.json")
@@ -114,7 +115,7 @@ class Simulator:
         self._seen_late.append((batch_size, num_accepted.tolist(), verified, noisy, context_len))
         if len(self._seen_late) > 1:  # results are read a round late
             *seen, context_len = self._seen_late.popleft()
-            self._controller.observe(*seen, context_len=context_len)
+            self._controller.observe(ObservedRound(*seen, context_len=context_len))
 
 
 def padded_times(source: MeasuredRoundTimes) -> Callable[[int, int], float]:

@@ -16,12 +16,11 @@ import numpy as np
 
 from benchmarks.harness.forced_rounds import Profile, by_rank
 from tests.executor.simulated_rounds import EXAMPLE_TABLE
-from tllm_spec.config.draft_shape import DraftShape, DraftShapes
+from tllm_spec.config.draft_shape import END, NOTHING, OFF_CHAIN, DraftShape, DraftShapes
 from tllm_spec.config.speculative_config import Eagle3DecodingConfig
-from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
-from tllm_spec.executor.speculative.draft_length.controller_for import controller_for
+from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController, controller_for
+from tllm_spec.executor.speculative.draft_length.decisions import ObservedRound
 from tllm_spec.executor.speculative.draft_length.round_times import MeasuredRoundTimes
-from tllm_spec.kernels.drafts.path_trees import END, NOTHING, OFF_CHAIN
 
 TIME_NOISE = 0.02  # standard deviation of a round's time, relative
 BATCH_SIZES, ACCEPTANCES = (1, 4, 8, 16, 32), (0.2, 0.4, 0.6, 0.7, 0.8, 0.9)
@@ -130,7 +129,7 @@ class TreeSimulator:
         )
         if len(self._late) > 1:
             size, counts, steps, time, shown = self._late.popleft()
-            self._controller.observe(size, counts, steps, time, ranks=shown)
+            self._controller.observe(ObservedRound(size, counts, steps, time, ranks=shown))
 
 
 def example_times() -> dict[int, list[float]]:

@@ -8,11 +8,12 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 WITHOUT_TORCH = """
 import sys
 sys.modules["torch"] = None  # an import of torch raises ImportError
+from tllm_spec.executor.speculative.draft_length.decisions import ObservedRound
 from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
 for config in ({}, "aggressive", {"strategy": "ema", 1: {"candidate_steps": [1, 3]}}):
     controls = AdaptiveController.from_config(config)
     steps = controls.tier_for(4)
-    controls.observe(4, [steps] * 4)
+    controls.observe(ObservedRound(4, [steps] * 4))
     print(steps, type(controls.state()).__name__)
 """
 

@@ -7,9 +7,9 @@ import pytest
 from tllm_spec.config.adaptive_config import AdaptiveConfig
 from tllm_spec.config.verify_budget import with_budgets
 from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
-from tllm_spec.executor.speculative.draft_length.budget_slot import BudgetEstimate
+from tllm_spec.executor.speculative.draft_length.decisions import ObservedRound
+from tllm_spec.executor.speculative.draft_length.estimates import BudgetEstimate
 from tllm_spec.executor.speculative.draft_length.round_times import MeasuredRoundTimes
-from tllm_spec.executor.speculative.draft_length.tier_policy import ObservedRound
 
 SHAPES = with_budgets(7, (0, 1, 2, 3, 5, 7))
 THREE, FIVE, SEVEN = SHAPES.budgeted_tiers
@@ -55,7 +55,9 @@ def observe(own: AdaptiveController, tier: int, *expected: float, rounds: int = 
     """Rounds of that tier. expected: accepted drafts of a request by budget."""
     for _ in range(rounds):
         accepted = [1] * BATCH
-        own.observe(BATCH, accepted, tier, expected=[each * BATCH for each in expected])
+        own.observe(
+            ObservedRound(BATCH, accepted, tier, expected=[each * BATCH for each in expected])
+        )
 
 
 def test_the_tier_with_the_most_expected_tokens_a_second_is_chosen() -> None:
@@ -71,11 +73,11 @@ def test_the_tier_with_the_most_expected_tokens_a_second_is_chosen() -> None:
 
 
 def estimate() -> BudgetEstimate:
-    return BudgetEstimate(SHAPES, 0.6, 64)
+    return BudgetEstimate(SHAPES, (0, 1, 2, 3, 5, 7), 0.6, 64)
 
 
 def seen(expected: list[float], **more: Any) -> ObservedRound:
-    return ObservedRound(2, BATCH, [1, 1], None, None, 99, expected=expected, **more)
+    return ObservedRound(2, [1, 1], expected=expected, **more)
 
 
 def test_longer_drafts_than_there_were_keep_their_share() -> None:
@@ -93,7 +95,7 @@ def test_whole_windows_show_what_shorter_ones_would_have_brought() -> None:
     own = estimate()
     before = list(own.expected)
     for _ in range(500):
-        own.observe(ObservedRound(2, BATCH, [0, 3], None, None, 99), 3)
+        own.observe(ObservedRound(2, [0, 3]), 3)
     assert [own.expected[tier] for tier in (1, 2, 3)] == pytest.approx([0.5, 1.0, 1.5])
     assert own.expected[SEVEN] == pytest.approx(before[SEVEN] * 1.5 / before[3])
     assert own.rates == [pytest.approx(0.5)], "what the log's line on a switch names"
@@ -110,7 +112,11 @@ def test_a_probe_shows_what_the_longest_drafts_would_bring() -> None:
     }
     for _ in range(3000):
         tier = own.tier_for(BATCH)
-        own.observe(BATCH, [0] * BATCH, tier, expected=[n * BATCH for n in truth.get(tier, [])])
+        own.observe(
+            ObservedRound(
+                BATCH, [0] * BATCH, tier, expected=[n * BATCH for n in truth.get(tier, [])]
+            )
+        )
     assert own.tier_for(BATCH) == SEVEN
     assert own.state()["slots"]["17"]["expected"]["7@4.5"] == pytest.approx(3.2, abs=0.1)
 
@@ -128,7 +134,7 @@ def test_probes_that_take_less_time_and_emit_fewer_tokens_are_rare() -> None:
         tier = own.tier_for(BATCH)
         known = [each for each in accepted if SHAPES.of(each).depth <= SHAPES.of(tier).depth]
         expected = [accepted[each] * BATCH for each in known] if tier > 7 else []
-        own.observe(BATCH, [min(n, tier) for n in runs], tier, expected=expected)
+        own.observe(ObservedRound(BATCH, [min(n, tier) for n in runs], tier, expected=expected))
         chosen.append(tier)
     assert set(chosen[200:]) == {5, SEVEN} and chosen[200:].count(SEVEN) < 0.15 * 800
 
@@ -144,6 +150,6 @@ def test_the_best_budget_is_found_within_a_hundred_rounds_of_the_start() -> None
         tier = own.tier_for(BATCH)
         known = [each for each in accepted if SHAPES.of(each).depth <= SHAPES.of(tier).depth]
         expected = [accepted[each] * BATCH for each in known] if tier > 7 else []
-        own.observe(BATCH, [0] * BATCH, tier, expected=expected)
+        own.observe(ObservedRound(BATCH, [0] * BATCH, tier, expected=expected))
         chosen.append(tier)
     assert set(chosen[100:]) == {SEVEN}

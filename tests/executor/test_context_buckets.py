@@ -17,6 +17,7 @@ from tests.executor.simulated_rounds import (
 )
 from tests.lossless.engines import tiny_engine
 from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
+from tllm_spec.executor.speculative.draft_length.decisions import ObservedRound
 
 BATCH_SIZE, SHORT, LONG, BOUND = 64, 500, 20_000, 4096
 ACCEPTANCE = {SHORT: 0.8, LONG: 0.05}  # of a head that was trained on short texts
@@ -98,9 +99,9 @@ def test_rounds_are_told_of_with_the_context_that_they_were_chosen_for(
     controls, told = harness.parts.controller, list[int]()
     observe = controls.observe
 
-    def listen(*args: Any, context_len: int, **more: Any) -> bool:
-        told.append(context_len)
-        return observe(*args, context_len=context_len, **more)
+    def listen(observed: ObservedRound) -> bool:
+        told.append(observed.context_len)
+        return observe(observed)
 
     controls.observe = listen  # type: ignore[method-assign] # the test listens
     request = harness.submit([1, 2, 3], max_tokens=40)

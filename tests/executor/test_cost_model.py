@@ -4,9 +4,10 @@ import pytest
 
 from tests.executor.played_rounds import LADDER, LinearTimes, controller, play, settled
 from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
-from tllm_spec.executor.speculative.draft_length.draft_len_limits import (
+from tllm_spec.executor.speculative.draft_length.decisions import ObservedRound
+from tllm_spec.executor.speculative.draft_length.draft_len_table import (
     AcceptanceGate,
-    DraftLenLimits,
+    DraftLenTable,
 )
 
 
@@ -29,7 +30,7 @@ def test_a_longer_length_must_beat_the_present_one_by_the_margin() -> None:
         )
         for number in range(400):  # half of the first drafts: one brings as much as it costs
             steps = controls.tier_for(1)
-            controls.observe(1, [number % 2 if steps else 0], max(steps, 1))
+            controls.observe(ObservedRound(1, [number % 2 if steps else 0], max(steps, 1)))
         return int(controls.state()["decisions"]["num_switches"])
 
     assert switches(0.3) < switches(0.0) / 4
@@ -43,7 +44,7 @@ def test_drafts_that_are_never_right_cost_little_from_the_first_round_on() -> No
 def test_a_ladder_of_plain_decoding_only_may_be_told_of_drafts() -> None:
     controls = controller(candidate_steps=[0])
     assert controls.tier_for(1) == 0
-    controls.observe(1, [2], 3)
+    controls.observe(ObservedRound(1, [2], 3))
     assert controls.tier_for(1) == 0
 
 
@@ -53,7 +54,7 @@ def test_asking_twice_gives_the_same_answer() -> None:
         steps = one.tier_for(1)
         assert two.tier_for(1) == two.tier_for(1) == steps
         for each in (one, two):
-            each.observe(1, [min(steps, number // 100 % 4)] if steps else [], steps)
+            each.observe(ObservedRound(1, [min(steps, number // 100 % 4)] if steps else [], steps))
 
 
 def test_a_change_is_reported_once_and_kept_with_its_reason() -> None:
@@ -62,7 +63,7 @@ def test_a_change_is_reported_once_and_kept_with_its_reason() -> None:
     for _ in range(300):
         steps = controls.tier_for(1)
         if (
-            controls.observe(1, [0] if steps else [], steps)
+            controls.observe(ObservedRound(1, [0] if steps else [], steps))
             and controls.state()["slots"]["1"]["probe"] is None
         ):
             changes.append(controls.tier_for(1))
@@ -80,14 +81,14 @@ def test_requests_that_pause_lower_what_drafts_can_bring() -> None:
         controls = controller(draft_ms=2.0)
         for _ in range(400):
             steps = controls.tier_for(4)
-            controls.observe(4, [min(steps, 1)] * drafted if steps else [], steps)
+            controls.observe(ObservedRound(4, [min(steps, 1)] * drafted if steps else [], steps))
         return int(controls.state()["slots"]["1"]["steps"]["4"])
 
     assert settled_with(4) == 1 and settled_with(0) in (0, 1) and settled_with(1) == 1
     costly = controller(draft_ms=4.0)
     for _ in range(400):
         steps = costly.tier_for(4)
-        costly.observe(4, [min(steps, 1)] if steps else [], steps)
+        costly.observe(ObservedRound(4, [min(steps, 1)] if steps else [], steps))
     assert costly.state()["slots"]["1"]["steps"]["4"] == 0
 
 
@@ -113,14 +114,14 @@ def test_longer_contexts_than_the_measured_ones_make_drafts_pay() -> None:
         for number in range(3000):
             steps = controls.tier_for(1)
             accepted = [min(steps, number % 10 < 3)] if steps else []
-            controls.observe(1, accepted, steps, seconds=0.110 + 0.004 * steps)
+            controls.observe(ObservedRound(1, accepted, steps, seconds=0.110 + 0.004 * steps))
         return settled(controls)
 
     assert settled_with(has_contexts=True) >= 1 > settled_with(has_contexts=False)
 
 
 def test_a_limit_leaves_the_best_of_the_shorter_lengths_and_no_probe_exceeds_it() -> None:
-    controls = controller(limits=DraftLenLimits({1: 2}))
+    controls = controller(table=DraftLenTable({1: 2}))
     asked = []
     for _ in range(3000):
         asked += play(controls, 1, 3)
@@ -129,7 +130,7 @@ def test_a_limit_leaves_the_best_of_the_shorter_lengths_and_no_probe_exceeds_it(
 
 
 def test_a_closed_gate_ends_drafting_and_its_window_opens_it_again() -> None:
-    controls = controller(limits=DraftLenLimits(gate=AcceptanceGate(1.0, 5)))
+    controls = controller(table=DraftLenTable(gate=AcceptanceGate(1.0, 5)))
     asked = play(controls, 3000, 1)
     closed = asked.index(0)
     assert closed < 50 and set(asked[closed : closed + 400]) == {0}
@@ -137,7 +138,7 @@ def test_a_closed_gate_ends_drafting_and_its_window_opens_it_again() -> None:
 
 
 def test_a_gate_that_closes_in_one_batch_size_ends_drafting_in_all() -> None:
-    controls = controller(limits=DraftLenLimits(gate=AcceptanceGate(1.0, 5)))
+    controls = controller(table=DraftLenTable(gate=AcceptanceGate(1.0, 5)))
     assert controls.tier_for(8) > 0
     play(controls, 5, 1, batch_size=4)
     assert controls.tier_for(8) == 0

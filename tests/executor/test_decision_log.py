@@ -6,9 +6,10 @@ from itertools import pairwise
 import pytest
 
 from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
-from tllm_spec.executor.speculative.draft_length.draft_len_limits import (
+from tllm_spec.executor.speculative.draft_length.decisions import ObservedRound
+from tllm_spec.executor.speculative.draft_length.draft_len_table import (
     AcceptanceGate,
-    DraftLenLimits,
+    DraftLenTable,
 )
 
 ROUNDS = 4000
@@ -19,7 +20,7 @@ def play(controller: AdaptiveController, rounds: int, num_accepted: int) -> list
     for _ in range(rounds):
         steps = controller.tier_for(1)
         asked.append(steps)
-        controller.observe(1, [min(steps, num_accepted)] if steps else [], steps)
+        controller.observe(ObservedRound(1, [min(steps, num_accepted)] if steps else [], steps))
     return asked
 
 
@@ -64,8 +65,8 @@ def test_probes_write_no_lines(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_a_limit_that_no_length_of_the_ladder_meets_is_a_switch_there_and_back() -> None:
-    limits = DraftLenLimits(gate=AcceptanceGate(1.0, 5))
-    controller = AdaptiveController.from_config({"candidate_steps": [1, 3]}, limits=limits)
+    limits = DraftLenTable(gate=AcceptanceGate(1.0, 5))
+    controller = AdaptiveController.from_config({"candidate_steps": [1, 3]}, table=limits)
     play(controller, 600, 0)
     switches = controller.state()["decisions"]["last"]
     steps = [(switch["old_steps"], switch["new_steps"]) for switch in switches]

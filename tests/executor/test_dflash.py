@@ -23,7 +23,7 @@ from tests.executor.draft_caches import (
 )
 from tests.executor.harness import Harness, all_pages_are_back
 from tests.models.eagle3_runner import captured_states
-from tests.models.tiny_dflash import DFlashReference, write_tiny_dflash
+from tests.models.tiny_dflash import SIZES, DFlashReference, write_tiny_dflash
 from tests.models.tiny_eagle3 import edit_config
 from tllm_spec.models.dflash_config import DFlashConfig
 
@@ -31,6 +31,7 @@ LAYERS, DRAFT_LEN = (0, 1), 3
 HEADS: dict[str, dict[str, Any]] = {
     "z-lab": {},
     "speculators, a reduced vocabulary": {"speculators": True, "draft_vocab_size": 48},
+    "another width": {"sizes": SIZES | {"hidden_size": 48}, "target_hidden_size": 32},
 }
 
 
@@ -96,7 +97,12 @@ def test_texts_are_those_of_plain_decoding_with_any_draft_lengths(
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "an unknown key": ({"conv_kernel_size": 2}, "conv_kernel_size is 2, which is an unknown key"),
+    "a layer of others": ({"conv_kernel_size": 2}, "conv_kernel_size is 2, which is not served"),
+    "DSpark": ({"architectures": ["DSparkDraftModel"]}, "The draft weights are a DSpark head"),
+    "Domino": (
+        {"dflash_config": {"projector_type": "domino", "gru_hidden_dim": 8}},
+        "The draft weights are a Domino head",
+    ),
     "nested": ({"dflash_config": {"causal": True}}, "causal is True, and only False is served"),
     "rows that sample": ({"sample_from_anchor": True}, "sample_from_anchor is True"),
     "a window": (

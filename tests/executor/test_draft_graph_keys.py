@@ -12,12 +12,12 @@ from tests.executor.draft_caches import eagle3
 from tests.executor.draft_graphs import CPU, DUMMY, two_model, with_graphs
 from tests.executor.graph_rounds import keys_of_build
 from tests.executor.harness import Harness
-from tllm_spec.attention.kv_format import KVFormat
+from tllm_spec.attention.kv_pool import KVFormat
 from tllm_spec.config.draft_shape import DraftShapes, chain_of
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.executor.building.memory import reserved_bytes
 from tllm_spec.executor.building.plan import BuildPlan
-from tllm_spec.executor.building.tiers import RoundTimer
+from tllm_spec.executor.building.rounds import RoundTimer
 from tllm_spec.executor.engine.memory_plan import BYTES_A_GRAPH, own_groups
 from tllm_spec.executor.graphs.context_graphs import ContextLimits
 from tllm_spec.executor.graphs.slot_graphs import CudaGraphs, GraphKey, SlotGraphs
@@ -47,7 +47,7 @@ def test_drafting_graphs_cover_the_draft_lengths_that_may_be_asked_for(
     assert lengths == {(1, 3), (2, 3), (4, 3), (5, 3), (8, 1)} and set(drafting) < set(rounds)
     assert {key.sampled for key in drafting} == {False, True}
     ladder = two_model(drafts, "draft_target", adaptive={"candidate_steps": [0, 1, 3]})
-    monkeypatch.setattr(RoundTimer, "measure", lambda *_: None)
+    monkeypatch.setattr(RoundTimer, "measure", lambda *_, **__: None)
     drafting = drafting_keys(tiny, monkeypatch, keys_of_build(tiny, **ladder), **ladder)
     assert {key.draft_len for key in drafting} == {1, 3}
     assert keys_of_build(tiny, cuda_graph_config=None, **ladder) == []

@@ -2,19 +2,20 @@
 
 import pytest
 
-from tllm_spec.config.draft_len_schedule import draft_len_limits
+from tllm_spec.config.draft_len_schedule import draft_len_table
 from tllm_spec.config.speculative_config import UserProvidedDecodingConfig
 from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
-from tllm_spec.executor.speculative.draft_length.draft_len_limits import (
+from tllm_spec.executor.speculative.draft_length.decisions import ObservedRound
+from tllm_spec.executor.speculative.draft_length.draft_len_table import (
     CLOSED_WINDOWS,
     NO_LIMIT,
     AcceptanceGate,
-    DraftLenLimits,
+    DraftLenTable,
 )
 
 
 def test_the_entry_of_the_largest_key_not_above_the_batch_size_holds() -> None:
-    limits = DraftLenLimits({8: 0, 2: 4, 4: 2})
+    limits = DraftLenTable({8: 0, 2: 4, 4: 2})
     assert [limits.max_tier(size) for size in (1, 2, 3, 4, 7, 8, 99)] == [
         NO_LIMIT,
         4,
@@ -28,21 +29,19 @@ def test_the_entry_of_the_largest_key_not_above_the_batch_size_holds() -> None:
 
 
 def test_windows_leave_contexts_a_fourth_of_the_rows_where_others_may_join() -> None:
-    limits = DraftLenLimits(max_num_tokens=16, max_batch_size=8)
+    limits = DraftLenTable(max_num_tokens=16, max_batch_size=8)
     assert [limits.max_tier(size) for size in (1, 3, 4, 7, 8)] == [11, 3, 2, 0, 1]
-    assert DraftLenLimits(max_num_tokens=16).max_tier(4) == 3
+    assert DraftLenTable(max_num_tokens=16).max_tier(4) == 3
 
 
 def test_trees_that_are_as_wide_at_any_depth_have_all_drafts_or_none() -> None:
     tree = UserProvidedDecodingConfig(drafter=object(), max_draft_len=5, max_total_draft_tokens=10)
-    limits = DraftLenLimits(
-        max_num_tokens=98, max_batch_size=8, tier_within=tree.shapes.tier_within
-    )
+    limits = DraftLenTable(max_num_tokens=98, max_batch_size=8, tier_within=tree.shapes.tier_within)
     assert [limits.max_tier(size) for size in (6, 7, 8)] == [5, 0, 5]  # 7 may use 74 rows only
 
 
 def test_no_drafts_above_max_concurrency() -> None:
-    limits = DraftLenLimits(draft_len_limits(None, 4))
+    limits = DraftLenTable(draft_len_table(None, None, 4))
     assert [limits.max_tier(size) for size in (4, 5)] == [NO_LIMIT, 0]
     assert limits.reachable == {0}
 
@@ -50,23 +49,23 @@ def test_no_drafts_above_max_concurrency() -> None:
 def test_the_number_of_requests_is_compared_not_its_padding() -> None:
     slots = {"strategy": "ema", 1: {"candidate_steps": [3]}}
     controls = AdaptiveController.from_config(
-        slots, graph_batch_sizes=[8], limits=DraftLenLimits({6: 0})
+        slots, graph_batch_sizes=[8], table=DraftLenTable({6: 0})
     )
     assert [controls.tier_for(size) for size in (5, 6)] == [3, 0]
 
 
 def test_a_fixed_draft_length_is_shortened_by_limits_only() -> None:
-    controls = AdaptiveController.fixed(5, limits=DraftLenLimits({1: 4, 9: 0}))
-    assert not controls.observe(4, [0] * 4, 4)
+    controls = AdaptiveController(DraftLenTable({0: 5, 1: 4, 9: 0}))
+    assert not controls.observe(ObservedRound(4, [0] * 4, 4))
     assert [controls.tier_for(size) for size in (1, 8, 9)] == [4, 4, 0]
     assert AdaptiveController.fixed(5).tier_for(500) == 5
 
 
 def test_a_ladder_without_a_length_within_the_limit_means_plain_decoding() -> None:
-    limits = DraftLenLimits({1: 4, 8: 2})
+    limits = DraftLenTable({1: 4, 8: 2})
     ladder = {"candidate_steps": [3, 7]}
     for strategy in ("ema", "cost_model"):
-        controls = AdaptiveController.from_config({"strategy": strategy, 1: ladder}, limits=limits)
+        controls = AdaptiveController.from_config({"strategy": strategy, 1: ladder}, table=limits)
         assert [controls.tier_for(size) for size in (1, 8)] == [3, 0], strategy
     assert controls.tiers == (2, 3, 4, 7)
 

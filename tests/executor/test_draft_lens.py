@@ -13,8 +13,9 @@ from tests.executor.harness import Harness, output_of
 from tests.lossless.engines import tiny_engine
 from tllm_spec.config.draft_shape import DraftShape, DraftShapes, chain_of
 from tllm_spec.config.speculative_config import NGramDecodingConfig
-from tllm_spec.executor.building.tiers import without_outliers
-from tllm_spec.executor.speculative.draft_length.controller_for import controller_for
+from tllm_spec.executor.building.rounds import without_outliers
+from tllm_spec.executor.speculative.draft_length.adaptive import controller_for
+from tllm_spec.executor.speculative.draft_length.decisions import ObservedRound
 from tllm_spec.executor.speculative.drafting.draft_net import TorchLayers
 
 LADDER = {"candidate_steps": [0, 1, 4]}
@@ -40,7 +41,7 @@ def test_start_up_times_every_length_of_the_ladder_and_charges_separate_drafters
     harness = Harness(tiny, **tiny_engine(mode, drafts, 4, adaptive=LADDER))
     assert timed == [(size, steps) for size in (1, 2, 4, 8) for steps in (0, 1, 4, 4, 1, 0)]
     controller = harness.parts.controller
-    controller.observe(1, [], 0)
+    controller.observe(ObservedRound(1, [], 0))
     charged = 0.5 if mode == "draft_target" else 0.0
     row = controller.state()["round_ms"]["1"]
     assert row["4"] - row["0"] == pytest.approx(1e3 * 4 * (0.01 + charged))
@@ -56,7 +57,7 @@ def test_a_drifting_clock_favours_no_length(monkeypatch: pytest.MonkeyPatch, tin
     monkeypatch.setattr("tllm_spec.executor.rounds.round_runner.RoundRunner.seconds", seconds)
     config = {"decoding_type": "NGram", "max_draft_len": 4, "adaptive": LADDER}
     controller = Harness(tiny, speculative_config=config).parts.controller
-    controller.observe(1, [], 0)
+    controller.observe(ObservedRound(1, [], 0))
     row = controller.state()["round_ms"]["1"]
     assert [row[steps] - row["0"] for steps in ("1", "4")] == pytest.approx([10, 40])
 
@@ -69,7 +70,7 @@ def test_times_without_graphs_have_no_contexts_and_are_not_corrected(
     )
     config = {"decoding_type": "NGram", "max_draft_len": 4, "adaptive": LADDER}
     controller = Harness(tiny, speculative_config=config).parts.controller
-    controller.observe(1, [], 0, seconds=3.0)
+    controller.observe(ObservedRound(1, [], 0, seconds=3.0))
     assert controller.state()["round_ms"]["1"]["0"] == pytest.approx(1000)
 
 
@@ -87,7 +88,7 @@ def test_without_graphs_a_separate_drafter_is_timed_with_dummy_requests(
     monkeypatch.setattr(TorchLayers, "forward", slow)
     monkeypatch.setattr("tllm_spec.executor.building.rounds.EAGER_SIZES", (1,))
     harness = Harness(tiny, **tiny_engine(mode, drafts, 4, adaptive=LADDER))
-    harness.parts.controller.observe(1, [], 0)
+    harness.parts.controller.observe(ObservedRound(1, [], 0))
     row = harness.parts.controller.state()["round_ms"]["1"]
     assert [row[steps] - row["0"] for steps in ("1", "4")] == pytest.approx([10, 40])
     monkeypatch.setattr(TorchLayers, "forward", forward)
@@ -114,7 +115,7 @@ def test_drafts_are_not_free_next_to_batches_that_have_none(
     }
     harness = Harness(tiny, speculative_config=config)
     controller = harness.parts.controller
-    controller.observe(5, [], 0)
+    controller.observe(ObservedRound(5, [], 0))
     row = controller.state()["round_ms"]["5"]
     assert row["4"] == pytest.approx(5 * row["0"]) and controller.tier_for(6) == 0
 

@@ -136,6 +136,55 @@ def test_weights_that_do_not_fit_are_refused_and_nothing_is_changed(tmp_path: Pa
     assert weights.version == 0
 
 
+@pytest.mark.parametrize("name", ["fc.weight", "lm_head.weight", "norm.weight", "d2t"])
+def test_a_tensor_that_is_one_number_is_refused_as_what_does_not_fit(
+    name: str, tmp_path: Path
+) -> None:
+    folder = copy_of(HEAD, tmp_path / "head", 1.0)
+    tensors = load_file(folder / "model.safetensors")
+    one = torch.ones((), dtype=tensors[name].dtype)
+    save_file(tensors | {name: one}, folder / "model.safetensors")
+    weights = with_head().parts.draft_weights
+    assert weights is not None
+    with pytest.raises(ValueError, match=name):
+        weights.stage(str(folder))
+
+
+def test_whatever_loading_raises_is_a_mistake_of_the_folder(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    weights = with_head().parts.draft_weights
+    assert weights is not None
+    for error in (IndexError("no such row"), RuntimeError("a size does not match")):
+
+        def fail(folder: str, error: Exception = error) -> None:
+            raise error
+
+        monkeypatch.setattr(weights, "_load", fail)
+        with pytest.raises(ValueError, match=rf"^head: {type(error).__name__}: {error}$"):
+            weights.stage("head")
+
+
+def test_other_sizes_are_told_by_their_keys_in_the_config(tmp_path: Path) -> None:
+    narrow = copy_of(HEAD, tmp_path / "narrow", 1.0)
+    config = json.loads((narrow / "config.json").read_text())
+    size, less = config["intermediate_size"], config["intermediate_size"] - 64
+    (narrow / "config.json").write_text(json.dumps(config | {"intermediate_size": less}))
+    tensors = load_file(narrow / "model.safetensors")
+    cut = {
+        name: tensor[:less] if "down" not in name else tensor[:, :less]
+        for name, tensor in tensors.items()
+        if ".mlp." in name
+    }
+    save_file(tensors | {k: v.contiguous() for k, v in cut.items()}, narrow / "model.safetensors")
+    weights = with_head().parts.draft_weights
+    assert weights is not None
+    with pytest.raises(ValueError) as caught:
+        weights.stage(str(narrow))
+    assert f"intermediate_size {size} against {less}" in str(caught.value)
+    assert "mlp.gate_up_proj.weight" in str(caught.value) and "_modules" not in str(caught.value)
+
+
 def cached_after_swap(*, keep_cache: bool) -> int:
     harness = with_head()
     prompt = list(range(300, 400))
@@ -189,6 +238,9 @@ def test_a_swap_is_taken_back_when_requests_after_it_have_fewer_tokens_a_round(
     assert weights.version == version
     assert torch.equal(model.weight, weight if version == 2 else other.weight)
     assert weights.folder == ("old" if version == 2 else "new")
+    rows = weights.state()["by_version"]
+    assert [rows[each]["tokens"] for each in ("0", "1")] == [2000, 2 * tokens]
+    assert rows["1"]["tokens_per_round"] == 2 * tokens / WATCHED_ROUNDS
 
 
 def test_a_swap_under_running_streams_loses_and_changes_nothing(tmp_path: Path) -> None:
@@ -234,8 +286,24 @@ def test_weights_that_recorded_traffic_shows_to_be_worse_are_refused_unless_forc
         with pytest.raises(ValueError, match="force = true takes it all the same"):
             llm.load_draft_weights(worse)
         assert llm.load_draft_weights(worse, force=True)["version"] == 1
-        told = llm.load_draft_weights(HEAD)["tokens_per_round"]
-    assert told["before"] == 1 < told["after"]
+        told = llm.load_draft_weights(HEAD)
+    assert told["replayed"] == MIN_REPLAYED
+    assert told["tokens_per_round"]["before"] == 1 < told["tokens_per_round"]["after"]
+
+
+def test_a_swap_says_why_recorded_traffic_did_not_decide(tmp_path: Path) -> None:
+    spec = {"decoding_type": "Eagle3", "speculative_model": HEAD, "max_draft_len": 2}
+    options = {"max_batch_size": 2, "max_seq_len": 64, "speculative_config": spec}
+    with LLM("zoo:llama", record_traffic=str(tmp_path / "traffic"), **options) as llm:
+        few, forced = (llm.load_draft_weights(HEAD, force=each) for each in (False, True))
+    with LLM("zoo:llama", **options) as llm:
+        nothing = llm.load_draft_weights(HEAD)
+    assert [each["replayed"] for each in (few, forced, nothing)] == [0, 0, 0]
+    assert "0 requests are recorded, and 8 are needed" in few["reason"]
+    assert (forced["reason"], nothing["reason"]) == (
+        "force = true",
+        "no requests are recorded (record_traffic)",
+    )
 
 
 def test_an_engine_without_draft_weights_of_its_own_says_what_is_accepted() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
+from tllm_spec.executor.speculative.draft_length.decisions import ObservedRound
 
 Decision = tuple[int, int, int, float]  # round, old length, new length, smoothed accepted drafts
 
@@ -27,7 +28,7 @@ def decisions(
     found = []
     for number, accept in enumerate(accepted, start=1):
         steps = controls.tier_for(1)
-        if controls.observe(1, accept(steps)):
+        if controls.observe(ObservedRound(1, accept(steps))):
             found.append((number, steps, controls.tier_for(1), round(ema(controls), 4)))
     return found
 
@@ -107,7 +108,7 @@ def test_the_mixed_trace_of_batches_of_two_to_six_digits() -> None:
     controls = controller([1, 3, 7], 3)
     emas, switches = [], []
     for number, batch in enumerate(batches, start=1):
-        if controls.observe(2, list(batch)):
+        if controls.observe(ObservedRound(2, list(batch))):
             switches.append((number, controls.tier_for(2)))
         emas.append(round(ema(controls), 6))
     first = [
@@ -148,7 +149,7 @@ def test_thresholds_lie_half_a_draft_below_a_rung(
         [1, 3, 7], initial, ema_alpha=1, warmup_batches=0, update_interval=1, **keys
     )
     low = int(mean)
-    controls.observe(1, [low, low] if mean == low else [low, low + 1])
+    controls.observe(ObservedRound(1, [low, low] if mean == low else [low, low + 1]))
     assert controls.tier_for(1) == expected
 
 
@@ -176,7 +177,7 @@ def test_zero_is_left_with_any_input_and_keeps_a_known_average() -> None:
 
 def test_an_empty_round_does_not_count() -> None:
     controls = controller([1, 3, 7], 3)
-    found = [controls.observe(1, []) for _ in range(30)]
+    found = [controls.observe(ObservedRound(1, [])) for _ in range(30)]
     assert not any(found) and controls.state()["slots"]["1"]["num_rounds"] == 0
 
 
@@ -196,15 +197,15 @@ def test_slots_learn_from_their_own_batches_only() -> None:
         {"strategy": "ema", 1: ladder, 8: ladder}, initial_steps=3
     )
     for _ in range(15):
-        controls.observe(9, [3] * 9)
+        controls.observe(ObservedRound(9, [3] * 9))
     assert (controls.tier_for(7), controls.tier_for(8)) == (3, 7)
 
 
 def stale_after_a_rise(**keys: Any) -> float:
     fast = {"warmup_batches": 0, "update_interval": 1, "down_hysteresis": 0.0}
     controls = controller([0, 3], 0, **fast, **keys)
-    assert controls.observe(1, [0], verified_tier=0) and controls.tier_for(1) == 3
-    controls.observe(1, [0], verified_tier=0)  # was under way when the length rose
+    assert controls.observe(ObservedRound(1, [0], verified_tier=0)) and controls.tier_for(1) == 3
+    controls.observe(ObservedRound(1, [0], verified_tier=0))  # was under way when the length rose
     return ema(controls)
 
 
@@ -217,14 +218,14 @@ def test_compat_counts_a_stale_round_as_the_present_length_s() -> None:
     controls = AdaptiveController.from_config(
         {**config, "1": {"candidate_steps": [0, 3]}}, initial_steps=0
     )
-    controls.observe(1, [0], verified_tier=0)
-    controls.observe(1, [0], verified_tier=0)
+    controls.observe(ObservedRound(1, [0], verified_tier=0))
+    controls.observe(ObservedRound(1, [0], verified_tier=0))
     assert ema(controls) == pytest.approx(1.6)
 
 
 def test_a_stale_round_of_a_longer_length_shows_what_the_present_one_would_have() -> None:
     fast = {"ema_alpha": 1, "warmup_batches": 0, "update_interval": 1}
     controls = controller([1, 7], 7, **fast)
-    assert controls.observe(2, [0, 0], verified_tier=7) and controls.tier_for(2) == 1
-    controls.observe(2, [5, 0], verified_tier=7)
+    assert controls.observe(ObservedRound(2, [0, 0], verified_tier=7)) and controls.tier_for(2) == 1
+    controls.observe(ObservedRound(2, [5, 0], verified_tier=7))
     assert ema(controls) == 0.5

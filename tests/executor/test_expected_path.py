@@ -6,7 +6,7 @@ from math import prod
 import pytest
 
 from tllm_spec.config.draft_shape import NO_DRAFTS, DraftShape, chain_of
-from tllm_spec.executor.speculative.draft_length.expected_path import expected_accepted
+from tllm_spec.executor.speculative.draft_length.estimates import expected_accepted
 
 RATES = [[0.6, 0.2, 0.1], [0.5, 0.25, 0.05], [0.4, 0.2, 0.2]]
 

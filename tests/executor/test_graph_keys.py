@@ -8,9 +8,9 @@ import pytest
 from tests.executor.graph_rounds import keys_of_build, speculate
 from tllm_spec.config.llm_args import CudaGraphConfig
 from tllm_spec.config.speculative_config import NGramDecodingConfig, UserProvidedDecodingConfig
-from tllm_spec.executor.building.tiers import tiers_of_rounds
+from tllm_spec.executor.building.plan import tiers_of_rounds
 from tllm_spec.executor.graphs.slot_graphs import graph_keys
-from tllm_spec.executor.speculative.draft_length.controller_for import controller_for
+from tllm_spec.executor.speculative.draft_length.adaptive import controller_for
 
 
 def config(**options: Any) -> NGramDecodingConfig:

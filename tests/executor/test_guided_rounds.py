@@ -1,11 +1,11 @@
 """Rounds with grammars overlap and are graphs: the forward is launched before the host reads the
 round before, then masks are filled, then the rest is launched. The text is that without both."""
 
-from collections.abc import Iterator
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from random import Random
-from threading import Event, Thread, current_thread
+from threading import Thread, current_thread
 from typing import Any
 
 import pytest
@@ -14,7 +14,7 @@ from tests.executor.draft_caches import HOT, SMALL_POOL, random_lengths, with_le
 from tests.executor.draft_graphs import assert_same
 from tests.executor.graph_rounds import MODES, on_cuda, replays_of, speculate, with_graphs
 from tests.executor.guided_rounds import assert_grammatical, events_of, grammar_of, submit_guided
-from tests.executor.harness import Harness, all_pages_are_back, output_of, user_provided
+from tests.executor.harness import Harness, all_pages_are_back, output_of
 from tests.executor.hooks import before_launch, rounds_in_flight
 from tests.executor.overlap_rounds import NO_OVERLAP
 from tests.executor.test_forward_graphs import forbid_eager_windows
@@ -23,7 +23,7 @@ from tllm_spec.executor.device.transfer import ToHost
 from tllm_spec.executor.graphs.slot_graphs import SlotGraphs
 from tllm_spec.executor.request import RequestState
 from tllm_spec.executor.rounds.round_results import LaunchedRound
-from tllm_spec.executor.sampling import grammar_work
+from tllm_spec.executor.sampling import grammar_masks
 from tllm_spec.grammar.grammar_state import GrammarState
 from tllm_spec.request_errors import SLOW_GRAMMAR
 
@@ -219,7 +219,7 @@ def test_masks_of_many_requests_are_filled_in_threads(
     alone = Harness(tiny, **options)
     expected = submit_guided(alone)
     alone.run()
-    monkeypatch.setattr(grammar_work, "MIN_FOR_THREADS", 2)
+    monkeypatch.setattr(grammar_masks, "MIN_FOR_THREADS", 2)
     harness = with_graphs(tiny, SIZES, {0, 3}, **options) if has_graphs else None
     harness = harness or Harness(tiny, **options)
     threads, fill = set[Thread](), GrammarState.fill
@@ -232,112 +232,47 @@ def test_masks_of_many_requests_are_filled_in_threads(
     requests = submit_guided(harness)
     harness.run()
     assert_same(requests, expected)
-    assert len(threads) > 1 and current_thread() not in threads
-
-
-@pytest.fixture
-def released(monkeypatch: pytest.MonkeyPatch) -> Iterator[Event]:
-    """Set at the end of a test, so that threads that were given up end. The limit is short."""
-    monkeypatch.setattr(grammar_work, "MAX_SECONDS", 0.02)
-    event = Event()
-    yield event
-    event.set()
-
-
-def work_until(event: Event) -> None:
-    while not event.is_set():
-        pass
+    assert len(threads) > 2
 
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("in_threads", [False, True])
 @pytest.mark.parametrize("has_graphs", [False, True])
-def test_while_masks_of_a_grammar_do_not_end_only_its_own_requests_fail(
+def test_a_request_whose_grammar_is_at_a_limit_fails_alone(
     tiny: Path,
     tiny_draft: Path,
     head: Path,
     depth: list[int],
     monkeypatch: pytest.MonkeyPatch,
-    released: Event,
     has_graphs: bool,
     in_threads: bool,
 ) -> None:
-    monkeypatch.setattr(grammar_work, "MIN_FOR_THREADS", 2 if in_threads else 100)
+    """No round is run again: the other requests are not restarted."""
+    monkeypatch.setattr(grammar_masks, "MIN_FOR_THREADS", 2 if in_threads else 100)
     options = speculate(tiny_draft, head, "eagle3")
     harness = with_graphs(tiny, SIZES, {0, 3}, **options) if has_graphs else None
     harness, alone = harness or Harness(tiny, **options), Harness(tiny, **options)
     requests, expected = submit_guided(harness), submit_guided(alone)
-    slow, fill, refused = requests[4], GrammarState.fill, list[str]()
+    slow, write, refused = requests[4], GrammarState._write, list[str]()
     assert slow.grammar is not None
-    slow.grammar.refuse = refused.append
-    # The samples of a prompt have one grammar.
-    slow.grammar.compiled = requests[6].grammar.compiled = object()  # type: ignore[union-attr] # all even ones have a grammar
+    slow.grammar._grammar = replace(slow.grammar._grammar, refuse=refused.append)
 
-    def endless(state: GrammarState, *arguments: Any) -> None:
+    def limited(state: GrammarState, row: Any) -> bool:
         if state is slow.grammar and slow.num_output_tokens > 3:
-            work_until(released)
-        fill(state, *arguments)
+            state._matcher.consume_tokens([-1 % 2**31])  # no such token: it is at its end
+        return write(state, row)
 
     alone.run()
-    monkeypatch.setattr(GrammarState, "fill", endless)
+    monkeypatch.setattr(GrammarState, "_write", limited)
+    monkeypatch.setattr(harness.executor, "_restart", lambda request: pytest.fail("a restart"))
     harness.run()
-    for i in (4, 6):
-        assert requests[i].error == SLOW_GRAMMAR and requests[i].finish_reason == "error"
-        assert output_of(requests[i]) == output_of(expected[i])[: requests[i].num_output_tokens]
+    assert slow.error == SLOW_GRAMMAR and slow.finish_reason == "error"
+    assert output_of(slow) == output_of(expected[4])[: slow.num_output_tokens]
     assert refused == [SLOW_GRAMMAR]
-    others = [i for i in range(8) if i not in (4, 6)]
+    others = [i for i in range(8) if i != 4]
     assert [output_of(requests[i]) for i in others] == [output_of(expected[i]) for i in others]
     assert not any(requests[i].error for i in others)
     assert {len(harness.responses[r.request_id]) for r in requests} == {1}
-    assert all_pages_are_back(harness.executor)
-
-
-@pytest.mark.parametrize("is_tree", [False, True])
-def test_while_drafts_under_a_grammar_do_not_end_only_its_own_request_fails(
-    tiny: Path, monkeypatch: pytest.MonkeyPatch, released: Event, is_tree: bool
-) -> None:
-    sizes = {"max_total_draft_tokens": 6} if is_tree else {}
-    harness, plain = Harness(tiny, **user_provided(lambda _: [7, 8], 3, **sizes)), Harness(tiny)
-    requests, expected = submit_guided(harness), submit_guided(plain)
-    slow, better = requests[4], GrammarState.better_drafts
-
-    def endless(state: GrammarState, *arguments: Any) -> list[int]:
-        if state is slow.grammar and slow.num_output_tokens > 3:
-            work_until(released)
-        return better(state, *arguments)
-
-    plain.run()
-    monkeypatch.setattr(GrammarState, "better_drafts", endless)
-    harness.run()
-    assert slow.error == SLOW_GRAMMAR and slow.num_output_tokens > 3
-    others = [i for i in range(8) if i != 4]
-    assert [output_of(requests[i]) for i in others] == [output_of(expected[i]) for i in others]
-    assert not any(requests[i].error for i in others)
-    assert all_pages_are_back(harness.executor)
-
-
-@pytest.mark.parametrize("is_tree", [False, True])
-@pytest.mark.parametrize("method", ["read", "better_drafts"])
-def test_a_grammar_that_raises_while_drafts_are_made_fails_its_own_request_only(
-    tiny: Path, monkeypatch: pytest.MonkeyPatch, method: str, is_tree: bool
-) -> None:
-    sizes = {"max_total_draft_tokens": 6} if is_tree else {}
-    harness, plain = Harness(tiny, **user_provided(lambda _: [7, 8], 3, **sizes)), Harness(tiny)
-    requests, expected = submit_guided(harness), submit_guided(plain)
-    faulty, inner = requests[4], getattr(GrammarState, method)
-
-    def raising(state: GrammarState, *arguments: Any) -> Any:
-        if state is faulty.grammar and faulty.num_output_tokens > 3:
-            raise OverflowError("not this one")
-        return inner(state, *arguments)
-
-    plain.run()
-    monkeypatch.setattr(GrammarState, method, raising)
-    harness.run()
-    assert faulty.error == "OverflowError: not this one" and faulty.num_output_tokens > 3
-    others = [i for i in range(8) if i != 4]
-    assert [output_of(requests[i]) for i in others] == [output_of(expected[i]) for i in others]
-    assert not any(requests[i].error for i in others)
     assert all_pages_are_back(harness.executor)
 
 

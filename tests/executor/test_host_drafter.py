@@ -14,7 +14,6 @@ from tllm_spec.executor.decoding_rules import DecodingRules
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.interface import ResourceManager, SeqSlotManager
 from tllm_spec.executor.resources.slot_state import SlotState
-from tllm_spec.executor.sampling.grammar_work import GrammarWork
 from tllm_spec.executor.speculative.drafting.drafter import Drafter
 from tllm_spec.executor.speculative.drafting.host_drafter import HostDrafter
 from tllm_spec.sampling_params import SamplingParams
@@ -29,7 +28,7 @@ class Bench:
     def __init__(self, propose: Callable[[LlmRequest], Any]) -> None:
         slots = SeqSlotManager(3)
         self.slots = SlotState(slots, DraftShapes.chains(DRAFT_LEN), torch.device("cpu"))
-        self.drafter = HostDrafter(ScriptedDrafter(propose), None, self.slots, 64, GrammarWork())
+        self.drafter = HostDrafter(ScriptedDrafter(propose), None, self.slots, 64)
         self.requests = [
             LlmRequest(number, [number] * 5, RULES, seed=0, max_tokens=99, draft_limit=DRAFT_LEN)
             for number in (1, 2, 3)
@@ -157,7 +156,7 @@ def test_after_an_exception_the_drafter_is_asked_one_by_one_until_the_culprit_sh
                 request.py_draft_tokens = [1]
 
     bench = Bench(lambda request: None)
-    bench.drafter = HostDrafter(Picky(), None, bench.slots, 64, GrammarWork())
+    bench.drafter = HostDrafter(Picky(), None, bench.slots, 64)
     with pytest.raises(RuntimeError):
         bench.round()
     assert bench.drafter.blame() == []  # not known yet
@@ -188,6 +187,6 @@ def test_the_drafter_gets_its_own_resource_manager() -> None:
             seen.append(resource_manager)
 
     bench, manager = Bench(lambda request: None), ResourceManager()
-    bench.drafter = HostDrafter(Asking(), manager, bench.slots, 64, GrammarWork())
+    bench.drafter = HostDrafter(Asking(), manager, bench.slots, 64)
     bench.round()
     assert seen == [manager]

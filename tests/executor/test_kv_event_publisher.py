@@ -12,7 +12,7 @@ import zmq
 from tests.executor.kv_event_reader import Cleared, Reader
 from tests.executor.test_kv_events import check_reader, reusable
 from tllm_spec import LLM, SamplingParams
-from tllm_spec.config.kv_events_config import KVEventsConfig
+from tllm_spec.config.engine_config import KVEventsConfig
 from tllm_spec.executor.resources.kv_events import KVEventPublisher
 
 MILLISECONDS = 60_000

@@ -10,9 +10,9 @@ from tests.executor.kv_event_reader import Reader
 from tests.executor.one_group import cache_of
 from tests.executor.paged_cache_driver import RandomUse
 from tests.executor.test_paged_cache import SPANS
-from tllm_spec.executor.resources.kv_events import KVEvents, block_hashes, salt_hash
+from tllm_spec.executor.resources.kv_events import KVEvents
 from tllm_spec.executor.resources.paged_cache import PagedCache
-from tllm_spec.executor.resources.radix import Node
+from tllm_spec.executor.resources.radix import Node, block_hashes, salt_hash
 
 Prefix = tuple[str | None, tuple[int, ...]]
 

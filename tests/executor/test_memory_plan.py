@@ -11,11 +11,9 @@ import torch
 
 from tests.models.published_gpt_oss import GPT_OSS_20B
 from tllm_spec.attention.geometry import AttentionGeometry
-from tllm_spec.attention.kv_format import KVFormat
-from tllm_spec.attention.kv_pool import KVPool
+from tllm_spec.attention.kv_pool import KVFormat, KVPool
 from tllm_spec.config.llm_args import LlmArgs
-from tllm_spec.distributed.communicator import Communicator
-from tllm_spec.distributed.mapping import SINGLE_RANK
+from tllm_spec.distributed.communicator import SINGLE_RANK, Communicator
 from tllm_spec.executor.building import memory
 from tllm_spec.executor.building.engines import build_engines
 from tllm_spec.executor.building.memory import check_free_memory
@@ -271,7 +269,7 @@ def test_a_bitmask_of_every_sampled_row_is_set_aside_unless_grammars_are_refused
     sizes = {"max_batch_size": 8, "speculative_config": eagle3}
     with_masks, without = (
         round_bytes(LlmArgs(model="m", guided_decoding_backend=backend, **sizes), [target])
-        for backend in ("xgrammar", None)
+        for backend in ("llguidance", None)
     )
     assert with_masks - without == 8 * (1 + 3) * (1 + 4008) * 4  # a number, and 4,008 words
 

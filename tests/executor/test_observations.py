@@ -15,6 +15,7 @@ from tests.lossless.engines import tiny_engine
 from tllm_spec.executor.engine.rows import ContextChunk, Windows
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.rounds.round_results import LaunchedRound
+from tllm_spec.executor.speculative.draft_length.decisions import ObservedRound
 from tllm_spec.outputs import SpeculativeStats
 
 MAX_DRAFT_LEN = 4
@@ -23,20 +24,20 @@ DRAFTED = ("draft_target", "draft_target_one_model", "eagle3", "eagle3_two_model
 
 
 class Told:
-    """Listens to what the controller is told. `rounds`: positional arguments and keywords of
-    each."""
+    """Listens to what the controller is told. `rounds`: the first four fields and all fields
+    of each."""
 
     def __init__(self, harness: Harness) -> None:
         self.rounds: list[tuple[int, list[int], int, float | None, dict[str, Any]]] = []
         observe = harness.parts.controller.observe
 
-        def listen(
-            size: int, accepted: list[int], steps: int, seconds: float | None, **more: Any
-        ) -> bool:
-            self.rounds.append((size, list(accepted), steps, seconds, more))
-            return observe(size, accepted, steps, seconds, **more)
+        def listen(observed: ObservedRound) -> bool:
+            size, accepted, steps, seconds, *_ = observed
+            assert steps is not None
+            self.rounds.append((size, list(accepted), steps, seconds, observed._asdict()))
+            return observe(observed)
 
-        harness.parts.controller.observe = listen  # type: ignore[method-assign,assignment] # the test listens
+        harness.parts.controller.observe = listen  # type: ignore[method-assign] # the test listens
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,8 @@ import pytest
 
 from tests.executor.played_rounds import controller, play, settled
 from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
-from tllm_spec.executor.speculative.draft_length.draft_len_limits import DraftLenLimits
+from tllm_spec.executor.speculative.draft_length.decisions import ObservedRound
+from tllm_spec.executor.speculative.draft_length.draft_len_table import DraftLenTable
 
 
 def probe_of(controls: AdaptiveController) -> int | None:
@@ -60,7 +61,7 @@ def test_a_probe_ends_even_if_the_drafter_has_no_drafts() -> None:
     asked = []
     for _ in range(5000):
         asked.append(controls.tier_for(1))
-        controls.observe(1, [], 0)
+        controls.observe(ObservedRound(1, [], 0))
     assert 0 < sum(steps > 0 for steps in asked) < 0.1 * len(asked)
 
 
@@ -71,7 +72,7 @@ def test_a_longer_length_that_cannot_win_is_not_probed() -> None:
     for number in range(6000):
         steps = controls.tier_for(1)
         asked.append(steps)
-        controls.observe(1, [int(number % 5 == 0)], steps)
+        controls.observe(ObservedRound(1, [int(number % 5 == 0)], steps))
     assert set(asked[500:]) == {1}
 
 
@@ -127,7 +128,7 @@ def test_rounds_of_a_probe_in_which_its_drafts_are_not_there_yet_do_not_count() 
         before = asked[-1]
         asked.append(controls.tier_for(1))
         verified = min(before, asked[-1])
-        controls.observe(1, [0] if verified else [], verified)
+        controls.observe(ObservedRound(1, [0] if verified else [], verified))
     assert lengths_of_probes(asked) == {5}
 
 
@@ -146,7 +147,7 @@ def test_a_convinced_probe_becomes_the_length_and_ends_at_once() -> None:
 
 
 def test_a_batch_size_whose_limit_is_lower_takes_no_part_in_a_probe() -> None:
-    controls = controller(limits=DraftLenLimits({1: 3, 4: 2}))
+    controls = controller(table=DraftLenTable({1: 3, 4: 2}))
     play(controls, 600, 2)
     assert settled(controls) == controls.tier_for(4) == 2
     probed = 0
@@ -166,7 +167,7 @@ def test_pausing_requests_are_expected_to_gain_from_a_longer_length_too() -> Non
         asked = []
         for _ in range(3000):
             asked.append(controls.tier_for(4))
-            controls.observe(4, [1] * num_drafted, asked[-1])
+            controls.observe(ObservedRound(4, [1] * num_drafted, asked[-1]))
         return set(asked[500:])
 
     assert lengths_with(4) == {1} and lengths_with(1) == {1, 2}

@@ -52,6 +52,12 @@ HEADS: dict[str, dict[str, Any]] = {
         "norm_output": True,
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(LAYERS)},
     },
+    "flat, another width": {
+        "hidden_size": 48,
+        "target_hidden_size": 32,
+        "own_modules": True,
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(LAYERS)},
+    },
     "flat, norm_before_fc in eagle_config": {
         "norm_before_fc": True,
         "eagle_config": {"norm_before_fc": True, "eagle_aux_hidden_state_layer_ids": list(LAYERS)},
@@ -75,6 +81,7 @@ PARALLEL_HEADS: dict[str, dict[str, Any]] = {
         "eagle_aux_hidden_state_layer_ids": INPUTS,
     },
     "flat": {"eagle_config": {"eagle_aux_hidden_state_layer_ids": list(LAYERS)}},
+    "flat, another width": HEADS["flat, another width"],
 }
 
 
@@ -118,6 +125,17 @@ def test_the_engine_drafts_the_tokens_of_the_plain_torch_reference(
             assert window == [request.tokens[-1], *tokens[-DRAFT_LEN:]]
             num_checked += 1
     assert num_checked > 20
+
+
+def test_one_warning_names_the_keys_that_are_not_known(
+    deep: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    head = write_tiny_eagle3(
+        tmp_path, decoder_sparse_step=1, modal_type="VLM", **HEADS["flat, EAGLE-3.1"]
+    )
+    Harness(deep, **head_options(head))
+    named = [record.message for record in caplog.records if "unknown keys" in record.message]
+    assert [text.rpartition(": ")[2] for text in named] == ["decoder_sparse_step, modal_type"]
 
 
 @pytest.mark.thinned(3)

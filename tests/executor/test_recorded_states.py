@@ -1,11 +1,14 @@
 """`record_hidden_states`: the recorded states of a text are those that one forward of the text has,
 whatever drafts were verified next to it."""
 
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from tests.executor.graph_rounds import CPU, DUMMY
 from tests.executor.harness import Harness
@@ -13,7 +16,12 @@ from tests.lossless.engines import tiny_engine
 from tests.lossless.test_verify_budget import draw_budgets
 from tllm_spec.executor.graphs.slot_graphs import graph_keys
 from tllm_spec.recording.hidden_states import HiddenStates, read_hidden_states
-from tllm_spec.recording.traffic_folder import TrafficFolder, read_records, states_files_of
+from tllm_spec.recording.traffic_folder import (
+    TrafficFolder,
+    metadata_of,
+    read_records,
+    states_files_of,
+)
 
 PROMPTS = [[(7 * i + j) % 60 + 1 for j in range(5 + i)] for i in range(4)]
 MODES = ("plain", "ngram", "draft_target", "eagle3", "eagle3_two_model", "eagle3_sa", "peagle")
@@ -158,3 +166,29 @@ def test_states_need_a_folder_and_a_target_with_enough_layers(tiny: Path, tmp_pa
     (tmp_path / "hidden-1-a.safetensors").write_text("nothing")
     with pytest.raises(ValueError, match=r"cannot read .*hidden-1-a"):
         list(read_hidden_states(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda tensors, metadata: tensors.pop("captured"),
+        lambda tensors, metadata: tensors.update(hidden=tensors["hidden"][:-1].clone()),
+        lambda tensors, metadata: tensors.update(captured=tensors["captured"].long()),
+        lambda tensors, metadata: metadata.pop("record"),
+        lambda tensors, metadata: metadata.pop("layers"),
+        lambda tensors, metadata: metadata.update(record="{}"),
+        lambda tensors, metadata: metadata.update(layers="1,x"),
+    ],
+)
+def test_a_file_that_has_not_the_states_of_its_record_is_refused_by_its_name(
+    deep: Path, tmp_path: Path, damage: Callable[[Any, Any], object]
+) -> None:
+    harness = recorder(deep, tmp_path / "traffic")
+    harness.submit([5, 6, 7], 4)
+    assert len(states_of(harness, tmp_path / "traffic")) == 1
+    (file,) = states_files_of(tmp_path / "traffic")
+    tensors, metadata = load_file(file), metadata_of(file)
+    damage(tensors, metadata)
+    save_file(tensors, file, metadata)
+    with pytest.raises(ValueError, match=re.escape(str(file))):
+        list(read_hidden_states(tmp_path / "traffic"))

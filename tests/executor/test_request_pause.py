@@ -2,7 +2,7 @@
 
 from itertools import pairwise
 
-from tllm_spec.executor.speculative.draft_length.request_pause import MAX_PAUSE, RequestPause
+from tllm_spec.executor.request import MAX_PAUSE, RequestPause
 
 
 def drafted_rounds(pause: RequestPause, accepted_every: int, num_rounds: int) -> list[int]:

@@ -4,7 +4,7 @@ import pytest
 
 from tests.executor.played_rounds import LADDER, LinearTimes
 from tllm_spec.executor.speculative.draft_length.round_times import (
-    AssumedRoundTimes,
+    ASSUMED_TIMES,
     CorrectedRoundTimes,
     MeasuredRoundTimes,
 )
@@ -32,7 +32,7 @@ def test_round_times_that_cannot_be_meant_are_refused(tree: object) -> None:
 
 
 def test_without_measurements_every_draft_takes_the_same_share() -> None:
-    times = AssumedRoundTimes()
+    times = ASSUMED_TIMES
     one, two = (times.round_time(1, steps) - times.round_time(1, 0) for steps in (1, 2))
     assert two == pytest.approx(2 * one) and 0 < one < 0.2
 

@@ -7,8 +7,7 @@ import pytest
 from tests.executor import simulated_trees as trees
 from tests.executor.simulated_trees import TreeSimulator, draw, expected, num_accepted
 from tllm_spec.config.speculative_config import Eagle3DecodingConfig
-from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
-from tllm_spec.executor.speculative.draft_length.controller_for import controller_for
+from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController, controller_for
 from tllm_spec.executor.speculative.draft_length.round_times import MeasuredRoundTimes
 
 

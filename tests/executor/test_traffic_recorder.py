@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from tests.executor.harness import user_provided
+from tllm_spec.bench.tune_report import read_served, replay_report
 from tllm_spec.llm import LLM
+from tllm_spec.recording import traffic_folder
 from tllm_spec.recording.traffic_folder import TrafficFolder, files_of, latest_records, read_records
 from tllm_spec.sampling_params import SamplingParams
 
@@ -98,6 +100,90 @@ def test_one_clients_records_are_erased_and_their_names_are_not_written(
     client = folder.hashes_of(("key a",))[0]
     assert folder.erase(lambda record: record.client == client) == 1
     assert [record.client for record in read_records(path)] == [folder.hashes_of(("key b",))[0]]
+
+
+def test_what_a_crash_has_damaged_is_erased_with_the_records(tiny: Path, tmp_path: Path) -> None:
+    path = tmp_path / "traffic"
+    for _ in range(2):
+        with make_llm(tiny, path) as llm:
+            for client in ("a", "b"):
+                llm.generate_async([1], PARAMS, client=(client,)).result()
+    first, second = files_of(path)
+    first.write_bytes(first.read_bytes()[:-40] + b"\n")  # of b
+    second.write_bytes(second.read_bytes()[:-40])
+    (path / "hidden-1-cut.safetensors").write_bytes(b"\xff" * 100)
+    (path / "hidden-2-cut.new").write_bytes(b"text of a client")
+    folder = TrafficFolder(path)
+    client = folder.hash_of("a")
+    assert folder.erase(lambda record: record.client == client) == 4
+    assert b'"prompt"' not in b"".join(file.read_bytes() for file in path.iterdir())
+    assert {file.name for file in path.iterdir()} == {first.name, second.name, "lock", "hash-key"}
+
+
+def test_files_that_a_killed_engine_has_not_finished_take_no_room(tmp_path: Path) -> None:
+    folder = TrafficFolder(tmp_path / "traffic")
+    left = folder.path / "hidden-1-a.new"
+    left.write_bytes(b"x" * 1000)
+    folder.append([b"{}\n"])
+    assert not left.exists()
+
+
+def test_a_folder_whose_lock_a_stopped_process_has_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = TrafficFolder(tmp_path / "traffic")
+    monkeypatch.setattr(traffic_folder, "LOCK_SECONDS", 0.0)
+    with folder._locked(), pytest.raises(ValueError, match="another process has had its lock"):
+        TrafficFolder(tmp_path / "traffic")
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"prompt": [10**6]}, "token id 1000000; the model has 0 to"),
+        ({"output": []}, "output"),
+        ({"prompt": [True]}, "prompt"),
+        ({"seed": 2**63}, "seed"),
+        ({"sampling": {}}, "temperature"),
+        ({"rounds": [[1, 2]]}, "rounds"),
+        ({"rounds": [[None, 1, 1]]}, "only the number of drafts may be null"),
+        ({"accepted": [1, 1, 1]}, "drafted has"),
+        ({"draft_version": None}, "draft_version"),
+        ({"output": [1] * 100}, "the text is longer than max_seq_len = 64"),
+    ],
+)
+def test_a_record_that_no_engine_has_written_is_refused_by_its_line(
+    tiny: Path, tmp_path: Path, change: dict[str, Any], reason: str
+) -> None:
+    folder = tmp_path / "traffic"
+    with make_llm(tiny, folder) as llm:
+        llm.generate([1], PARAMS)
+    (file,) = files_of(folder)
+    header, line = file.read_text().splitlines()
+    file.write_text(f"{header}\n{json.dumps(json.loads(line) | change)}\n")
+    config = tmp_path / "ngram.yaml"
+    config.write_text("speculative_config: {decoding_type: NGram, max_draft_len: 2}")
+    with pytest.raises(ValueError) as caught:
+        replay_report(folder, None, [config])
+    assert f"{file.name}, line 2: " in str(caught.value) and reason in str(caught.value)
+
+
+@pytest.mark.parametrize("line", ["[" * 100_000, "[]", '{"format": 1}', '{"format": "x"}', "5"])
+def test_a_line_that_is_no_record_is_named(tmp_path: Path, line: str) -> None:
+    folder = TrafficFolder(tmp_path / "traffic")
+    folder.append([line.encode() + b"\n"])
+    with pytest.raises(ValueError, match=r"jsonl, line 1: "):
+        read_records(folder.path)
+
+
+def test_records_without_the_model_that_was_served_are_refused(tiny: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "traffic"
+    with make_llm(tiny, folder) as llm:
+        llm.generate([1], PARAMS)
+    (file,) = files_of(folder)
+    file.write_text(file.read_text().splitlines()[1] + "\n")
+    with pytest.raises(ValueError, match="no file begins with the model"):
+        read_served(folder)
 
 
 def test_the_oldest_records_are_dropped_when_the_folder_is_full(tmp_path: Path) -> None:

@@ -10,8 +10,7 @@ from tests.executor.draft_caches import count_forwards, network_of, one_model, w
 from tests.executor.harness import Harness
 from tests.executor.tiny_llama import write_tiny_llama
 from tests.models.tiny_eagle3 import write_tiny_eagle3
-from tllm_spec.attention.interface import HeadsBackend
-from tllm_spec.attention.spec_metadata import SpecMetadata
+from tllm_spec.attention.interface import HeadsBackend, SpecMetadata
 from tllm_spec.executor.engine.model_engine import ModelEngine
 from tllm_spec.executor.engine.rows import ContextChunk
 from tllm_spec.executor.speculative.drafting.draft_backlog import BACKLOG_LEN

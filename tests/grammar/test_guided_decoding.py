@@ -1,18 +1,19 @@
-"""What `guided_decoding` takes, and how the compiler ends grammars that would harm others."""
+"""What `guided_decoding` takes, and which grammars are refused when they are compiled."""
 
-import json
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from typing import Any
 
 import pydantic
 import pytest
 
+from tests.grammar.walks import allowed_tokens
 from tests.server.http_answers import wait_for
 from tllm_spec import grammars
-from tllm_spec.grammar import grammar_compiler
-from tllm_spec.grammar.grammar_compiler import GrammarCompiler
+from tllm_spec.grammar import grammar_text
 from tllm_spec.grammar.guided_decoding import MAX_GRAMMAR_CHARS, GuidedDecodingParams
+from tllm_spec.grammars import Grammars
+from tllm_spec.request_errors import SLOW_GRAMMAR
 from tllm_spec.sampling_params import SamplingParams
 from tllm_spec.text.tokenizer import load_tokenizer
 
@@ -33,12 +34,6 @@ END = (1,)
         ({"json": int}, "a JSON schema or a pydantic model"),
         ({"regex": "a" * (MAX_GRAMMAR_CHARS + 1)}, "at most 65536 are accepted"),
         ({"jason": {}}, "jason.*are accepted"),
-        (
-            {"structural_tag": {"structures": [{"begin": "<", "schema": {}}], "triggers": ["<"]}},
-            'guided_decoding.structural_tag: a structural tag has a format, such as {"type": '
-            '"structural_tag", "format": {"type": "triggered_tags"',
-        ),
-        ({"structural_tag": []}, "a structural tag has a format"),
         ({"regex": "a\ud800"}, r"guided_decoding.regex: character 1 is U\+D800, one half"),
         ({"grammar": 'root ::= "\udc00"'}, "guided_decoding.grammar: character 10 is"),
         ({"choice": ["a", "\ud800"]}, "guided_decoding.choice: character 0 is"),
@@ -64,141 +59,184 @@ def pydantic_text(schema: dict[str, Any]) -> str:
     return pydantic.TypeAdapter(dict[str, Any]).dump_json(schema).decode()
 
 
+@pytest.mark.parametrize(
+    "options", [{"regex": r"\ud83d\ude00"}, {"grammar": r'root ::= "\\\uD83D"'}]
+)
+def test_the_escape_of_half_a_character_is_refused(options: Any) -> None:
+    with pytest.raises(ValueError, match="half of a surrogate pair"):
+        GuidedDecodingParams(**options)
+    assert GuidedDecodingParams(regex=r"\\ud83d\u00e9")
+
+
 @pytest.fixture(scope="module")
-def compiler() -> GrammarCompiler:
-    pytest.importorskip("xgrammar")
-    return GrammarCompiler(load_tokenizer("zoo:llama"), 2048, END)
+def made() -> Grammars:
+    pytest.importorskip("llguidance")
+    return Grammars("llguidance", load_tokenizer("zoo:llama"), 2048, END)
 
 
-def test_what_the_first_grammar_would_wait_for_is_made_ready_before(
+Compile = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def compile_with(made: Grammars) -> Compile:
+    return lambda **options: made.states_of(GuidedDecodingParams(**options).source, 1)[0]
+
+
+def test_the_tokenizer_of_masks_is_made_ready_before_the_first_grammar(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     started = threading.Event()
 
-    class Compiler:
-        def __init__(self, *arguments: object) -> None:
-            pass
+    def fail(*arguments: object) -> None:
+        started.set()
+        raise ValueError("the requests with grammars are told so")
 
-        def start(self) -> None:
-            started.set()
-            raise RuntimeError("the requests with grammars are told so")
-
-    monkeypatch.setattr(grammars, "GrammarCompiler", Compiler)
-    grammars.Grammars("xgrammar", object(), 2048, END).prepare()
+    monkeypatch.setattr(grammars, "masks_tokenizer", fail)
+    Grammars("llguidance", object(), 2048, END).prepare()
     assert started.wait(30)
 
 
-def compile_with(compiler: GrammarCompiler, **options: Any) -> Any:
-    return compiler.compile(GuidedDecodingParams(**options).source)
-
-
-def test_a_compiled_grammar_is_kept(compiler: GrammarCompiler) -> None:
-    assert compile_with(compiler, regex="ab+") is compile_with(compiler, regex="ab+")
-
-
-def test_the_compilers_process_fills_the_masks_of_all_states(compiler: GrammarCompiler) -> None:
-    """Nothing is left for the first visit of a state, which is in a round."""
-    import xgrammar
-
-    compiled = compile_with(compiler, json={"properties": {"a": {"type": "string"}}})
-    before = compiled.serialize_json()
-    assert json.loads(before)["adaptive_token_mask_cache"]
-    matcher = xgrammar.GrammarMatcher(compiled)
-    bitmask = xgrammar.allocate_token_bitmask(1, 2048)
-    for letter in '{"a": "bc"}':
-        matcher.fill_next_token_bitmask(bitmask)
-        assert matcher.accept_string(letter)
-    assert compiled.serialize_json() == before
-
-
-def test_compiled_grammars_are_kept_within_the_limit(
-    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+def test_a_grammar_is_compiled_once_and_a_refused_one_is_not_compiled_again(
+    made: Grammars, compile_with: Compile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = compile_with(compiler, regex="a+")
-    monkeypatch.setattr(grammar_compiler, "MAX_KEPT_BYTES", first.memory_size_bytes)
-    compile_with(compiler, regex="b+")
-    assert compile_with(compiler, regex="a+") is not first
+    number, compiled = list[str](), grammars.compiled
+
+    def counted(source: Any, tokenizer: Any) -> Any:
+        number.append(source.text)
+        return compiled(source, tokenizer)
+
+    monkeypatch.setattr(grammars, "compiled", counted)
+    for _ in range(2):
+        assert compile_with(regex="once+") is not None
+        with pytest.raises(ValueError, match="unclosed group"):
+            compile_with(regex="(once")
+    assert number == ["once+", "(once"]
+    monkeypatch.setattr(grammars, "MAX_KNOWN", 1)
+    compile_with(regex="another")
+    assert not made.keeps(GuidedDecodingParams(regex="once+").source)
 
 
 def test_what_a_client_has_sent_is_not_written_to_the_log(
-    compiler: GrammarCompiler, capfd: pytest.CaptureFixture[str]
+    compile_with: Compile, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    compiler.close()  # a new process has this test's standard error
-    texts = [{"type": "string", "format": "a\nFORGED"}, {"$id": "b\nFORGED", "anyOf": [{}, {}]}]
-    for schema in texts:
-        compile_with(compiler, json=schema)
-    compile_with(compiler, grammar='root ::= "a" # FORGED')
+    compile_with(json={"title": "b\nFORGED", "anyOf": [{}, {}]})
+    compile_with(grammar='root ::= "a" # FORGED')
+    for options in ({"json": {"format": "a\nFORGED"}}, {"regex": "(FORGED"}):
+        with pytest.raises(ValueError, match="FORGED"):
+            compile_with(**options)
     assert capfd.readouterr().err == ""
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"regex": "(a"}, "guided_decoding = regex: it is no regular expression: missing"),
-        ({"grammar": "no root"}, "guided_decoding = grammar: EBNF"),
-        ({"json": {"type": "objekt"}}, 'Unsupported type "objekt"'),
-        (
-            {"structural_tag": {"format": {"type": "tagged"}}},
-            "guided_decoding = structural_tag: Invalid structural tag error: Format type not",
-        ),
+        ({"regex": "(a"}, "guided_decoding = regex: "),
+        ({"grammar": "no root"}, "guided_decoding = grammar: EBNF: "),
+        ({"grammar": "start: a"}, "guided_decoding = grammar: EBNF: "),  # no Lark
+        ({"json": {"type": "objekt"}}, "guided_decoding = json_schema: .*objekt"),
+        ({"json": {"x-guidance": {"lenient": True}}}, "x-guidance in a JSON schema is refused"),
+        ({"json": {"items": {"x-guidance": {}}}}, "x-guidance in a JSON schema is refused"),
         ({"grammar": "root ::= root"}, "guided_decoding = grammar: no text matches it"),
         ({"regex": r"[^\s\S]"}, "no text matches it"),
-        ({"regex": "(" * 5000 + ")" * 5000}, "it is nested too deeply"),
+        ({"json": False}, "guided_decoding has nothing"),
+        ({"json": "false"}, "no text matches it"),
         ({"json": {"$ref": "#"}}, "no text matches it"),
+        ({"regex": "(" * 5000 + ")" * 5000}, "guided_decoding = regex: "),
+        ({"grammar": "root ::= " + "(" * 5000 + '"a"' + ")" * 5000}, "it is nested too deeply"),
+        ({"grammar": "".join(f'a{i} ::= "a"\n' for i in range(501))}, "more than 500 rules"),
+        (
+            {"json": {"patternProperties": {f"^{i}$": {} for i in range(33)}}},
+            "patternProperties has more than 32 names",
+        ),
+        (
+            {"json": {"allOf": [{"pattern": f"a.{{{i}}}b"} for i in range(20)]}},
+            "more than 12 patterns and formats, where schemas hold together",
+        ),
+        (
+            {"json": {"anyOf": [{"pattern": f"a{i}"} for i in range(20)], "pattern": "b"}},
+            "more than 12 patterns and formats, where schemas hold together",
+        ),
+        ({"json": {"properties": {"default": {"multipleOf": 999983}}}}, "at most 100000 are serv"),
+        ({"json": {"multipleOf": 9999.99999}}, "multipleOf = 9999.99999: at most 100000"),
+        ({"regex": r"[\w\W]{0,1000}" * 60}, "guided_decoding = regex: lexer"),
         (
             {"json": {"properties": {f"p{i}": {"type": "string"} for i in range(2000)}}},
-            "it needs too much memory",
+            "guided_decoding = json_schema: ",
         ),
     ],
 )
 def test_a_grammar_that_cannot_be_compiled_is_refused_with_the_reason(
-    compiler: GrammarCompiler,
-    options: dict[str, Any],
-    message: str,
-    monkeypatch: pytest.MonkeyPatch,
+    compile_with: Compile, options: dict[str, Any], message: str
 ) -> None:
-    monkeypatch.setattr(grammar_compiler, "MAX_SECONDS", 300.0)  # a busy machine is slow
     with pytest.raises(ValueError, match=message):
-        compile_with(compiler, **options)
-    assert compile_with(compiler, regex="still here") is not None
+        compile_with(**options)
 
 
-def slow_schema() -> dict[str, Any]:
-    """It takes minutes."""
-    schema: dict[str, Any] = {"type": "string"}
-    for level in range(300):
-        other = schema if level < 3 else {"type": "integer"}
-        schema = {"properties": {"a": schema, "b": other}, "required": ["a", "b"]}
-    return schema
+def test_many_patterns_in_different_places_are_served(compile_with: Compile) -> None:
+    fields = {
+        f"p{i}": {"type": "string", "pattern": f"^a{{{i}}}$", "title": "a"} for i in range(20)
+    }
+    fields["r"] = {"$ref": "#/$defs/A", "description": "b"}
+    assert compile_with(json={"properties": fields, "$defs": {"A": {"format": "date"}}}) is not None
 
 
-def test_a_grammar_that_takes_too_long_is_ended_and_others_go_on(
-    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+def test_references_that_are_thousands_deep_do_not_end_the_process(compile_with: Compile) -> None:
+    definitions: dict[str, Any] = {f"a{i}": {"$ref": f"#/$defs/a{i + 1}"} for i in range(1800)}
+    definitions["a1800"] = {"type": "integer"}
+    assert compile_with(json={"$ref": "#/$defs/a0", "$defs": definitions}) is not None
+    rules = "\n".join(f'a{i} ::= ("x" a{i + 1})?' for i in range(490))
+    assert compile_with(grammar=f'root ::= a0 "!"\n{rules}\na490 ::= "y"') is not None
+
+
+def test_a_grammar_that_ends_at_a_limit_is_refused_from_then_on(
+    made: Grammars, compile_with: Compile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    schema = slow_schema()
-    monkeypatch.setattr(grammar_compiler, "MAX_SECONDS", 0.2)
-    with pytest.raises(ValueError, match="takes more than 0 seconds to compile"):
-        compile_with(compiler, json=schema)
-    monkeypatch.undo()
-    assert compile_with(compiler, regex="and again") is not None
+    monkeypatch.setitem(grammar_text.LIMITS, "max_items_in_row", 60)
+    options = {"grammar": "root ::= s\ns ::= [a-z] | s s | s s s"}
+    state = compile_with(**options)
+    state.read([0, *range(71, 87)], 1)
+    assert state.why_no_token([0, *range(71, 87)], 1) == SLOW_GRAMMAR
+    with pytest.raises(ValueError, match="the grammar takes too long"):
+        compile_with(**options)
 
 
-@pytest.mark.slow
-def test_another_grammar_is_compiled_next_to_a_slow_one(
-    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+def test_grammars_are_compiled_next_to_each_other(
+    compile_with: Compile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grammar_compiler, "MAX_SECONDS", 300.0)
-    with ThreadPoolExecutor(1) as thread:
-        slow = thread.submit(compile_with, compiler, json=slow_schema())
-        wait_for(lambda: compiler._idle.qsize() == grammar_compiler.NUM_PROCESSES - 1)
-        assert compile_with(compiler, regex="next to it") is not None and not slow.done()
-        compiler.close()
-        with pytest.raises(ValueError, match="memory"):
-            slow.result()
-    assert compile_with(compiler, regex="and after it") is not None
+    compiled, go_on, slow = grammars.compiled, threading.Event(), list[str]()
+
+    def slowly(source: Any, tokenizer: Any) -> Any:
+        if "slow" in source.text:
+            slow.append(source.text)
+            assert go_on.wait(60)
+        return compiled(source, tokenizer)
+
+    monkeypatch.setattr(grammars, "compiled", slowly)
+    threads = [
+        threading.Thread(target=compile_with, kwargs={"regex": f"slow{i}"}) for i in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    wait_for(lambda: len(slow) == 4)
+    assert compile_with(regex="next to them") is not None
+    go_on.set()
+    for thread in threads:
+        thread.join()
+
+
+def test_a_model_may_have_more_or_fewer_tokens_than_its_tokenizer() -> None:
+    pytest.importorskip("llguidance")
+    source = GuidedDecodingParams(choice=["no", "yes"]).source
+    for size in (2000, 2048, 2100):
+        made = Grammars("llguidance", load_tokenizer("zoo:llama"), size, END)
+        (state,) = made.states_of(source, 1)
+        assert state is not None and 81 in allowed_tokens(state, size)
+        state.read([81, 82], 0)
+        assert allowed_tokens(state, size) == [*END]
 
 
 def test_a_tokenizer_without_a_readable_vocabulary_is_refused() -> None:
-    pytest.importorskip("xgrammar")
+    pytest.importorskip("llguidance")
+    source = GuidedDecodingParams(regex="a").source
     with pytest.raises(ValueError, match="cannot use this tokenizer"):
-        GrammarCompiler(object(), 10, END)
+        Grammars("llguidance", object(), 10, END).states_of(source, 1)

@@ -4,17 +4,15 @@ import json
 import random
 import re
 from itertools import product
+from typing import Any
 
 import pytest
 
 from tests.grammar.walks import accepts, compiled, random_text
-from tllm_spec.grammar.regexes import texts_with_match, whole_texts
-from tllm_spec.grammar.text_sets import TextSets
-from tllm_spec.grammar.text_states import holds
 
-ATOMS = ["a", "b", r"\"", r"\\", r"\n", r"\x01", ".", "[a-c]", r"[^a\"]", r"\d", r"\W", r"[\s\\]"]
-LETTERS = 'ab"\\\n\x010é '
+ATOMS = ["a", "b", r"\"", r"\\", r"\n", r"\x01", ".", "[a-c]", r"[^a\"]", r"\d", r"[\s\\]"]
 TEXTS = ["".join(each) for length in range(4) for each in product('ab"\\\n0', repeat=length)]
+SEEDS = [range(40), pytest.param(range(40, 340), marks=pytest.mark.slow)]
 
 
 def random_pattern(rng: random.Random, depth: int = 2) -> str:
@@ -24,56 +22,30 @@ def random_pattern(rng: random.Random, depth: int = 2) -> str:
     if kind == 2:
         return f"({random_pattern(rng, depth - 1)}|{random_pattern(rng, depth - 1)})"
     if kind == 3:
-        count = rng.choice(["?", "*", "+", "{2}", "{1,2}", "{0,2}", "{2,}", "*?"])
+        count = rng.choice(["?", "*", "+", "{2}", "{1,2}", "{0,2}", "{2,}"])
         return f"(?:{random_pattern(rng, depth - 1)}){count}"
     return rng.choice(ATOMS)
 
 
 def random_expression(rng: random.Random) -> str:
-    """With anchors and looks at the text, at the places where these are served."""
-    seen = random_pattern(rng, 1)
-    look = rng.choice(["", "", f"(?={seen})", f"(?!{seen})", f"(?!.*{seen})"])
-    back = rng.choice(["", "", "", f"(?<!{rng.choice(ATOMS)})"])
     start, end = rng.choice([("^", "$"), ("^", ""), ("", "$"), ("", "")])
-    return f"{start}{look}{random_pattern(rng)}{'' if look else back}{end}"
+    return f"{start}(?:{random_pattern(rng)}){end}"
 
 
-@pytest.mark.parametrize(
-    "seeds", [range(40), pytest.param(range(40, 340), marks=pytest.mark.slow)], ids=["few", "many"]
-)
+@pytest.mark.parametrize("seeds", SEEDS, ids=["few", "many"])
 def test_random_patterns_mean_what_they_mean_to_re(seeds: range) -> None:
-    """By ECMA-262 and in ASCII: so no line end in `.`, which Python allows for some."""
-    for seed in seeds:
-        expression = random_expression(random.Random(seed))
-        sets = TextSets()
-        found, whole = texts_with_match(sets, expression), whole_texts(sets, expression)
-        for text in TEXTS:
-            # `$` of Python is also before a line end at the end of the text.
-            python = expression.removesuffix("$") + r"\Z" * expression.endswith("$")
-            assert holds(sets, found, text) == bool(re.search(python, text)), (expression, text)
-            assert holds(sets, whole, text) == bool(re.fullmatch(python, text)), (expression, text)
-
-
-@pytest.mark.parametrize(
-    "seeds", [range(12), pytest.param(range(40, 340), marks=pytest.mark.slow)], ids=["few", "many"]
-)
-def test_all_texts_of_a_pattern_in_a_schema_are_json_and_match(seeds: range) -> None:
-    num_texts = 0
     for seed in seeds:
         rng = random.Random(seed)
         expression = random_expression(rng)
-        try:
-            grammar = compiled({"type": "string", "pattern": expression})
-        except ValueError as error:
-            assert "no text matches it" in str(error)
-            continue
-        for text in filter(None, (random_text(grammar, rng) for _ in range(8))):
-            num_texts += 1
+        python = expression.removesuffix("$") + r"\Z" * expression.endswith("$")
+        found = compiled({"type": "string", "pattern": expression})
+        whole = compiled(expression, "regex")
+        for text in rng.sample(TEXTS, 40):
+            written = json.dumps(text, ensure_ascii=False)
+            assert accepts(found, written) == bool(re.search(python, text)), (expression, text)
+            assert accepts(whole, text) == bool(re.fullmatch(python, text)), (expression, text)
+        for text in filter(None, (random_text(found, rng) for _ in range(4))):
             assert re.search(expression, json.loads(text)), (expression, text)
-        for text in TEXTS:
-            if re.search(expression.replace("$", r"\Z"), text):
-                assert accepts(grammar, json.dumps(text, ensure_ascii=False)), (expression, text)
-    assert num_texts > 3 * len(seeds)
 
 
 @pytest.mark.parametrize(
@@ -83,50 +55,61 @@ def test_all_texts_of_a_pattern_in_a_schema_are_json_and_match(seeds: range) -> 
         (r'^"[a-z]{1,4}"$', ['"ab"'], ["ab"]),
         (r"^[A-Z]:\\[a-z]{1,4}$", [r"C:\ab"], ["C:ab"]),
         (r"^a\tb\n$", ["a\tb\n"], ["ab"]),
-        (r"^(?!a)[a-c]{2}$", ["bc"], ["ab"]),
-        (r"^(?=.*[0-9])(?!.*--)[a-z0-9-]+(?<!-)$", ["a-1"], ["a--1", "ab", "1-"]),
-        (r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$", ["+1.5", "7"], ["+.", ""]),
         (r"^https?://", ["https://x", "http://"], ["ftp://"]),
         (r"(^|,)x(,|$)", ["x", "a,x", "x,b"], ["ax", "xb"]),
         (r"[^\x00-\x7f]", ["a日b", "😀"], ["a"]),
-        (r"^.$", ["a", "😀"], ["\u2028", "\n"]),
-        (r"^\s\W$", [" -", "\t😀"], ["\u00a0-", " é"]),
+        (r"^.$", ["a", "😀", "\u2028"], ["\n"]),
+        (r"^\w\d$", ["a1"], ["é1", "a٣"]),
+        (r"^(?i)a\p{L}$", ["Aé"], ["b1"]),
     ],
 )
 def test_a_pattern_has_its_texts_and_no_others(
     expression: str, texts: list[str], others: list[str]
 ) -> None:
     grammar = compiled({"type": "string", "pattern": expression})
-    assert all(accepts(grammar, json.dumps(each, ensure_ascii=False)) for each in texts)
-    assert not any(accepts(grammar, json.dumps(each, ensure_ascii=False)) for each in others)
+    assert [each for each in texts if not accepts(grammar, written(each))] == []
+    assert [each for each in others if accepts(grammar, written(each))] == []
+
+
+def written(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
 
 
 def test_a_regular_expression_is_for_the_whole_text() -> None:
-    grammar = compiled(r'(?!a)[a-c"]{2}|^\d$', "regex")
-    assert all(accepts(grammar, each) for each in ("bc", 'b"', "7"))
-    assert not any(accepts(grammar, each) for each in ("ab", "bcb", "xbc", ""))
+    grammar = compiled(r'[a-c"/]{2}|^\d$', "regex")
+    assert all(accepts(grammar, each) for each in ("bc", 'b"', "a/", "7"))
+    assert not any(accepts(grammar, each) for each in ("b", "bcb", "xbc", "", "٣"))
 
 
 @pytest.mark.parametrize(
-    ("expression", "reason"),
-    [
-        (r"(a)\1", "a reference to a group is not supported"),
-        (r"\bword", "a word boundary is not supported"),
-        (r"a^b", r"\^ or \$ in the middle of the expression is not supported"),
-        (r"(a(?!b))+c", "look-ahead inside a group is only supported where"),
-        (r"a(?=b)(?<!c)d", "look-behind is only supported where"),
-        (r"(?i)a", "flags"),
-        (r"a(?i:b)", "flags"),
-        (r"\p{L}", "it is no regular expression: bad escape"),
-        (r"(a", "it is no regular expression: missing"),
-        (r"a{70000}", "a repetition of more than 65536 times"),
-        (r"\ud800", "half of a surrogate pair"),
-        (r"^(?!a)a$", "no text matches it"),
-    ],
+    "expression", [r"(a)\1", r"\bword", "a(?=b)", "(?<!a)b", "(a", "a{2,1}", r"\ud800"]
 )
-def test_what_is_not_served_in_a_pattern_is_refused_with_the_reason(
-    expression: str, reason: str
-) -> None:
+def test_what_is_not_served_in_a_pattern_is_refused(expression: str) -> None:
     for kind, source in (("regex", expression), ("json_schema", {"pattern": expression})):
-        with pytest.raises(ValueError, match=reason):
-            compiled(source, kind)
+        with pytest.raises(ValueError, match=f"guided_decoding = {kind}: "):
+            compiled(source, kind)  # type: ignore[arg-type] # each is a kind
+
+
+@pytest.mark.parametrize(
+    ("grammar", "texts", "others"),
+    [
+        (r'root ::= "\x41\u0042" [\x43-\x45]', ["ABC"], ["ABF"]),
+        (r'root ::= "a/\"b\\" [/\]\-^]', ['a/"b\\/', 'a/"b\\]', 'a/"b\\-', 'a/"b\\^'], []),
+        ('root ::= "a" # one\n  | "é" # "two\n  | [^\\n"]{2}', ["a", "é", "bc"], ["b", '""']),
+        ('root ::= a-b | a_C\na-b ::= "(" root ")"\na_C ::= [0-9]+', ["((12))"], ["()"]),
+        ('root ::= ("a" | "b")* "c"?', ["", "abc", "c"], ["ca"]),
+        ("root ::= .", ["x"], [""]),
+    ],
+)  # fmt: skip
+def test_ebnf_has_its_texts_and_no_others(
+    grammar: str, texts: list[str], others: list[str]
+) -> None:
+    made = compiled(grammar, "grammar")
+    assert [each for each in texts if not accepts(made, each)] == []
+    assert [each for each in others if accepts(made, each)] == []
+
+
+@pytest.mark.parametrize("text", ["😀", "é", '"\\', "\n", "\u2028", "\x01", "a/b", "{x}"])
+def test_a_choice_may_have_any_character(text: str) -> None:
+    made: Any = compiled([text, "zz"], "choice")
+    assert accepts(made, text) and accepts(made, "zz") and not accepts(made, text + "z")

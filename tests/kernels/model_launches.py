@@ -308,7 +308,7 @@ def invariant_latents(*, has_codes: bool) -> None:
     for (number, rank, rope, head_dim), dtype, in_tree, batch in product(
         LATENT_SHAPES, FLOATS, (False, True), (1, 600)
     ):
-        size = 1 if in_tree else batch_invariant_latent.tokens_per_tile(number)
+        size = 1 if in_tree else batch_invariant_latent.latent_tokens_per_tile(number)
         paths = tree_paths(batch, size) if in_tree else None
         tiles = batch_invariant_attention.QueryTiles(int32(4, batch), size, paths)
         batch_invariant_latent.batch_invariant_latent(

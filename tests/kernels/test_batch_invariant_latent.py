@@ -18,9 +18,9 @@ from tllm_spec.kernels.attention.batch_invariant_attention import (
 from tllm_spec.kernels.attention.batch_invariant_latent import (
     TREE_TOKENS,
     batch_invariant_latent,
+    latent_tokens_per_tile,
     launch_latent,
     plain_batch_invariant_latent,
-    tokens_per_tile,
 )
 from tllm_spec.kernels.attention.visible_keys import TreeMask
 from tllm_spec.kernels.gemm.head_gemm import head_gemm
@@ -69,7 +69,7 @@ class Cache:
         self.q, self.absorbed = q.to(device, shape.dtype), absorbed.to(device, shape.dtype)
         outputs = torch.full((1 << 13, shape.rank), torch.nan, device=device)
         self.results = SplitResults(outputs, outputs[:, 0].clone())
-        self.size = tokens_per_tile(shape.heads)
+        self.size = latent_tokens_per_tile(shape.heads)
 
     def slots(self, request: int) -> torch.Tensor:
         offsets = torch.arange(PAGE_SIZE, device=self.tables.device)

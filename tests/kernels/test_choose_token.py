@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from tests.kernels.interpreter import DEVICES, INTERPRETED
-from tllm_spec.distributed.communicator import Communicator
-from tllm_spec.distributed.vocab_shard import VocabShard
+from tllm_spec.distributed.communicator import Communicator, VocabShard
 from tllm_spec.kernels.sampling.choose_token import (
     choose_best,
     choose_draft,

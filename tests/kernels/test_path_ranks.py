@@ -5,7 +5,8 @@ import torch
 
 from tests.kernels.interpreter import on_each_kernel_device
 from tests.kernels.test_slot_trees import NUM_SLOTS, random_parents, tables_for, with_parents
-from tllm_spec.kernels.drafts.path_trees import END, NOTHING, OFF_CHAIN, path_ranks
+from tllm_spec.config.draft_shape import END, NOTHING, OFF_CHAIN
+from tllm_spec.kernels.drafts.path_trees import path_ranks
 from tllm_spec.kernels.slots.slot_windows import accept_windows
 
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from tests.models.eagle3_runner import captured_states
 from tests.models.tiny_eagle import write_tiny_eagle
 from tests.models.tiny_eagle3 import write_tiny_eagle3
-from tllm_spec.attention.spec_metadata import default_capture_layers
+from tllm_spec.attention.interface import default_capture_layers
 from tllm_spec.models.causal_lm import CausalLM
 
 RIDGE = 1e-3

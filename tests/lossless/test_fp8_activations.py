@@ -71,7 +71,7 @@ def oracle_of(folder_of: Callable[[str], Path]) -> Callable[[str], Oracle]:
 
 @pytest.fixture(scope="module")
 def alone_of(
-    folder_of: Callable[[str], Path], requests: list[Case], exact_attention: None
+    folder_of: Callable[[str], Path], requests: list[Case]
 ) -> Callable[[str], list[RequestOutput]]:
     """Plain decoding, one request after the other."""
 

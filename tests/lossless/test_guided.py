@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from random import Random
 from typing import Any
@@ -12,17 +11,13 @@ import pytest
 from tests.executor.harness import user_provided
 from tests.lossless.engines import MODES, engine
 from tests.lossless.json_schemas import matches, random_schema
-from tllm_spec import grammars
 from tllm_spec.executor.request import LlmRequest
-from tllm_spec.executor.sampling import grammar_work
-from tllm_spec.grammar.grammar_compiler import GrammarCompiler
 from tllm_spec.llm import LLM
 from tllm_spec.outputs import CompletionOutput
 from tllm_spec.request_errors import SLOW_GRAMMAR, RequestError
 from tllm_spec.sampling_params import SamplingParams
-from tllm_spec.text.tokenizer import load_tokenizer
 
-pytest.importorskip("xgrammar")
+pytest.importorskip("llguidance")
 NUM_SCHEMAS, MANY_SCHEMAS = 6, 200
 PROMPTS = ("import os\n", "def main(", "class A:\n    ", "{")
 
@@ -71,18 +66,6 @@ def run(options: dict[str, Any], number: int) -> list[CompletionOutput]:
         llm.check_integrity()
     assert isinstance(outputs, list) and not any(output.error for output in outputs)
     return [output.outputs[0] for output in outputs]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_compiler_for_all_engines() -> Iterator[None]:
-    """Its process takes longer to start than most of these tests. All engines have the same
-    tokenizer."""
-    compiler = GrammarCompiler(load_tokenizer("zoo:llama"), 2048, (1,))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(grammars, "GrammarCompiler", lambda *_: compiler)
-        patch.setattr(grammars.Grammars, "close", lambda _: None)
-        yield
-    compiler.close()
 
 
 @pytest.fixture(scope="module")
@@ -225,9 +208,8 @@ AMBIGUOUS = "root ::= s\ns ::= [a-z ] | s s | s s s | s s s s"
 @pytest.mark.thinned
 @pytest.mark.parametrize("mode", ["plain", "ngram", "eagle3", "eagle3_tree"])
 def test_a_slow_grammar_fails_its_own_requests_and_is_refused_from_then_on(
-    mode: str, monkeypatch: pytest.MonkeyPatch
+    mode: str,
 ) -> None:
-    monkeypatch.setattr(grammar_work, "MAX_SECONDS", 0.02)
     slow = SamplingParams(n=3, max_tokens=200, guided_decoding={"grammar": AMBIGUOUS})
     with LLM("zoo:llama", **engine(mode, 3)) as llm:
         outputs = llm.generate(["a", "b"], [slow, SamplingParams(max_tokens=5)])

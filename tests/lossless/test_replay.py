@@ -11,6 +11,7 @@ from tests.lossless.cases import heldout_prompts
 from tests.lossless.engines import MODES, engine, tiny_engine
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.executor.engine.model_engine import ModelEngine
+from tllm_spec.grammar.guided_decoding import compiler_name
 from tllm_spec.llm import LLM
 from tllm_spec.recording.replay import Replayed, replay, why_simulated
 from tllm_spec.recording.traffic_folder import read_records, states_files
@@ -194,3 +195,12 @@ def test_counts_that_serving_may_not_have_are_called_simulated() -> None:
         rows = {"max_batch_size": max_batch_size, "max_num_tokens": 10}
         args = LlmArgs.from_kwargs("zoo:llama", **rows, **engine("sa", 4))
         assert len(why_simulated([record, record], args)) == causes
+
+
+def test_records_of_another_compilers_grammars_are_called_simulated() -> None:
+    pytest.importorskip("llguidance")
+    args = LlmArgs.from_kwargs("zoo:llama", **LIMITS, **engine("sa", 4))
+    values = {"prompt": [1], "output": [2], "arrived_us": 1, "rounds": [], "num_preemptions": 0}
+    for guided, causes in ((False, 0), (compiler_name(), 1), (True, 2), ("llguidance 1.0.0", 2)):
+        record = TrafficRecord.model_construct(**values, draft_limit=None, guided=guided)
+        assert len(why_simulated([record], args)) == causes

@@ -43,7 +43,8 @@ class Eagle3Reference:
         if self.config.get("fc_norm"):
             old_names = ("aux_norm_low", "aux_norm_mid", "aux_norm_high")
             is_old = "aux_norm_low.weight" in self.tensors
-            states = captured.split(self.config["hidden_size"], -1)
+            size = self.config.get("target_hidden_size") or self.config["hidden_size"]
+            states = captured.split(size, -1)
             names = [
                 old_names[index] if is_old and index < 3 else f"fc_norm.{index}"
                 for index in range(len(states))

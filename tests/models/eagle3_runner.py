@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from tests.models.helpers import MAX_POSITIONS, PagedRunner, pages_for
-from tllm_spec.attention.spec_metadata import SpecMetadata
+from tllm_spec.attention.interface import SpecMetadata
 from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.draft_head import HeadSource
 from tllm_spec.models.eagle3 import Eagle3Head, load_eagle3_head

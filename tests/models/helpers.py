@@ -21,11 +21,10 @@ from tllm_spec.attention.interface import (
     GroupAttention,
     HeadsBackend,
 )
-from tllm_spec.attention.kv_format import KVFormat
-from tllm_spec.attention.kv_pool import KVPool
+from tllm_spec.attention.kv_pool import KVFormat, KVPool
 from tllm_spec.attention.recurrent import RecurrentGeometry, RecurrentMemory, RecurrentRows
 from tllm_spec.attention.vanilla import VanillaAttention
-from tllm_spec.distributed.mapping import SINGLE_RANK
+from tllm_spec.distributed.communicator import SINGLE_RANK
 from tllm_spec.kernels.states.delta_blocks import BLOCK_ROWS
 from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.draft_head import DraftHead

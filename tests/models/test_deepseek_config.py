@@ -7,7 +7,7 @@ import pytest
 
 from tests.models.published import FP8, V2_LITE, V3
 from tllm_spec.attention.geometry import LatentGeometry
-from tllm_spec.distributed.mapping import SINGLE_RANK
+from tllm_spec.distributed.communicator import SINGLE_RANK
 from tllm_spec.models.config import ModelConfig
 
 

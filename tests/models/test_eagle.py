@@ -164,7 +164,7 @@ def test_a_tensor_that_does_not_fit_is_refused_by_its_name(
         ("hidden_size", 64, "hidden_size of the EAGLE-1/2 head is 64, the target's is 32"),
         ("vocab_size", 80, "vocab_size of the EAGLE-1/2 head is 80, the target's is 64"),
         ("architectures", ["EAGLEModel"], r"\['EAGLEModel'\]; served is one of LlamaForCausalLM, "),
-        ("add_para_norm", True, "add_para_norm is True, which is an unknown key"),
+        ("add_para_norm", True, "add_para_norm is True, which is not served"),
     ],
 )
 def test_a_config_that_is_not_served_is_refused_by_key_and_value(

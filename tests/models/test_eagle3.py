@@ -24,6 +24,7 @@ VOCAB_SIZE = 64
 TOKENS = [token % VOCAB_SIZE for token in random_tokens(24)]
 
 SPECULATORS: dict[str, Any] = {"speculators": True, "spelling": "layers"}
+WIDE: dict[str, Any] = {"hidden_size": 48, "target_hidden_size": 32, "own_modules": True}
 VARIANTS: dict[str, dict[str, Any]] = {
     "reduced vocabulary": {},
     "whole vocabulary": {"draft_vocab_size": VOCAB_SIZE},
@@ -36,6 +37,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
         "own_modules": True,
     },
+    "another width": WIDE,
+    "another width, all norms": WIDE | {"norm_before_fc": True, "fc_norm": True},
+    "another width, tied": WIDE | {"tie_word_embeddings": True, "draft_vocab_size": None},
+    "tied, with a reduced output layer": {"tie_word_embeddings": True, "own_modules": True},
     "norm_output": {"norm_output": True},
     "fc_norm": {"fc_norm": True, "norm_output": True},
     "biased fc": {"bias": True},

@@ -5,13 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.executor.tiny_llama import write_tiny_llama
 from tests.models.eagle3_runner import load_head
 from tests.models.helpers import load
 from tests.models.tiny_eagle3 import edit_config, rewrite, write_tiny_eagle3
 from tllm_spec.attention.geometry import AttentionGeometry
-from tllm_spec.distributed.mapping import Mapping
+from tllm_spec.distributed.communicator import Mapping
 from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.eagle3_config import Eagle3Config
 from tllm_spec.models.head_checkpoint import MASK_TOKENS
@@ -23,10 +24,6 @@ def target(tmp_path: Path) -> CausalLM:
 
 
 CONFIG_ERRORS: dict[str, tuple[dict[str, Any], str]] = {
-    "hidden_size": (
-        {"hidden_size": 48},
-        "hidden_size of the EAGLE-3 head is 48, the target's is 32",
-    ),
     "target_hidden_size": (
         {"target_hidden_size": 40},
         "target_hidden_size of .* is 40, the target's is 32",
@@ -39,10 +36,6 @@ CONFIG_ERRORS: dict[str, tuple[dict[str, Any], str]] = {
     "no draft vocabulary": (
         {"draft_vocab_size": 0},
         "draft_vocab_size is 0; it must be 1 to vocab_size",
-    ),
-    "tied reduced": (
-        {"tie_word_embeddings": True},
-        "tie_word_embeddings is true and draft_vocab_size is 48",
     ),
     "architecture": (
         {"architectures": ["Eagle3Speculator"]},
@@ -79,10 +72,10 @@ CONFIG_ERRORS: dict[str, tuple[dict[str, Any], str]] = {
         {"eagle_config": {"parallel_draft_step": 4}},
         "parallel_draft_step is 4, and only 1 is served",
     ),
-    "unknown": ({"gate_width": 7}, "gate_width is 7, which is an unknown key; delete it if"),
-    "unknown in eagle_config": (
-        {"eagle_config": {"gate_width": 7}},
-        "gate_width is 7, which is an unknown key",
+    "a scale": ({"embedding_multiplier": 7}, "embedding_multiplier is 7, which is not served; del"),
+    "a scale in eagle_config": (
+        {"eagle_config": {"residual_multiplier": 7}},
+        "residual_multiplier is 7, which is not served",
     ),
     "two vocabularies": (
         {"truncated_vocab_size": 32},
@@ -186,9 +179,23 @@ def test_keys_that_are_off_or_without_effect_are_ignored(tmp_path: Path) -> None
     assert Eagle3Config.from_pretrained(folder) == expected
 
 
+def test_unknown_keys_are_named_and_change_nothing(tmp_path: Path) -> None:
+    """Trainers copy them from the target's config.json."""
+    folder = write_tiny_eagle3(tmp_path, eagle_config={"training_mode": "fast"})
+    expected = Eagle3Config.from_pretrained(folder)
+    edit_config(folder, decoder_sparse_step=1, router_aux_loss_coef=0.001, num_experts=4)
+    edit_config(folder, modal_type="VLM", image_token_id=5, rope_scaling={"mrope_section": [4, 4]})
+    found = Eagle3Config.from_pretrained(folder)
+    assert found == expected
+    assert found.unknown_keys == (
+        *("decoder_sparse_step", "image_token_id", "modal_type", "num_experts"),
+        *("router_aux_loss_coef", "training_mode"),
+    )
+
+
 def test_all_that_is_not_served_is_named_at_once(tmp_path: Path) -> None:
-    folder = write_tiny_eagle3(tmp_path, use_last_layernorm=False, gates=5, logit_scale=0.5)
-    named = r"use_last_layernorm is False.*logit_scale is 0\.5, and only 1\.0.*gates is 5"
+    folder = write_tiny_eagle3(tmp_path, use_last_layernorm=False, clip_qkv=5, logit_scale=0.5)
+    named = r"use_last_layernorm is False.*logit_scale is 0\.5, and only 1\.0.*clip_qkv is 5"
     with pytest.raises(ValueError, match=named):
         Eagle3Config.from_pretrained(folder)
 
@@ -219,7 +226,7 @@ SPECULATORS_ERRORS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "no draft vocabulary": ({"draft_vocab_size": None}, "EAGLE-3 head has no draft_vocab_size"),
     "no residual": ({"norm_before_residual": None}, "EAGLE-3 head has no norm_before_residual"),
-    "unknown": ({"gate_width": 7}, "gate_width is 7, which is an unknown key"),
+    "a scale": ({"scale_emb": 7}, "scale_emb is 7, which is not served"),
 }
 
 
@@ -274,3 +281,33 @@ def test_a_published_speculators_config_is_read() -> None:
     assert config.target_hidden_size == 4096 and config.has_own_lm_head
     assert config.norm_before_residual and config.capture_layers is None
     assert not (config.norm_output or config.norm_before_fc or config.fc_norm or config.bias)
+
+
+@pytest.mark.parametrize("names_it", [True, False])
+def test_a_head_of_another_width_needs_its_own_embedding_and_output_layer(
+    names_it: bool, target: CausalLM, tmp_path: Path
+) -> None:
+    """Whether or not config.json names the width of the target's states."""
+    sizes = {"hidden_size": 48, "target_hidden_size": 32, "draft_vocab_size": None}
+    folder = write_tiny_eagle3(tmp_path / "head", own_modules=True, **sizes)
+    rows = torch.randn(64, 48)
+    rewrite(folder, lambda tensors: tensors.update({"lm_head.weight": rows}))
+    if not names_it:
+        edit_config(folder, target_hidden_size=None)
+    assert torch.equal(load_head(folder, target).output.weight, rows)
+    dummy = load_head(folder, target, load_format="dummy")
+    assert dummy.embedding.weight.shape == dummy.output.weight.shape == (64, 48)
+    for name in ("lm_head.weight", "embed_tokens.weight"):
+        rewrite(folder, lambda tensors, name=name: tensors.pop(name))
+        with pytest.raises(ValueError, match=rf"is 48, the target's is 32; .* own .*{name}"):
+            load_head(folder, target)
+
+
+def test_a_tied_head_of_fewer_tokens_without_an_output_layer_is_refused(
+    target: CausalLM, tmp_path: Path
+) -> None:
+    folder = write_tiny_eagle3(tmp_path / "head", tie_word_embeddings=True)
+    with pytest.raises(ValueError, match=r"draft_vocab_size is 48; .* has no lm_head\.weight"):
+        load_head(folder, target)
+    head = load_head(folder, target, load_format="dummy")
+    assert len(head.output.weight) == 48

@@ -9,8 +9,7 @@ import torch
 
 from tests.models.helpers import CPU
 from tests.models.test_fp8_activations import Gathering
-from tllm_spec.distributed.communicator import Communicator
-from tllm_spec.distributed.mapping import SINGLE_RANK, Mapping
+from tllm_spec.distributed.communicator import SINGLE_RANK, Communicator, Mapping
 from tllm_spec.kernels.experts.permute import moe_permute
 from tllm_spec.models.experts import Experts
 from tllm_spec.models.formats import stacked_weight

@@ -23,8 +23,7 @@ from tests.models.helpers import (
     save_checkpoint,
 )
 from tests.models.test_fp8 import FAMILIES, SIZES, save_both
-from tllm_spec.distributed.communicator import Communicator
-from tllm_spec.distributed.mapping import SINGLE_RANK, Mapping
+from tllm_spec.distributed.communicator import SINGLE_RANK, Communicator, Mapping
 from tllm_spec.models.experts import Experts
 from tllm_spec.models.formats.fp8_activations import QuantisedActivations
 from tllm_spec.models.formats.fp8_formats import ActivationScales

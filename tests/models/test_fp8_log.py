@@ -13,7 +13,7 @@ from tests.models.helpers import CPU, PagedRunner, load, random_tokens
 from tests.models.mtp_reference import export_modules, save_with_mtp
 from tests.models.test_fp8 import FAMILIES, fp8_names, save_both
 from tests.models.test_fp8_formats import GROUP, NO_GROUP
-from tllm_spec.distributed.mapping import Mapping
+from tllm_spec.distributed.communicator import Mapping
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.deepseek import DeepseekForCausalLM
 from tllm_spec.models.formats.quantised_layers import prepare_quantised

@@ -23,6 +23,7 @@ from gguf import GGMLQuantizationType as Type  # noqa: E402 (the line above skip
 
 from tests.models.gguf_checkpoint import Settle, nothing, save_gguf  # noqa: E402
 
+NO_LENGTH, PAST_END = b"\xff" * 8, r"model\.gguf is not .* end after the end of the file"
 TOKENS = random_tokens(20)
 SIZES = {"hidden_size": 256, "intermediate_size": 512}
 # Each type at least once, by ends of names.
@@ -140,6 +141,14 @@ def yarn(writer: gguf.GGUFWriter) -> None:
     writer.add_rope_scaling_orig_ctx_len(16)
 
 
+def yarn_in_full(writer: gguf.GGUFWriter) -> None:
+    yarn(writer)
+    writer.add_rope_scaling_yarn_beta_fast(24.0)
+    writer.add_rope_scaling_yarn_beta_slow(2.0)
+    writer.add_rope_scaling_yarn_attn_factor(1.25)
+    writer.add_rope_scaling_yarn_ext_factor(1.0)
+
+
 @pytest.mark.parametrize(
     ("settle", "scaling"),
     [
@@ -154,6 +163,21 @@ def yarn(writer: gguf.GGUFWriter) -> None:
             },
         ),
         (yarn, {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}),
+        (
+            yarn_in_full,
+            {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 16,
+                "beta_fast": 24.0,
+                "beta_slow": 2.0,
+                "attention_factor": 1.25,
+            },
+        ),
+        (
+            lambda writer: writer.add_rope_scaling_factor(3.0),
+            {"rope_type": "linear", "factor": 3.0},
+        ),
     ],
 )
 def test_scaled_frequencies_are_those_of_the_folder(
@@ -164,6 +188,48 @@ def test_scaled_frequencies_are_those_of_the_folder(
     found, expected = (ModelConfig.from_pretrained(each) for each in (path, tmp_path / "plain"))
     assert found.rope == expected.rope
     torch.testing.assert_close(logits_of(path), logits_of(tmp_path / "plain"), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    "spelling", ["rope.freq_base_swa", "rope.local.freq_base", "rope.local_freq_base"]
+)
+@pytest.mark.parametrize("pattern", [None, 3, [True, False, False, True, True, False, True]])
+def test_gemma3_layers_with_a_window_and_their_frequencies_are_those_of_the_file(
+    spelling: str, pattern: int | list[bool] | None, tmp_path: Path
+) -> None:
+    """Without a pattern every sixth layer has none."""
+
+    def settle(writer: gguf.GGUFWriter) -> None:
+        window(writer)
+        writer.add_float32(f"gemma3.{spelling}", 300.0)
+        if isinstance(pattern, list):
+            writer.add_array("gemma3.attention.sliding_window_pattern", pattern)
+        elif pattern is not None:
+            writer.add_uint32("gemma3.attention.sliding_window_pattern", pattern)
+
+    period = 6 if pattern is None else pattern
+    own = [layer % period > 0 for layer in range(1, 8)] if isinstance(period, int) else period
+    kinds = ["sliding_attention" if each else "full_attention" for each in own]
+    rope = {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+        "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+    }
+    config = CONFIGS["Gemma3"] | {"rope_parameters": rope, "layer_types": kinds}
+    path = save(tmp_path, "Gemma3", settle=settle, query_pre_attn_scalar=256, **config)
+    torch.testing.assert_close(logits_of(path), logits_of(tmp_path / "plain"), rtol=0, atol=0)
+
+
+def test_one_warning_names_the_keys_that_are_not_known(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def settle(writer: gguf.GGUFWriter) -> None:
+        writer.add_uint32("llama.new_size", 3)
+        writer.add_array("llama.new_sizes", list(range(2000)))
+        writer.add_logit_scale(1.0)
+
+    load(save(tmp_path, settle=settle))
+    named = [each.message for each in caplog.records if "unknown metadata" in each.message]
+    assert [text.rpartition(": ")[2] for text in named] == ["logit_scale, new_size, new_sizes"]
 
 
 def test_a_text_ends_at_all_end_tokens_of_the_file(tmp_path: Path) -> None:
@@ -196,6 +262,14 @@ def strange_type(writer: gguf.GGUFWriter) -> None:
         ),
         (llama3_factors(1.1), "factors of rope_freqs.weight are not those of Llama 3.1"),
         (window, "llama.attention.sliding_window of its metadata is not served"),
+        (
+            lambda writer: writer.add_rope_freq_base_swa(300.0),
+            "llama.rope.freq_base_swa of its metadata is not served",
+        ),
+        (
+            lambda writer: writer.add_rope_scaling_yarn_ext_factor(0.5),
+            "llama.rope.scaling.yarn_ext_factor of its metadata is not served",
+        ),
         (strange_tensor, "surplus blk.0.attn_sinks.weight"),
         (strange_type, "blk.0.strange.weight has ggml's type 16; served are 0 (F32)"),
     ],
@@ -205,6 +279,24 @@ def test_what_is_not_served_is_refused_with_the_reason(
 ) -> None:
     with pytest.raises(ValueError, match=re.escape(reason)):
         load(save(tmp_path, settle=settle))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "reason"),
+    [
+        ("rope.local.freq_base", 200.0, "rope.local.freq_base is 200.0, and another key says 300"),
+        ("attention.sliding_window_pattern", 0.0, "sliding_window_pattern is 0.0; it must be a"),
+    ],
+)
+def test_keys_of_gemma3_that_contradict_others_are_refused(
+    key: str, value: float, reason: str, tmp_path: Path
+) -> None:
+    def settle(writer: gguf.GGUFWriter) -> None:
+        writer.add_rope_freq_base_swa(300.0)
+        writer.add_float32(f"gemma3.{key}", value)
+
+    with pytest.raises(ValueError, match=re.escape(reason)):
+        load(save(tmp_path, "Gemma3", settle=settle, **CONFIGS["Gemma3"]))
 
 
 def test_an_architecture_that_is_not_served_is_refused(tmp_path: Path) -> None:
@@ -227,12 +319,15 @@ def test_a_file_without_a_size_or_a_tensor_is_refused(tmp_path: Path) -> None:
             load(other)
 
 
-def without_alignment(data: bytes) -> bytes:
-    """One value more in the metadata: an alignment of 0."""
-    key = b"general.alignment"
-    value = struct.pack("<Q", len(key)) + key + struct.pack("<II", 4, 0)
+def with_value(data: bytes, key: str, packed: bytes) -> bytes:
+    """One value more in the metadata. packed: its type and itself."""
+    value = struct.pack("<Q", len(key)) + key.encode() + packed
     (num_values,) = struct.unpack_from("<Q", data, 16)
     return data[:16] + struct.pack("<Q", num_values + 1) + value + data[24:]
+
+
+def without_alignment(data: bytes) -> bytes:
+    return with_value(data, "general.alignment", struct.pack("<II", 4, 0))
 
 
 @pytest.mark.parametrize(
@@ -240,6 +335,11 @@ def without_alignment(data: bytes) -> bytes:
     [
         (lambda data: data[: len(data) // 2], "ends after the end of the file"),
         (lambda data: data[:100], "is not a readable GGUF file"),
+        # A key, a text, an array of texts and one of numbers that no file is large enough for.
+        (lambda data: data[:24] + NO_LENGTH + data[32:], PAST_END),
+        (lambda data: with_value(data, "x", struct.pack("<I", 8) + NO_LENGTH), PAST_END),
+        (lambda data: with_value(data, "x", struct.pack("<IIQ", 9, 8, 1) + NO_LENGTH), PAST_END),
+        (lambda data: with_value(data, "x", struct.pack("<II", 9, 4) + NO_LENGTH), PAST_END),
         (lambda data: b"", "is not a readable GGUF file"),
         (without_alignment, "general.alignment is 0"),
         (lambda data: b"GGML" + data[4:], "does not start with GGUF"),

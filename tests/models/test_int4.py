@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from tests.models.deepseek import save_deepseek
 from tests.models.fp8_checkpoint import keeping_int4
 from tests.models.helpers import CPU, PagedRunner, load, random_tokens, save_checkpoint
-from tllm_spec.distributed.mapping import Mapping
+from tllm_spec.distributed.communicator import Mapping
 from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.formats.int4 import Int4Slot
 from tllm_spec.models.formats.int4_formats import Int4Groups

@@ -88,3 +88,78 @@ def test_modelopts_nvfp4_has_other_names_and_a_factor_of_scales(
     assert "activations of NVFP4 are not quantised (W4A16)" in caplog.text
     assert int4_names(found) == int4_names(expected)
     check_same_logits(found, expected)
+
+
+# What is declared, the stored numbers of the groups in turn, and what the checkpoint must equal:
+# the folder whose zero points are 8, or None, where qzeros are refused.
+ZERO_POINTS: dict[str, tuple[dict[str, Any], tuple[int, ...], bool]] = {
+    "v1": ({"checkpoint_format": "gptq", "sym": True}, (7,), True),
+    "v1 with the zeros of v2": ({"checkpoint_format": "gptq", "sym": True}, (8,), True),
+    "no version": ({"sym": True}, (7,), True),
+    "no version with the zeros of v2": ({"sym": True}, (8,), True),
+    "v2": ({"checkpoint_format": "gptq_v2", "sym": True}, (8,), True),
+    "v2 with the zeros of v1": ({"checkpoint_format": "gptq_v2", "sym": True}, (7,), True),
+    "nothing about symmetry": ({"checkpoint_format": "gptq"}, (8,), True),
+    "both versions": ({"checkpoint_format": "gptq", "sym": True}, (7, 8), False),
+    "zero points of 10": ({"checkpoint_format": "gptq", "sym": True}, (9,), False),
+}
+
+
+def with_zeros(folder: Path, settings: dict[str, Any], numbers: tuple[int, ...]) -> None:
+    """Writes these zero points, in turn for the modules, and settings over those of a folder."""
+    tensors = load_file(folder / "model.safetensors")
+    for index, name in enumerate(each for each in sorted(tensors) if each.endswith("qzeros")):
+        number = numbers[index % len(numbers)]
+        tensors[name] = words(torch.full((len(tensors[name]), 8 * tensors[name].shape[1]), number))
+    save_file(tensors, folder / "model.safetensors")
+    raw = json.loads((folder / "config.json").read_text())
+    own = {"quant_method": "gptq", "bits": 4, "group_size": 32} | settings
+    (folder / "config.json").write_text(json.dumps(raw | {"quantization_config": own}))
+
+
+@pytest.mark.parametrize("name", ZERO_POINTS)
+def test_symmetric_gptq_has_the_zero_point_8_in_either_version_or_is_refused(
+    name: str, tmp_path: Path
+) -> None:
+    settings, numbers, is_served = ZERO_POINTS[name]
+    path, plain = save(tmp_path, Style("gptq", symmetric=True))
+    with_zeros(path, settings, numbers)
+    if not is_served:
+        with pytest.raises(
+            ValueError, match=rf"qzeros hold {', '.join(map(str, numbers))}, .*7 or 8"
+        ):
+            load(path)
+        return
+    check_same_logits(*(load(each) for each in (path, plain)))
+
+
+@pytest.mark.parametrize(("version", "shift"), [("gptq", 1), ("gptq_v2", 0)])
+def test_asymmetric_gptq_follows_the_declared_version(
+    version: str, shift: int, tmp_path: Path
+) -> None:
+    """Also where all zero points are one number."""
+    path, plain = save(tmp_path, Style("gptq", symmetric=True))
+    with_zeros(path, {"checkpoint_format": version, "sym": False}, (8 - shift,))
+    check_same_logits(*(load(each) for each in (path, plain)))
+    with_zeros(path, {"checkpoint_format": version, "sym": False}, (9 - shift,))
+    name = "model.layers.0.mlp.down_proj.weight"
+    shifted, eights = (dict(load(each).named_parameters())[name] for each in (path, plain))
+    assert not torch.allclose(shifted, eights, atol=1e-3)
+
+
+@pytest.mark.parametrize("value", [0.0, 0.5])
+def test_a_surplus_bias_is_left_out_if_it_is_zero_and_named_if_not(
+    value: float, tmp_path: Path
+) -> None:
+    path, plain = save(tmp_path, Style("gptq"))
+    tensors = load_file(path / "model.safetensors")
+    for name in [each for each in tensors if each.endswith("scales")]:
+        tensors[name.replace("scales", "bias")] = torch.full(
+            (tensors[name].shape[1],), value
+        ).half()
+    save_file(tensors, path / "model.safetensors")
+    if value:
+        with pytest.raises(ValueError, match=r"surplus model\.layers\.0\.mlp\.down_proj\.bias"):
+            load(path)
+        return
+    check_same_logits(*(load(each) for each in (path, plain)))

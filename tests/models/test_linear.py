@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.models.helpers import CPU, load, save_checkpoint
-from tllm_spec.distributed.mapping import SINGLE_RANK
+from tllm_spec.distributed.communicator import SINGLE_RANK
 from tllm_spec.models.formats import plain
 from tllm_spec.models.layers import RMSNorm
 from tllm_spec.models.linear import ColumnLinear

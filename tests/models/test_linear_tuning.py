@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from tests.models.helpers import CPU
-from tllm_spec.distributed.communicator import Communicator
-from tllm_spec.distributed.mapping import SINGLE_RANK, Mapping
+from tllm_spec.distributed.communicator import SINGLE_RANK, Communicator, Mapping
 from tllm_spec.kernels.gemm.tuned_linear import GemmGroup, LinearTable, TunedGemms, key_of
 from tllm_spec.models import linear_tuning
 from tllm_spec.models.formats import plain as plain_weights

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.models.helpers import CPU, load, save_checkpoint
-from tllm_spec.distributed.mapping import SINGLE_RANK, Mapping
+from tllm_spec.distributed.communicator import SINGLE_RANK, Mapping
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.layers import RMSNorm
 from tllm_spec.models.module import Placement

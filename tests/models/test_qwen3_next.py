@@ -23,7 +23,7 @@ from tests.models.qwen3_next import (
     save_with_mtp,
 )
 from tests.models.test_mtp import ModuleRunner
-from tllm_spec.distributed.mapping import SINGLE_RANK
+from tllm_spec.distributed.communicator import SINGLE_RANK
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.mtp import load_nextn
 from tllm_spec.models.qwen3_next import Qwen3NextForCausalLM

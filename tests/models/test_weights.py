@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from tests.models.deepseek import save_deepseek
 from tests.models.helpers import CPU, PagedRunner, load, random_tokens, save_checkpoint
 from tests.models.test_llama4 import save_llama4
-from tllm_spec.distributed.mapping import Mapping
+from tllm_spec.distributed.communicator import Mapping
 from tllm_spec.models.checkpoint import INDEX, checkpoint_files
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.llama import DecoderLayer, LlamaForCausalLM

@@ -11,6 +11,8 @@ from safetensors.torch import load_file
 
 from tests.models.tiny_eagle3 import Tensors, save
 from tllm_spec.models.causal_lm import CausalLM
+from tllm_spec.models.head_checkpoint import EMBEDDING
+from tllm_spec.models.tied_output import OUTPUT
 
 LAYER = {
     "model_type": "qwen3",
@@ -44,11 +46,16 @@ def write_tiny_dflash(
     **config: Any,
 ) -> Path:
     """Fills `folder`. layers: of the target, by their outputs. With a draft vocabulary the head has
-    an output layer of its own."""
+    an output layer of its own, and with `target_hidden_size` an embedding, too."""
     generator = torch.Generator().manual_seed(seed)
     tensors: Tensors = {
         name: _random(name, shape, generator) for name, shape in _shapes(sizes, len(layers)).items()
     }
+    if (target_size := config.get("target_hidden_size")) is not None:
+        size = sizes["hidden_size"]
+        shapes = {"fc.weight": (size, len(layers) * target_size)}
+        shapes |= dict.fromkeys((EMBEDDING, OUTPUT), (sizes["vocab_size"], size))
+        tensors |= {name: _random(name, shape, generator) for name, shape in shapes.items()}
     if draft_vocab_size is not None:
         chosen = torch.randperm(sizes["vocab_size"], generator=generator)[:draft_vocab_size]
         chosen = chosen.sort().values
@@ -116,7 +123,7 @@ class DFlashReference:
         raw = json.loads((folder / "config.json").read_text())
         self.config = raw | raw.get("transformer_layer_config", {}) | raw.get("dflash_config", {})
         weights = target.state_dict()
-        self.embedding = weights["model.embed_tokens.weight"]
+        self.embedding = self.tensors.get(EMBEDDING, weights["model.embed_tokens.weight"])
         self.output = self.tensors.get("lm_head.weight", weights["lm_head.weight"])
 
     def norm(self, name: str, x: torch.Tensor) -> torch.Tensor:

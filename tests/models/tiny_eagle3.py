@@ -152,12 +152,13 @@ def _shapes(
     sizes: dict[str, Any], num_captured: int, settings: dict[str, Any]
 ) -> dict[str, tuple[int, ...]]:
     size, inner = sizes["hidden_size"], sizes["intermediate_size"]
+    target_size = settings.get("target_hidden_size") or size
     q_size, kv_size = (
         sizes[f"num_{kind}_heads"] * sizes["head_dim"] for kind in ("attention", "key_value")
     )
     shapes: dict[str, tuple[int, ...]] = {
         "embed_tokens.weight": (sizes["vocab_size"], size),
-        "fc.weight": (size, num_captured * size),
+        "fc.weight": (size, num_captured * target_size),
         "norm.weight": (size,),
         "layers.0.hidden_norm.weight": (size,),
     }
@@ -166,15 +167,15 @@ def _shapes(
     if settings["bias"]:
         shapes["fc.bias"] = (size,)
     if settings["norm_before_fc"]:
-        shapes["input_norm.weight"] = (num_captured * size,)
+        shapes["input_norm.weight"] = (num_captured * target_size,)
     if settings["model_type"] == "qwen3":
         for layer in range(sizes["num_hidden_layers"]):
             for name in ("q_norm", "k_norm"):
                 shapes[f"layers.{layer}.self_attn.{name}.weight"] = (sizes["head_dim"],)
     for index in range(num_captured if settings["fc_norm"] else 0):
-        shapes[f"fc_norm.{index}.weight"] = (size,)
+        shapes[f"fc_norm.{index}.weight"] = (target_size,)
     if "mask_token_id" in settings:
-        shapes["mask_hidden"] = (1, 1, num_captured * size)
+        shapes["mask_hidden"] = (1, 1, num_captured * target_size)
     for layer in range(sizes["num_hidden_layers"]):
         width = size if layer else 2 * size
         attention = {

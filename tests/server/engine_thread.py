@@ -24,7 +24,7 @@ OPTIONS: dict[str, Any] = {
     },
 }
 ARGS = LlmArgs.from_kwargs("zoo:llama", **OPTIONS)
-# Without the compiler's process, which takes two seconds of a processor.
+# Without the tokenizer of masks.
 WITHOUT_GRAMMARS = LlmArgs.from_kwargs("zoo:llama", **OPTIONS, guided_decoding_backend=None)
 PROMPT = "def f("
 

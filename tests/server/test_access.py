@@ -14,10 +14,9 @@ import pytest
 from tests.server.fake_llm import MODEL, SLOW_PROMPT, FakeLLM
 from tests.server.hosted import Host, hosted
 from tests.server.http_answers import wait_for
-from tllm_spec.server.callers import client_of_address
-from tllm_spec.server.client_keys import read_keys
+from tllm_spec.server.guard import client_of_address
 from tllm_spec.server.http_server import HttpServer, Tls
-from tllm_spec.server.options import LOCAL_HOSTS, ServerOptions, hosts_of
+from tllm_spec.server.options import LOCAL_HOSTS, ServerOptions, hosts_of, read_keys
 
 BODY = {"model": MODEL, "prompt": "a", "max_tokens": 3}
 
@@ -290,6 +289,30 @@ def test_a_client_that_never_begins_with_tls_does_not_delay_the_end(tmp_path: Pa
         host.stop()
         assert host.ended.wait(30)
         assert silent.recv(1) == b""
+    host.join()
+
+
+def test_clients_that_never_begin_with_tls_count_and_make_way_for_new_ones(tmp_path: Path) -> None:
+    options = ServerOptions(shutdown_timeout=5, max_connections=3, header_timeout=600)
+    host = Host(FakeLLM(), options, certificate(tmp_path))
+    silent = [socket.create_connection(host.address, timeout=30) for _ in range(8)]
+    assert httpx.get(f"{host.url}/health", verify=False).status_code == 200
+    for client in silent[:6]:
+        assert client.recv(1) == b"", "the oldest go first"
+    for client in silent:
+        client.close()
+    wait_for(lambda: not host.http._state.connections)
+    host.join()
+
+
+@pytest.mark.parametrize("sent", [b"", b"\x16\x03"])
+def test_a_handshake_has_the_time_limit_of_headers(tmp_path: Path, sent: bytes) -> None:
+    options = ServerOptions(shutdown_timeout=5, header_timeout=0.5)
+    host = Host(FakeLLM(), options, certificate(tmp_path))
+    with socket.create_connection(host.address, timeout=30) as silent:
+        silent.sendall(sent)
+        assert silent.recv(1) == b""
+    wait_for(lambda: not host.http._state.connections)
     host.join()
 
 

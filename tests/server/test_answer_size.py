@@ -14,9 +14,9 @@ from tests.server.hosted import hosted
 from tests.server.http_answers import events_of, wait_for
 from tllm_spec.server import json_parts, strict_body
 from tllm_spec.server.admission import Admission
-from tllm_spec.server.answer_size import LOGPROB_BYTES
 from tllm_spec.server.json_parts import render
 from tllm_spec.server.options import ServerOptions
+from tllm_spec.server.refusals import LOGPROB_BYTES
 
 Post = Callable[..., httpx.Response]
 

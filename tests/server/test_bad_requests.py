@@ -268,7 +268,8 @@ def test_an_error_message_that_quotes_a_lone_surrogate_can_be_sent(url: str) -> 
         f"{url}/v1/completions", content=body, headers={"content-type": "application/json"}
     )
     assert response.status_code == 400
-    assert "speculation.? = 1 is not a known option" in response.json()["error"]["message"]
+    message = response.json()["error"]["message"]
+    assert message.startswith("speculation.?: character 0 is U+D800, one half of a surrogate pair")
 
 
 def test_a_wrong_content_type_is_answered_with_the_right_one(url: str) -> None:
@@ -312,35 +313,60 @@ def test_variables_that_a_chat_template_cannot_use_are_a_bad_request(
     assert (response.status_code, "chat template" in response.text) == (400, True)
 
 
-@pytest.mark.parametrize("name", ["prompt", "guided_regex"])
-def test_an_error_names_the_option_whose_text_is_no_unicode(url: str, name: str) -> None:
-    given = {"prompt": '"a"', name: '"\\ud800"'}
-    body = ", ".join(f'"{key}": {value}' for key, value in given.items())
-    response = httpx.post(
-        f"{url}/v1/completions",
-        content=f'{{"model": "{MODEL}", {body}}}',
-        headers={"content-type": "application/json"},
-    )
-    assert (response.status_code, response.json()["error"]["param"]) == (400, name)
-
-
-def test_a_lone_surrogate_is_a_bad_request(url: str) -> None:
-    for path, prompt in (
-        ("completions", r'"prompt": "\ud800"'),
-        ("chat/completions", r'"messages": [{"role": "user", "content": "\ud800"}]'),
-        ("chat/completions", r'"messages": [{"role": "user", "content": "", "name": "\ud800"}]'),
-        (
-            "chat/completions",
-            rf'"messages": {json.dumps(CHAT)}, "chat_template_kwargs": {{"word": "\ud800"}}',
-        ),
-        ("completions", r'"prompt": "a", "guided_regex": "\ud800"'),
-        ("completions", r'"prompt": "a", "guided_choice": ["\ud800"]'),
-    ):
-        body = f'{{"model": "{MODEL}", {prompt}}}'
-        response = httpx.post(
-            f"{url}/v1/{path}", content=body, headers={"content-type": "application/json"}
+CHAT_PATH, RESPONSES, TOKENIZE = "/v1/chat/completions", "/v1/responses", "/tokenize"
+HALF = "\ud800"
+FUNCTION = {"type": "function", "function": {"name": HALF}}
+BODIES: list[tuple[str, dict[str, Any], str]] = [
+    ("/v1/completions", {"prompt": HALF}, "prompt"),
+    ("/v1/completions", {"prompt": ["a", HALF]}, "prompt.1"),
+    ("/v1/completions", {"prompt": "a", "guided_regex": HALF}, "guided_regex"),
+    ("/v1/completions", {"prompt": "a", "guided_choice": [HALF]}, "guided_choice.0"),
+    ("/v1/completions", {"prompt": "a", "stop": HALF}, "stop"),
+    ("/v1/completions", {"prompt": "a", "cache_salt": HALF}, "cache_salt"),
+    ("/v1/completions", {"prompt": "a", "logit_bias": {HALF: 1}}, "logit_bias.?"),
+    ("/v1/completions", {"prompt": "a", "model": HALF}, "model"),
+    (CHAT_PATH, {"messages": [{"role": "user", "content": HALF}]}, "messages.0.content"),
+    (CHAT_PATH, {"messages": [{"role": "user", "content": "", "name": HALF}]}, "messages.0.name"),
+    (CHAT_PATH, {"messages": CHAT, "chat_template_kwargs": {"a": HALF}}, "chat_template_kwargs.a"),
+    (CHAT_PATH, {"messages": CHAT, "tools": [FUNCTION]}, "tools.0.function.name"),
+    (RESPONSES, {"input": HALF}, "input"),
+    (RESPONSES, {"input": "a", "instructions": HALF}, "instructions"),
+    (TOKENIZE, {"prompt": HALF}, "prompt"),
+    ("/detokenize", {"tokens": [1], "model": HALF}, "model"),
+    *(
+        (path, {name: HALF, **rest}, name)
+        for path, rest in (
+            ("/v1/completions", {"prompt": "a"}),
+            (CHAT_PATH, {"messages": CHAT}),
+            (RESPONSES, {"input": "a"}),
         )
-        assert (response.status_code, "surrogate" in response.text) == (400, True)
+        for name in ("user", "safety_identifier")
+    ),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "name"), BODIES)
+def test_half_a_character_in_any_string_is_a_bad_request(
+    url: str, llm: FakeLLM, path: str, body: dict[str, Any], name: str
+) -> None:
+    num_before = len(llm.prompts)
+    for text in (json.dumps({"model": MODEL} | body), json.dumps(body).replace("ud8", "uD8")):
+        answer = httpx.post(
+            f"{url}{path}", content=text, headers={"content-type": "application/json"}
+        )
+        assert answer.status_code == 400
+        message, param = (answer.json()["error"][key] for key in ("message", "param"))
+        assert param == (None if "?" in name else name)
+        assert message.startswith(f"{name}: character 0 is U+D800, one half of a surrogate pair")
+    assert len(llm.prompts) == num_before
+
+
+def test_two_halves_are_a_character_and_bytes_of_a_half_are_not_utf8(url: str) -> None:
+    headers = {"content-type": "application/json"}
+    for user, status in ((rb"\ud83d\ude00", 200), (rb"\\ud800", 200), (b"\xed\xa0\x80", 400)):
+        body = b'{"model": "%b", "prompt": "a", "user": "%b"}' % (MODEL.encode(), user)
+        answer = httpx.post(f"{url}/v1/completions", content=body, headers=headers)
+        assert answer.status_code == status, answer.text
 
 
 def test_values_out_of_range_are_named_together_by_the_clients_names(

@@ -5,6 +5,7 @@ import os
 import signal
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import httpx
@@ -17,7 +18,8 @@ from tests.server.served_process import LONG, SHORT, ServedProcess
 from tests.server.test_replicas import CACHE
 from tllm_spec import SamplingParams
 from tllm_spec.executor.draft_weights import DraftWeights
-from tllm_spec.server.draft_in_force import DraftInForce, Served
+from tllm_spec.server.draft_swaps import DraftInForce, Served
+from tllm_spec.server.engine_client import WORK_SECONDS
 from tllm_spec.server.engine_process import with_served_draft
 from tllm_spec.server.replicas import Replicas
 from tllm_spec.text.tokenizer import load_tokenizer
@@ -98,7 +100,9 @@ def test_all_engines_swap_while_requests_run_and_no_text_changes(fleet: Fleet) -
         during = asyncio.create_task(texts())
         await asyncio.sleep(0)
         told = await asyncio.to_thread(replicas.load_draft_weights, fleet.other)
-        assert told == {"version": 1, "folder": fleet.other}
+        reason = "no requests are recorded (record_traffic)"
+        expected = {"version": 1, "folder": fleet.other, "replayed": 0, "reason": reason}
+        assert told == expected
         return before + await during + await texts()
 
     assert len(set(fleet.use(swap))) == 1
@@ -136,8 +140,68 @@ def test_engines_that_have_swapped_go_back_when_another_one_fails(
     monkeypatch.setattr(fleet.weights[1], "swap", fail)
     with pytest.raises(RuntimeError, match="the executor has died"):
         fleet.swap(fleet.other)
-    assert fleet.served == [(FIRST, 2), (FIRST, 0)] and fleet.sums() == before
+    assert fleet.served == [(FIRST, 0)] * 2 and fleet.sums() == before
     assert with_served_draft(ARGS, fleet.paths) == (ARGS, 0)
+    monkeypatch.undo()
+    told = fleet.swap(fleet.other)
+    assert told["version"] == 2, "the failed swap's version would have two folders"
+    assert fleet.served == [(fleet.other, 2)] * 2
+
+
+def test_a_front_that_connects_ends_what_a_killed_front_had_begun(fleet: Fleet) -> None:
+    swap, before = fleet.engines[0].process._draft_swap, fleet.sums()
+    swap.stage(fleet.other, force=True)
+    with DraftInForce(fleet.paths[0]).held():
+        DraftInForce(fleet.paths[0]).write(Served(FIRST, 0, None, 1))
+    swap.commit(False, 1)  # and the front is killed
+
+    async def connect(replicas: Replicas) -> None:
+        await asyncio.to_thread(wait_for, lambda: fleet.served == [(FIRST, 0)] * 2)
+
+    assert fleet.served == [(fleet.other, 1), (FIRST, 0)]
+    fleet.use(connect)
+    assert fleet.sums() == before
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_weights_that_no_reader_foresaw_are_a_mistake_and_later_ones_are_swapped(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def fail(folder: str) -> None:
+        raise IndexError("tuple index out of range")
+
+    monkeypatch.setattr(fleet.weights[number], "_load", fail)
+    with pytest.raises(ValueError, match="tuple index out of range"):
+        fleet.swap(fleet.other)
+    monkeypatch.undo()
+    assert fleet.swap(fleet.other)["folder"] == fleet.other
+
+
+def test_a_swap_that_an_engine_does_not_answer_ends_and_later_ones_are_swapped(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    goes_on, load = Event(), fleet.weights[1]._load
+
+    def wait(folder: str) -> Any:
+        goes_on.wait(SECONDS)
+        return load(folder)
+
+    async def swap(replicas: Replicas) -> None:
+        monkeypatch.setattr(fleet.weights[1], "_load", wait)
+        monkeypatch.setitem(WORK_SECONDS, "stage", 0.1)
+        for client in replicas._clients.values():
+            client._timeout = 0.1
+        with pytest.raises(RuntimeError, match="it has not answered"):
+            await asyncio.to_thread(replicas.load_draft_weights, fleet.other)
+        monkeypatch.undo()
+        goes_on.set()
+        for client in replicas._clients.values():
+            client._timeout = SECONDS
+        told = await asyncio.to_thread(replicas.load_draft_weights, fleet.other)
+        assert told["folder"] == fleet.other
+
+    fleet.use(swap)
+    assert len(set(fleet.served)) == 1
 
 
 def test_nothing_is_swapped_while_an_engine_does_not_run(fleet: Fleet) -> None:
@@ -210,13 +274,13 @@ def test_an_engine_that_is_started_again_has_the_weights_of_the_others(tmp_path:
             next(lines)
             busy = next(each for each in engines() if each["num_requests_running"])
             told = client.post("/v1/draft_model", json={"folder": "other"})
-            assert told.json() == {"version": 1, "folder": "other"}
+            assert told.json().items() >= {"version": 1, "folder": "other", "replayed": 0}.items()
             idle = next(each for each in engines() if each["engine"] != busy["engine"])
             os.kill(idle["ranks"][0]["process"], signal.SIGKILL)
             assert "data: [DONE]" in lines, "the stream of the other engine was lost"
         wait_for(lambda: len(engines()) == 2)
         wanted = {"version": 1, "folder": other}
-        assert [each["draft_weights"] for each in engines()] == [wanted, wanted]
+        assert all(each["draft_weights"].items() >= wanted.items() for each in engines())
         assert [text() for _ in range(4)] == [before] * 4
         assert server.end(signal.SIGTERM) == 0
         assert "Traceback" not in server.text

@@ -182,6 +182,20 @@ def test_requests_of_a_front_that_goes_are_cancelled(engine: Engine) -> None:
     wait_for(lambda: not engine.process._executor.scheduler.running)
 
 
+def test_what_cannot_be_sent_is_refused_and_counts_nowhere(engine: Engine) -> None:
+    async def ask(client: EngineClient) -> None:
+        with pytest.raises(ValueError, match="surrogates not allowed"):
+            client.generate_async(PROMPT, SamplingParams(n=3), client=("a", "\ud800"))
+        with pytest.raises(ValueError, match="surrogates not allowed"):
+            await asyncio.to_thread(client.load_draft_weights, "\ud800")
+        await asyncio.sleep(0)  # what was scheduled has run
+        assert (client.num_unfinished, client.num_unfinished_tokens) == (0, 0)
+        assert not client._asked
+        await client.generate_async(PROMPT, SamplingParams(max_tokens=1))
+
+    engine.use(ask)
+
+
 @pytest.mark.parametrize(
     ("prompt", "params"),
     [
@@ -240,7 +254,7 @@ def test_a_round_sends_one_message_to_each_front(
 
 
 def test_a_guided_request_matches_its_grammar(engine: Engine, llm: LLM) -> None:
-    pytest.importorskip("xgrammar")
+    pytest.importorskip("llguidance")
     params = SamplingParams(max_tokens=20, guided_decoding={"choice": ["yes", "no"]})
 
     async def ask(client: EngineClient) -> RequestOutput:
@@ -291,7 +305,7 @@ def test_an_answer_after_the_end_of_the_engine_is_ignored(
         client = EngineClient(ARGS, load_tokenizer("zoo:llama"), connection, limits)
         asked = asyncio.create_task(asyncio.to_thread(client.server_info))
         await loop.run_in_executor(None, theirs.recv, 1000)
-        messages = ["down", "no memory"], ["answer", 1, None, "no memory"], ["load", 7, 90]
+        messages = ["down", "no memory"], ["answer", 1, None, "no memory", False], ["load", 7, 90]
         theirs.sendall(b"".join(map(pack, messages)))
         with pytest.raises(RuntimeError, match="no memory"):
             await asked
@@ -337,7 +351,7 @@ def test_a_front_that_sends_nonsense_is_cut_off_and_others_go_on(
         loop = asyncio.get_running_loop()
         _, hostile = await loop.create_unix_connection(EngineConnection, engine.path)
         await hostile.limits
-        hostile.send(nonsense)
+        hostile.send(pack(nonsense))
         await asyncio.wait_for(hostile.closed, 60)
         assert (await handle).outputs[0].length == 100
 
@@ -358,10 +372,10 @@ def test_bytes_that_are_no_message_cut_a_front_off(engine: Engine) -> None:
 
 
 def test_what_is_sent_is_plain_msgpack(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    sent: list[Any] = []
+    sent: list[bytes] = []
     send = EngineConnection.send
 
-    def watch(connection: EngineConnection, message: Any) -> None:
+    def watch(connection: EngineConnection, message: bytes) -> None:
         sent.append(message)
         send(connection, message)
 
@@ -370,5 +384,4 @@ def test_what_is_sent_is_plain_msgpack(engine: Engine, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(EngineConnection, "send", watch)
     engine.use(ask)
-    assert sent[0][0] == "submit"
-    assert msgpack.unpackb(msgpack.packb(sent[0]), strict_map_key=False)[0] == "submit"
+    assert msgpack.unpackb(sent[0], strict_map_key=False)[0] == "submit"

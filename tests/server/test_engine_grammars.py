@@ -23,7 +23,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
 def test_a_known_grammar_does_not_wait_for_others_that_are_compiled(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("xgrammar")
+    pytest.importorskip("llguidance")
     known = SamplingParams(max_tokens=5, guided_decoding={"choice": ["known", "same"]})
     grammars, may_go_on = engine.process._port._grammars, threading.Event()
     states_of, slow = grammars.states_of, list[str]()
@@ -59,7 +59,7 @@ def test_a_known_grammar_does_not_wait_for_others_that_are_compiled(
 def test_a_request_whose_grammar_is_lost_fails_and_leaves_nothing(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    pytest.importorskip("xgrammar")
+    pytest.importorskip("llguidance")
     port = engine.process._port
 
     def fail(source: Any, number: int) -> Any:
@@ -73,13 +73,13 @@ def test_a_request_whose_grammar_is_lost_fails_and_leaves_nothing(
         return handle.error
 
     assert engine.use(ask) == str(error)
-    assert not port._uncompiled and not port._entries
+    assert not port._unmade and not port._entries
 
 
 def test_a_request_that_is_cancelled_while_it_is_queued_does_not_run(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("xgrammar")
+    pytest.importorskip("llguidance")
     port = engine.process._port
     queue, put = port._queue, port._queue.put
     queued, cancelled = list[int](), list[int]()
@@ -103,4 +103,4 @@ def test_a_request_that_is_cancelled_while_it_is_queued_does_not_run(
         return handle.outputs[0].finish_reason
 
     assert engine.use(ask) == "cancelled"
-    assert cancelled == queued and not port._uncompiled
+    assert cancelled == queued and not port._unmade

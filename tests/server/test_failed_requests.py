@@ -31,6 +31,23 @@ def test_when_one_prompt_is_refused_the_others_are_aborted(
     assert len(llm.prompts) - 1 in llm.aborted
 
 
+def test_when_the_engine_ends_between_two_prompts_the_first_one_is_aborted(
+    post: Callable[..., httpx.Response], llm: FakeLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generate = llm.generate_async
+
+    def once(*inputs: Any, **options: Any) -> Any:
+        monkeypatch.setattr(llm, "generate_async", ended)
+        return generate(*inputs, **options)
+
+    def ended(*inputs: Any, **options: Any) -> Any:
+        raise RuntimeError("the engine's process has ended")
+
+    monkeypatch.setattr(llm, "generate_async", once)
+    assert post("/v1/completions", prompt=["good", "good"]).status_code == 503
+    assert len(llm.prompts) - 1 in llm.aborted
+
+
 def test_a_request_that_fails_in_the_engine_is_a_server_error(client: openai.OpenAI) -> None:
     with pytest.raises(openai.InternalServerError, match="not numbers"):
         client.completions.create(model=MODEL, prompt=FAILING_PROMPT)

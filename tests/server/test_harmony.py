@@ -11,7 +11,7 @@ from tests.server.fake_llm import MODEL, FakeLLM
 from tests.server.hosted import hosted
 from tests.server.http_answers import CHAT
 from tests.server.test_tools import CALLED, TOOLS, joined
-from tllm_spec.text.harmony import NAMES
+from tllm_spec.text.vocabulary import NAMES
 
 # The parts of OpenAI's template that read messages of the assistant and of tools.
 TEMPLATE = """

@@ -3,13 +3,14 @@
 import errno
 import resource
 import socket
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
 
 from tests.server.fake_llm import SLOW_PROMPT
-from tests.server.hosted import is_serving, serving
+from tests.server.hosted import Host, is_serving, serving
 from tests.server.http_answers import wait_for
 from tests.server.raw_client import (
     ask_for_a_long_answer,
@@ -20,7 +21,7 @@ from tests.server.raw_client import (
     status_of,
     until_closed,
 )
-from tllm_spec.server import guard
+from tllm_spec.server import bodies
 
 CHAT = [{"role": "user", "content": "a"}]
 PATH = "/v1/completions"
@@ -53,7 +54,7 @@ def test_a_chunked_body_is_cut_off_at_the_limit() -> None:
 def test_a_body_with_millions_of_values_is_refused_unparsed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(guard, "MAX_VALUES", 10)
+    monkeypatch.setattr(bodies, "MAX_VALUES", 10)
     with serving() as host:
         url = f"{host.url}{PATH}"
         assert httpx.post(url, content="[" * 11).status_code == 413
@@ -73,22 +74,63 @@ def test_a_text_that_takes_several_bytes_a_character_may_have_a_quarter_of_the_l
         assert httpx.post(url, content='"' + "é" * 400 + '"').status_code == 400
 
 
-def test_more_large_bodies_at_once_than_fit_are_told_to_come_again() -> None:
-    with serving(max_body_bytes=1000, body_timeout=600) as host:
-        held = [connect(host.address) for _ in range(2)]
-        for client in held:
-            client.sendall(head(PATH, 1000) + b" " * 990)
-        refusals = []
-        wait_for(
-            lambda: (
-                refusals.append(httpx.post(f"{host.url}{PATH}", content=b" " * 900))
-                or refusals[-1].status_code == 503
-            )
-        )
-        assert refusals[-1].headers["retry-after"] == "1"
-        for client in held:
-            client.close()
-        wait_for(lambda: httpx.post(f"{host.url}{PATH}", content=b" " * 900).status_code == 400)
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
+    """A server where a body is large from 100 bytes on, and 500 bytes above that are a client's."""
+    monkeypatch.setattr(bodies, "LARGE_BODY", 100)
+    monkeypatch.setattr(bodies, "NUM_SMALL", 3)
+    keys = {"anna": "a", "bert": "b", "cleo": "c"}
+    with serving(max_body_bytes=500, body_timeout=600, api_key=keys) as host:
+        yield host
+
+
+def half_a_body(host: Host, key: str, num_bytes: int) -> socket.socket:
+    client = connect(host.address)
+    client.sendall(head(PATH, num_bytes + 1, f"Authorization: Bearer {key}") + b" " * num_bytes)
+    return client
+
+
+def status_of_spaces(host: Host, key: str, num_bytes: int) -> int:
+    """A body of spaces is no JSON: 400 says that it has been read."""
+    headers = {"authorization": f"Bearer {key}"}
+    return httpx.post(f"{host.url}{PATH}", content=b" " * num_bytes, headers=headers).status_code
+
+
+def test_a_client_whose_large_bodies_take_its_share_is_told_to_come_again(held: Host) -> None:
+    with half_a_body(held, "a", 450):
+        wait_for(lambda: status_of_spaces(held, "a", 300) == 503)
+        assert status_of_spaces(held, "a", 90) == 400, "small bodies do not wait for it"
+        assert status_of_spaces(held, "b", 400) == 400, "and other clients have their own share"
+    wait_for(lambda: status_of_spaces(held, "a", 300) == 400)
+
+
+def test_a_client_with_too_many_small_bodies_delays_no_other_one(held: Host) -> None:
+    many = [half_a_body(held, "a", 90) for _ in range(3)]
+    wait_for(lambda: status_of_spaces(held, "a", 90) == 503)
+    assert status_of_spaces(held, "b", 90) == 400
+    for client in many:
+        client.close()
+    wait_for(lambda: status_of_spaces(held, "a", 90) == 400)
+
+
+def test_clients_that_have_more_than_their_part_leave_room_for_another_one(
+    held: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bodies, "NUM_CLIENTS", 1)
+    with half_a_body(held, "a", 499):
+        wait_for(lambda: status_of_spaces(held, "a", 300) == 503)
+        assert status_of_spaces(held, "b", 300) == 400
+        assert status_of_spaces(held, "b", 400) == 503
+
+
+def test_a_client_that_reads_no_answer_keeps_no_large_body_of_another_one_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(bodies, "LARGE_BODY", 100)
+    with serving() as host, ask_for_a_long_answer(host.listener) as client:
+        client.sendall(head("/tokenize", 200) + b" " * 200)
+        wait_for(lambda: len(host.http._state.tasks) == 1)  # it waits for the answer before
+        assert httpx.post(f"{host.url}{PATH}", content=b" " * 200).status_code == 400
 
 
 def test_half_a_header_is_cut_off_after_the_time_limit() -> None:
@@ -117,7 +159,7 @@ def test_half_a_body_is_answered_with_a_time_out() -> None:
 
 
 def test_an_idle_connection_is_closed() -> None:
-    with serving(keep_alive_timeout=0.05) as host, connect(host.address) as client:
+    with serving(timeout_keep_alive=0.05) as host, connect(host.address) as client:
         client.sendall(completion("a"))
         assert status_of(until_closed(client)) == 200
 

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from tllm_spec.server import engine_loop, link
-from tllm_spec.server.engine_loop import EngineLoop
+from tllm_spec.server import engine_process as engine_loop
+from tllm_spec.server import wire as link
+from tllm_spec.server.engine_process import EngineLoop
 from tllm_spec.server.wire import new_unpacker, pack
 
 

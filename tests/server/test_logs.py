@@ -7,9 +7,9 @@ import sys
 import pytest
 
 from tllm_spec.executor.py_executor import Load
-from tllm_spec.server import load_log
-from tllm_spec.server.load_log import LoadLog
-from tllm_spec.server.logs import JsonFormatter
+from tllm_spec.server import engine_process as load_log
+from tllm_spec.server.engine_process import LoadLog
+from tllm_spec.server.logs import JsonFormatter, configure_logs
 
 
 def test_a_json_line_has_the_fields_of_the_record_and_its_exception() -> None:
@@ -26,6 +26,19 @@ def test_a_json_line_has_the_fields_of_the_record_and_its_exception() -> None:
     assert entry["message"] == "no a\nb: 3" and entry["level"] == "error"
     assert entry["running"] == 2 and "KeyError" in entry["exception"]
     assert entry["time"].endswith("Z")
+
+
+def test_a_line_of_one_of_several_processes_says_which(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.root, "handlers", [])
+    for log_format in ("text", "json"):
+        logging.root.handlers.clear()
+        configure_logs("info", log_format, "engine 1")
+        logging.getLogger("tllm_spec.x").error("here")
+    text, line = capfd.readouterr().err.splitlines()
+    assert text.endswith(" ERROR engine 1 tllm_spec.x: here")
+    assert json.loads(line)["part"] == "engine 1"
 
 
 def test_the_load_is_what_happened_since_the_last_line(

@@ -84,6 +84,15 @@ def test_metrics_have_every_figure_of_the_engines_state(client: TestClient, path
     }
 
 
+def test_each_sample_has_the_name_of_its_replica_where_there_are_others() -> None:
+    states = [STATE | {"engine": number} for number in range(2)]
+    info = {"internal_states": states}
+    metrics = EngineMetrics(lambda: info, Histograms(), "fake", replica="r1")
+    samples = [line for line in metrics.text().decode().splitlines() if line[0] != "#"]
+    assert samples and all('replica="r1"' in line for line in samples)
+    assert any('engine="1"' in line and line.startswith("vllm:") for line in samples)
+
+
 def test_the_engines_state_is_read_once_for_each_scrape() -> None:
     calls: list[int] = []
 

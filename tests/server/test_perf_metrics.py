@@ -11,7 +11,7 @@ from tests.server.fake_llm import FAILING_PROMPT, FAILURES, MODEL, STATS, FakeLL
 from tests.server.http_answers import CHAT, wait_for
 from tllm_spec.outputs import RequestMetrics, RequestOutput
 from tllm_spec.server.app import OpenAIServer
-from tllm_spec.server.perf_metrics import MAX_REQUESTS, PerfMetrics
+from tllm_spec.server.histograms import MAX_REQUESTS, PerfMetrics
 
 
 @pytest.fixture

@@ -93,6 +93,16 @@ def test_a_front_that_dies_is_replaced_and_its_requests_are_cancelled(
     wait_for(lambda: "ended with SIGKILL and is started again" in served.text)
 
 
+def test_a_front_that_dies_again_before_it_serves_is_replaced_again(served: ServedProcess) -> None:
+    assert complete(served.url) == 200
+    for _ in range(2):
+        found = served.pids(FRONT)
+        os.kill(found[0], signal.SIGKILL)
+        wait_for(lambda found=found: served.pids(FRONT) not in ([], found))
+    wait_for(lambda: "ended with SIGKILL and is started again in 1 s" in served.text)
+    assert complete(served.url) == 200
+
+
 def test_a_signal_lets_requests_finish_and_the_status_is_zero(served: ServedProcess) -> None:
     with stream(served.url, MEDIUM) as lines:
         for child in served.pids(ENGINE) + served.pids(FRONT):  # as systemd does

@@ -95,6 +95,7 @@ def test_an_engine_that_dies_is_started_again_and_serves(tmp_path: Path) -> None
         wait_for(lambda: f"engine {other['engine']} serves again" in served.text)
         for number in (0, 1):
             assert f"engine {number} ended with SIGKILL and is started again" in served.text
+            assert f"INFO engine {number} tllm_spec." in served.text
 
 
 class Compiling:

@@ -5,7 +5,7 @@ import pytest
 from tests.executor.one_group import cache_of
 from tllm_spec.executor.resources.kv_events import KVEvents
 from tllm_spec.executor.resources.paged_cache import PagedCache
-from tllm_spec.server.router import BUSY_TOKENS, PrefixRouter
+from tllm_spec.server.replicas import BUSY_TOKENS, PrefixRouter
 
 PAGE = 4
 PROMPT = list(range(22))  # five pages and two tokens

@@ -11,7 +11,7 @@ import pytest
 from tests.server.fake_llm import MAX_LEN, MODEL, FakeLLM
 from tests.server.http_answers import CHAT
 from tllm_spec import __version__
-from tllm_spec.config.kv_events_config import NO_KV_EVENTS
+from tllm_spec.config.engine_config import NO_KV_EVENTS
 from tllm_spec.server.admission import LONG_BODY
 
 

@@ -69,7 +69,7 @@ def llm() -> Iterator[LLM]:
 
 
 def test_a_front_does_without_torch(served: ServedProcess) -> None:
-    pytest.importorskip("xgrammar")
+    pytest.importorskip("llguidance")
     assert complete(served.url) == 200
     chat = {"model": MODEL, "messages": [{"role": "user", "content": "a"}], "max_tokens": 5}
     guided = chat | {"guided_choice": ["x", "yes"]}
@@ -137,7 +137,7 @@ def test_the_metrics_of_a_process_have_histograms_and_its_pages_open(url: str) -
 
 @pytest.mark.parametrize("choice", ["required", "f"])
 def test_a_forced_call_matches_its_schema(client: openai.OpenAI, choice: str) -> None:
-    pytest.importorskip("xgrammar")
+    pytest.importorskip("llguidance")
     city = {"type": "object", "properties": {"at": {"enum": ["Rome"]}}, "required": ["at"]}
     schema = city | {"additionalProperties": False}
     tools: Any = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
@@ -156,7 +156,7 @@ def test_a_forced_call_matches_its_schema(client: openai.OpenAI, choice: str) ->
 
 
 def test_the_schemas_of_forced_calls_may_refer_to_themselves(client: openai.OpenAI) -> None:
-    pytest.importorskip("xgrammar")
+    pytest.importorskip("llguidance")
     nothing = {"type": "null"}
     pair = {"type": "object", "required": ["next"], "additionalProperties": False}
     tools: Any = [
@@ -211,7 +211,7 @@ FORMAT = {"type": "json_schema", "name": "a", "schema": NO_TYPE}
 def test_a_grammar_that_cannot_be_compiled_is_called_as_the_client_called_it(
     url: str, path: str, option: str, own: dict[str, Any]
 ) -> None:
-    pytest.importorskip("xgrammar")
+    pytest.importorskip("llguidance")
     prompts = {
         "completions": {"prompt": "a"},
         "chat/completions": {"messages": [{"role": "user", "content": "a"}]},
@@ -235,7 +235,7 @@ def test_a_grammar_that_cannot_be_compiled_is_called_as_the_client_called_it(
 def test_a_grammar_that_leaves_no_token_is_the_requests_mistake(
     client: openai.OpenAI, url: str, own: dict[str, Any]
 ) -> None:
-    pytest.importorskip("xgrammar")
+    pytest.importorskip("llguidance")
     body = {"model": MODEL, "prompt": "a", **own}
     answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
     error = answer.json()["error"]

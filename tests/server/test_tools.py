@@ -8,9 +8,11 @@ import httpx
 import openai
 import pytest
 
+from tests.grammar.walks import accepts, compiled
 from tests.server.fake_llm import MODEL, FakeLLM
 from tests.server.hosted import hosted
 from tests.server.http_answers import CHAT, events_of
+from tllm_spec.server.chat_message import Tool, forced_schema
 from tllm_spec.server.options import ServerOptions
 
 PARAMETERS = {
@@ -129,11 +131,21 @@ def test_required_forces_a_list_of_calls(client: openai.OpenAI, llm: FakeLLM) ->
     schema = json.loads(llm.sampling[-1].guided_decoding.source.text)
     calls = [each["properties"] for each in schema["items"]["anyOf"]]
     assert [each["name"]["const"] for each in calls] == ["weather", "time"]
-    assert calls[0]["parameters"] == {"$ref": "#/$defs/weather"}
-    weather = schema["$defs"]["weather"]
-    assert weather["properties"]["at"] == {"$ref": "#/$defs/weather/$defs/City"}
-    assert weather["$defs"] == PARAMETERS["$defs"]
+    assert calls[0]["parameters"] == {"$id": "function:0", **PARAMETERS}
     assert "maxItems" not in schema
+
+
+def test_references_of_a_function_are_to_its_own_schema() -> None:
+    inner = {"properties": {"at": {"$ref": "#/$defs/n"}, "in": {"$ref": "#"}}, "required": ["at"]}
+    tools = [
+        Tool(function={"name": name, "parameters": {**inner, "$defs": {"n": {"type": kind}}}})
+        for name, kind in (("f", "integer"), ("g", "boolean"))
+    ]
+    grammar = compiled(forced_schema(tools, "required", is_parallel=False))
+    for name, value in (("f", "1"), ("g", "true")):
+        for at in ("1", "true"):
+            text = f'[{{"name": "{name}", "parameters": {{"at": {at}, "in": {{"at": {at}}}}}}}]'
+            assert accepts(grammar, text) == (at == value)
 
 
 def test_the_template_sees_tools_calls_and_their_results(

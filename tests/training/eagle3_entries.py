@@ -16,7 +16,7 @@ from tllm_spec.models.eagle3_config import Eagle3Config
 from tllm_spec.training import head_loss as training
 from tllm_spec.training.eagle3 import Eagle3Head, FeatureHead
 from tllm_spec.training.head_files import build_head
-from tllm_spec.training.token_data import TokenData
+from tllm_spec.training.language_model import TokenData
 from tllm_spec.training.trainer import Settings
 from tllm_spec.zoo.registry import resolve_model
 

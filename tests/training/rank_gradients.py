@@ -11,8 +11,8 @@ from tllm_spec.models.config import ModelConfig
 from tllm_spec.training.head_files import build_head, new_shape
 from tllm_spec.training.head_run import head_loss
 from tllm_spec.training.language_model import load_language_model
-from tllm_spec.training.ranks import Ranks
 from tllm_spec.training.texts import read_texts
+from tllm_spec.training.trainer import Ranks
 
 CPU = torch.device("cpu")
 

@@ -11,10 +11,9 @@ from transformers import LlamaForCausalLM
 
 from tests.training.eagle3_entries import DRAFT_IDS, SHAPE, EntryByEntryHead, learn, settings
 from tllm_spec.training import head_loss as training
-from tllm_spec.training.distill import ARGMAX_SHARE
 from tllm_spec.training.eagle3 import Eagle3Head, FeatureHead, target_states
 from tllm_spec.training.head_files import build_head, draft_vocabulary
-from tllm_spec.training.token_data import TokenData
+from tllm_spec.training.language_model import ARGMAX_SHARE, TokenData
 
 
 def unrolled(

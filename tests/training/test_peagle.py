@@ -21,9 +21,8 @@ from tests.training.eagle3_entries import (
 )
 from tllm_spec.training import head_loss as training
 from tllm_spec.training.acceptance import head_matches
-from tllm_spec.training.eagle3 import target_states
+from tllm_spec.training.eagle3 import PEagleHead, Rows, target_states
 from tllm_spec.training.head_files import build_head, config_json, load_head, save_head
-from tllm_spec.training.peagle import PEagleHead, Rows
 from tllm_spec.zoo.registry import resolve_model
 
 FOLDER = resolve_model("zoo:llama-peagle")

@@ -1,16 +1,19 @@
 """`tllm-train head`: acceptance rises, a resumed run equals an uninterrupted one, several processes
 have the gradients of one, and the engine drafts with what is exported."""
 
+import json
 import os
 import shutil
 import socket
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from click.testing import CliRunner, Result
 from torch import Tensor
 
@@ -25,11 +28,12 @@ from tllm_spec.recording.hidden_states import HiddenStates
 from tllm_spec.recording.replay import replay
 from tllm_spec.recording.traffic_folder import TrafficFolder
 from tllm_spec.training import head_run
+from tllm_spec.training.acceptance import standard_error
 from tllm_spec.training.head_files import load_head
-from tllm_spec.training.head_run import acceptance_of
+from tllm_spec.training.head_run import HeadOptions, acceptance_of, settings_of
 from tllm_spec.training.language_model import load_language_model
-from tllm_spec.training.ranks import ALONE, Ranks
 from tllm_spec.training.texts import Text, batches, draw, read_texts, split
+from tllm_spec.training.trainer import ALONE, Ranks
 
 ROOT = Path(__file__).parents[2]
 VARIANT = "--layers 2 --norm fc_norm --norm norm_output"
@@ -70,6 +74,66 @@ def test_held_out_acceptance_rises(trained: Path) -> None:
     history = read_json(trained / "metrics.json")["history"]
     assert [row["step"] for row in history] == [0, 20, 40, 60]
     assert history[-1]["acceptance_length"] > 3 > history[0]["acceptance_length"]
+
+
+def test_the_held_out_records_judge_at_the_end_and_the_way_to_serve_is_told(
+    model: Path, traffic: Path, trained: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "new"
+    run = f"--model {model} --data {traffic} --output {output} --init {trained} --steps 2"
+    result = CliRunner().invoke(main, ["head", *run.split(), "--device", "cpu"])
+    assert result.exit_code == 0, result.output
+    rows = [json.loads(line) for line in result.output.splitlines() if line.startswith("{")]
+    assert all(row["standard_error"] >= 0 for row in rows[:-1])
+    lengths = rows[-1]["tokens_per_round"]
+    assert rows[-1]["replayed"] == 3 and lengths["before"] > 2 and lengths["after"] > 2
+    assert "Warning: 3 texts are held out, which is too few" in result.output
+    assert "Warning: few steps were made" in result.output
+    assert "unroll 3" in result.output, "on a CPU"
+    served = yaml.safe_load(result.output.split("x.yaml has\n")[1].split("or swapped")[0])
+    spec = {"decoding_type": "Eagle3", "speculative_model": str(output), "max_draft_len": 3}
+    assert served == {"speculative_config": spec}
+    assert (
+        f"--draft_model_root {tmp_path}" in result.output and '{"folder": "new"}' in result.output
+    )
+
+
+OPTIONS: dict[str, Any] = dict.fromkeys(field.name for field in fields(HeadOptions))
+
+
+def test_without_held_out_records_no_replay_judges(
+    trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = HeadOptions(**OPTIONS | {"data": Path("text"), "output": trained})
+    head_run.judge(options, [])
+    found = json.loads(capsys.readouterr().out)
+    assert found == {"replayed": 0, "reason": "text has no held-out records of traffic"}
+
+
+@pytest.mark.parametrize(
+    ("given", "hidden_size", "found"),
+    [
+        ({"device": "cuda"}, 4096, (12500, 5e-4)),  # an eighth of the tokens
+        ({"device": "cpu"}, 4096, (1024, 5e-4)),
+        ({"device": "cpu"}, 256, (1024, 2e-3)),
+        ({"device": "cpu", "start": "head"}, 256, (1024, 5e-4 / 4)),
+        ({"device": "cuda", "start": "head", "batch_tokens": 4096}, 256, (4096, 5e-4 / 2)),
+        ({"device": "cpu", "learning_rate": 1e-5, "batch_tokens": 64}, 256, (64, 1e-5)),
+    ],
+)
+def test_defaults_fit_the_device_the_texts_and_the_head(
+    given: dict[str, Any], hidden_size: int, found: tuple[int, float]
+) -> None:
+    texts = [Text(torch.zeros(1000, dtype=torch.long), 1)] * 100
+    settings = settings_of(HeadOptions(**OPTIONS | given), texts, hidden_size)
+    assert (settings.windows, settings.learning_rate) == pytest.approx(found)
+
+
+def test_the_standard_error_takes_the_rounds_of_a_text_together() -> None:
+    assert standard_error([[0, 0], [2, 2]]) == pytest.approx(1.0)  # of means 0 and 2
+    assert standard_error([[0, 2], [2, 0]]) == 0
+    assert standard_error([[0, 2, 0, 2]]) == pytest.approx((4 / 3) ** 0.5 / 2)
+    assert standard_error([[]]) == 0
 
 
 def test_a_new_head_sees_as_much_of_a_text_as_it_was_trained_on(model: Path, trained: Path) -> None:

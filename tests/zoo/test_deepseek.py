@@ -27,9 +27,8 @@ from tllm_spec.training.deepseek import (
     mixtures,
     published,
 )
-from tllm_spec.training.mtp import NextnModules
-from tllm_spec.training.mtp_loss import build_modules, mtp_loss, target_rows
-from tllm_spec.training.token_data import TokenData
+from tllm_spec.training.language_model import TokenData
+from tllm_spec.training.mtp import NextnModules, build_modules, mtp_loss, target_rows
 from tllm_spec.zoo import train
 
 TINY = {

@@ -6,13 +6,11 @@ from importlib import import_module
 
 import torch
 
-from tllm_spec.attention.batch_invariant import BatchInvariantAttention
-from tllm_spec.attention.batch_invariant_latent import BatchInvariantLatent
+from tllm_spec.attention.batch_invariant import BatchInvariantAttention, BatchInvariantLatent
 from tllm_spec.attention.flashinfer import DTYPES, HEAD_DIMS, FlashInferAttention
 from tllm_spec.attention.geometry import AttentionGeometry, Geometry, LatentGeometry
 from tllm_spec.attention.interface import AttentionBackend, HeadsBackend
-from tllm_spec.attention.kv_format import KVFormat
-from tllm_spec.attention.kv_pool import KVPool
+from tllm_spec.attention.kv_pool import KVFormat, KVPool
 from tllm_spec.attention.latent import LatentBackend, TritonLatent, VanillaLatent
 from tllm_spec.attention.triton import TritonAttention
 from tllm_spec.attention.vanilla import VanillaAttention

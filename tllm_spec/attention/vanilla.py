@@ -4,10 +4,14 @@ the other backends.
 Generation windows take three ops a layer: one index_copy_ writes K and V of all rows, one
 index_select gathers K and V of all requests, and one scaled_dot_product_attention has the query
 heads of a group folded into the query axis, so that K and V are not repeated. Context chunks run
-one after another. With a span each is cut, so that its rows see few other keys."""
+one after another. With a span each is cut, so that its rows see few other keys.
+
+The last bits of a sum depend on the longest context of the batch. On a CPU they are float64's where
+the output is quantised to FP8, so that no code depends on other requests, or on drafts."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -77,6 +81,7 @@ class VanillaAttention(HeadsBackend):
         self._num_slots = pool.num_pages * pool.page_size
         self._rows = [layer.view(2 * self._num_slots, heads * head_dim) for layer in pool.data]
         self._group = geometry.num_heads // heads
+        self._is_wide = geometry.feeds_codes and pool.data.device.type == "cpu"
 
     def plan(self, metadata: AttentionMetadata) -> VanillaPlan:
         contexts: list[ContextPlan] = []
@@ -209,7 +214,7 @@ class VanillaAttention(HeadsBackend):
         keys, values = kv.transpose(1, 2)[:, None].unbind(0)
         scale, is_causal = self.geometry.scale * scales.key, plan.mask is None
         if sinks is None:
-            output = F.scaled_dot_product_attention(
+            output = self._attend(
                 q, keys, values, plan.mask, is_causal=is_causal, scale=scale, enable_gqa=True
             )
         else:
@@ -220,6 +225,19 @@ class VanillaAttention(HeadsBackend):
             parts = by_head, keys.unsqueeze(2), values.unsqueeze(2), mask, scale
             output = _attend_with_sinks(*parts, sinks.view(-1, self._group, 1, 1)).flatten(1, 2)
         return times(output[0].transpose(0, 1).flatten(1), scales.value)
+
+    def _attend(
+        self,
+        q: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        mask: torch.Tensor | None,
+        **options: Any,
+    ) -> torch.Tensor:
+        if not self._is_wide:
+            return F.scaled_dot_product_attention(q, keys, values, mask, **options)
+        wide = (q.double(), keys.double(), values.double(), None if mask is None else mask.double())
+        return F.scaled_dot_product_attention(*wide, **options).to(q.dtype)
 
     def _run_generation(
         self, layer: int, q: torch.Tensor, plan: GenerationPlan, sinks: torch.Tensor | None
@@ -239,9 +257,7 @@ class VanillaAttention(HeadsBackend):
             q = q.transpose(1, 2).flatten(2, 3)
         scale = self.geometry.scale * scales.key
         if sinks is None:
-            output = F.scaled_dot_product_attention(
-                q, plan.keys, plan.values, plan.mask, scale=scale
-            )
+            output = self._attend(q, plan.keys, plan.values, plan.mask, scale=scale)
         else:
             by_row = sinks.view(heads, 1, group).expand(-1, window, -1).reshape(heads, -1, 1)
             output = _attend_with_sinks(q, plan.keys, plan.values, plan.mask, scale, by_row)

@@ -27,7 +27,11 @@ from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 from tllm_spec.config.adaptive_config import AdaptiveConfig, EmaOptions
 from tllm_spec.config.config_base import ConfigModel, check
 from tllm_spec.config.llm_args import LlmArgs
-from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
+from tllm_spec.executor.speculative.draft_length.adaptive import (
+    AdaptiveController,
+    controller_for,
+)
+from tllm_spec.executor.speculative.draft_length.decisions import ObservedRound
 from tllm_spec.executor.speculative.draft_length.round_times import MeasuredRoundTimes
 from tllm_spec.recording.traffic_folder import read_records
 
@@ -87,9 +91,6 @@ def read_controller(
             initial_steps=initial_steps,
             round_times=round_times,
         )
-    # Imported here as it loads torch, which the keys alone can do without.
-    from tllm_spec.executor.speculative.draft_length.controller_for import controller_for
-
     args, config = _llm_args(tree, path)
     _check_initial_steps(initial_steps, config)
     return controller_for(
@@ -188,7 +189,9 @@ def replay(controller: AdaptiveController, rounds: Iterable[TraceRound]) -> Iter
         controller.note_context(each.context_len)
         steps = controller.tier_for(each.batch_size)
         changed = controller.observe(
-            *(each.batch_size, each.num_accepted, each.num_steps, each.seconds),
-            context_len=controller.context_len,
+            ObservedRound(
+                *(each.batch_size, each.num_accepted, each.num_steps, each.seconds),
+                context_len=controller.context_len,
+            )
         )
         yield ReplayedRound(number, each.batch_size, steps, changed)

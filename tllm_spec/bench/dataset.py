@@ -1,28 +1,42 @@
-"""The benchmark's data set: JSON lines in TensorRT-LLM's format, read and written.
+"""The benchmark's data set: JSON lines in TensorRT-LLM's format, read and written, or a folder of
+recorded traffic.
 
 One request a line: {"task_id": 0, "input_ids": [..] or "prompt": "..", "output_tokens": 128};
-`input_ids` takes precedence over `prompt`."""
+`input_ids` takes precedence over `prompt`. In place of a prompt may be `messages`, of which the
+model's chat template makes one."""
 
 import json
-from collections.abc import Iterable, Iterator
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from typing import IO, Any, TypeGuard
+from typing import IO, Any, Protocol, TypeGuard
 
-KEYS = {"task_id", "prompt", "input_ids", "output_tokens"}
+from tllm_spec.progress import progress
+from tllm_spec.recording.traffic_folder import read_records
+from tllm_spec.text.chat_prompt import Conversation
+
+KEYS = {"task_id", "prompt", "input_ids", "messages", "output_tokens"}
+ANSWER_TOKENS = 256  # at most, of messages without `output_tokens`
 
 
 @dataclass(frozen=True)
 class BenchRequest:
-    """One request of the data set; `prompt` holds text or token ids."""
+    """One request of the data set; `prompt` holds text, token ids or messages. ends_itself: at the
+    model's end tokens, too, unless options say otherwise."""
 
     task_id: int
-    prompt: str | list[int]
+    prompt: str | list[int] | Conversation
     output_tokens: int
+    ends_itself: bool = False
 
 
 def read_dataset(path: Path, num_requests: int = 0) -> list[BenchRequest]:
-    """The first `num_requests` requests; 0: all. Raises ValueError naming file and line."""
+    """The first `num_requests` requests, of recorded traffic the latest; 0: all. Raises ValueError
+    naming file and line."""
+    if path.is_dir():
+        return recorded_requests(path, num_requests)
     numbered = [
         (number, line) for number, line in enumerate(read_lines(path), start=1) if line.strip()
     ]
@@ -31,7 +45,23 @@ def read_dataset(path: Path, num_requests: int = 0) -> list[BenchRequest]:
     if num_requests > len(numbered):
         raise ValueError(f"{path} has {len(numbered)} requests, but num_requests is {num_requests}")
     chosen = numbered[: num_requests or None]
-    return [parse_request(line, f"{path}, line {number}") for number, line in chosen]
+    return [
+        parse_request(line, f"{path}, line {number}", index)
+        for index, (number, line) in enumerate(chosen)
+    ]
+
+
+def recorded_requests(folder: Path, num_requests: int = 0) -> list[BenchRequest]:
+    """As long as they were recorded, or shorter: those that had end tokens have the model's."""
+    records = read_records(folder, num_requests or None)
+    if len(records) < num_requests or not records:
+        raise ValueError(
+            f"{folder} has {len(records)} recorded requests, and num_requests is {num_requests}"
+        )
+    return [
+        BenchRequest(index, record.prompt, len(record.output), bool(record.sampling.get("end_ids")))
+        for index, record in enumerate(records)
+    ]
 
 
 def read_lines(path: Path) -> Iterator[str]:
@@ -43,7 +73,8 @@ def read_lines(path: Path) -> Iterator[str]:
         raise ValueError(f"cannot read {path}: {error}") from error
 
 
-def parse_request(line: str, where: str) -> BenchRequest:
+def parse_request(line: str, where: str, index: int = 0) -> BenchRequest:
+    """index: its `task_id` without one of its own."""
     try:
         entry = json.loads(line)
     except json.JSONDecodeError as error:
@@ -54,24 +85,36 @@ def parse_request(line: str, where: str) -> BenchRequest:
         raise ValueError(
             f"{where}: {', '.join(unknown)} not supported; the keys are {', '.join(sorted(KEYS))}"
         )
-    task_id, output_tokens = entry.get("task_id"), entry.get("output_tokens")
+    prompt, task_id = parse_prompt(entry, where), entry.get("task_id", index)
+    is_chat = isinstance(prompt, Conversation)
+    output_tokens = entry.get("output_tokens", ANSWER_TOKENS if is_chat else None)
     if not is_count(task_id):
         raise ValueError(f"{where}: task_id is {task_id!r}, an integer of 0 or more is expected")
     if not is_count(output_tokens) or not output_tokens:
         raise ValueError(
             f"{where}: output_tokens is {output_tokens!r}, an integer above 0 is expected"
         )
-    return BenchRequest(task_id, parse_prompt(entry, where), output_tokens)
+    return BenchRequest(task_id, prompt, output_tokens, ends_itself=is_chat)
 
 
-def parse_prompt(entry: dict[str, Any], where: str) -> str | list[int]:
+def parse_prompt(entry: dict[str, Any], where: str) -> str | list[int] | Conversation:
     if (input_ids := entry.get("input_ids")) is not None:
         if isinstance(input_ids, list) and input_ids and all(map(is_count, input_ids)):
             return input_ids
         raise ValueError(f"{where}: input_ids must be a list of at least one token id")
+    if (messages := entry.get("messages")) is not None:
+        if not isinstance(messages, list) or not messages or not all(map(_is_message, messages)):
+            raise ValueError(f"{where}: messages must be a list of objects with role and content")
+        return Conversation(messages)
     if isinstance(prompt := entry.get("prompt"), str) and prompt:
         return prompt
-    raise ValueError(f"{where}: 'input_ids' (token ids) or 'prompt' (text, not empty) is needed")
+    raise ValueError(
+        f"{where}: 'input_ids' (token ids) or 'prompt' (text, not empty) or 'messages' is needed"
+    )
+
+
+def _is_message(value: object) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("role"), str)
 
 
 def is_count(value: object) -> TypeGuard[int]:
@@ -80,6 +123,7 @@ def is_count(value: object) -> TypeGuard[int]:
 
 def write_dataset(requests: Iterable[BenchRequest], file: IO[str]) -> None:
     for request in requests:
+        assert not isinstance(request.prompt, Conversation)
         key = "prompt" if isinstance(request.prompt, str) else "input_ids"
         entry = {
             "task_id": request.task_id,
@@ -87,3 +131,92 @@ def write_dataset(requests: Iterable[BenchRequest], file: IO[str]) -> None:
             "output_tokens": request.output_tokens,
         }
         file.write(json.dumps(entry) + "\n")
+
+
+# Makes data sets: random token ids, or pieces of text files.
+#
+# Needs a vocabulary's size or a tokenizer's `encode`, never a model.
+
+
+Encode = Callable[[str], list[int]]
+
+
+class Lengths(Protocol):
+    """A distribution of lengths in tokens."""
+
+    def draw(self, generator: random.Random) -> int:
+        """A length of 1 or more."""
+
+
+@dataclass(frozen=True)
+class NormalLengths:
+    """Normally distributed, rounded; a length below 1 becomes 1."""
+
+    mean: float
+    stdev: float
+
+    def draw(self, generator: random.Random) -> int:
+        return max(1, round(generator.gauss(self.mean, self.stdev)))
+
+
+@dataclass(frozen=True)
+class UniformLengths:
+    """Every length from `shortest` to `longest` is equally likely."""
+
+    shortest: int
+    longest: int
+
+    def draw(self, generator: random.Random) -> int:
+        return generator.randint(self.shortest, self.longest)
+
+
+def synthetic_requests(
+    num_requests: int, inputs: Lengths, outputs: Lengths, vocab_size: int, seed: int
+) -> Iterator[BenchRequest]:
+    """Requests of uniformly random token ids; the same seed gives the same requests."""
+    generator = random.Random(seed)
+    for task_id in range(num_requests):
+        input_ids = generator.choices(range(vocab_size), k=inputs.draw(generator))
+        yield BenchRequest(task_id, input_ids, outputs.draw(generator))
+
+
+def text_requests(
+    files: Sequence[Path],
+    encode: Encode,
+    num_requests: int,
+    input_len: int,
+    output_len: int,
+    seed: int,
+) -> Iterator[BenchRequest]:
+    """Prompts of exactly `input_len` tokens that start at random lines, spread evenly over the
+    files. Files shorter than a prompt are skipped.
+
+    Raises ValueError when no file is long enough.
+    """
+    generator = random.Random(seed)
+    shuffled = generator.sample(files, len(files))
+    texts = (path.read_text(encoding="utf-8", errors="replace") for path in shuffled)
+    found = islice((text for text in texts if len(encode(text)) >= input_len), num_requests)
+    with progress("files", min(num_requests, len(files)), "files", every=5) as bar:
+        long_enough = []
+        for text in found:
+            long_enough.append(text)
+            bar.advance()
+    if not long_enough:
+        raise ValueError(
+            f"none of the {len(files)} files has {input_len} tokens: lower --input-len"
+        )
+    with progress("prompts", num_requests, "prompts", every=5) as bar:
+        for task_id in range(num_requests):
+            text = long_enough[task_id % len(long_enough)]
+            yield BenchRequest(task_id, _cut(text, encode, input_len, generator), output_len)
+            bar.advance()
+
+
+def _cut(text: str, encode: Encode, input_len: int, generator: random.Random) -> list[int]:
+    """The first `input_len` tokens from a random line on, or of the whole text when too few
+    follow."""
+    lines = text.splitlines(keepends=True)
+    first = generator.randrange(len(lines))
+    input_ids = encode("".join(lines[first:]))
+    return (input_ids if len(input_ids) >= input_len else encode(text))[:input_len]

@@ -8,15 +8,23 @@ from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from typing import TYPE_CHECKING, Any
 
-from tqdm import tqdm
-
 from tllm_spec.bench.dataset import BenchRequest
 from tllm_spec.config.option_checks import shown
 from tllm_spec.outputs import RequestOutput
+from tllm_spec.progress import Progress, progress
 from tllm_spec.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from tllm_spec.llm import LLM
+import json
+import sys
+from collections.abc import Iterable
+from dataclasses import field, fields
+from pathlib import Path
+
+from tllm_spec.bench.dataset import read_dataset
+from tllm_spec.config.llm_args import KvCacheConfig, overlay, read_options
+from tllm_spec.config.yaml_file import read_yaml
 
 
 @dataclass(frozen=True)
@@ -48,9 +56,11 @@ def sampling_for(
     """The SamplingParams of each request.
 
     As in TensorRT-LLM, without sampler options decoding is greedy and ignores EOS, so that an
-    output has exactly `output_tokens` tokens. `eos_id` >= 0 ends an output. The seed is the task_id
+    output has exactly `output_tokens` tokens; a request that `ends_itself` ends at the model's end
+    tokens. `eos_id` >= 0 ends an output. The seed is the task_id
     unless the options have one, so that a run can be repeated. Raises ValueError for unknown or
     invalid sampler options, and for `max_tokens`, which the requests define."""
+    is_usual = sampler_options is None
     options = {"ignore_eos": True} if sampler_options is None else dict(sampler_options)
     if "max_tokens" in options:
         raise ValueError(
@@ -65,6 +75,7 @@ def sampling_for(
         replace(
             common,
             max_tokens=request.output_tokens,
+            ignore_eos=common.ignore_eos and not (is_usual and request.ends_itself),
             seed=request.task_id if common.seed is None else common.seed,
         )
         for request in requests
@@ -77,20 +88,19 @@ def run_requests(
     sampling: Sequence[SamplingParams],
     concurrency: int = -1,
     streaming: bool = False,
-    label: str = "requests",
+    bar: Progress | None = None,
 ) -> Run:
-    """Runs all requests, at most `concurrency` at a time (-1: all at once). A terminal shows a bar,
-    which begins with `label`.
+    """Runs all requests, at most `concurrency` at a time (-1: all at once). bar: counts requests;
+    None: one of its own.
 
     Raises ValueError when a request fails, and for one that the engine would cut short: its figures
     would be wrong without notice. Prompts of token ids are checked before any request runs.
     """
     for request, params in zip(requests, sampling, strict=True):
-        if not isinstance(request.prompt, str):
+        if isinstance(request.prompt, list):
             _check_fits(llm, request, params, len(request.prompt))
-    # On a pipe nothing is drawn.
-    with tqdm(total=len(requests), desc=label, disable=None, leave=False) as bar:
-        run = asyncio.run(_run_all(llm, requests, sampling, concurrency, streaming, bar))
+    with nullcontext(bar) if bar else progress("run", len(requests), "requests") as shown_in:
+        run = asyncio.run(_run_all(llm, requests, sampling, concurrency, streaming, shown_in))
     failed = [pair for pair in zip(requests, run.outputs, strict=True) if pair[1].error]
     if failed:
         request, output = failed[0]
@@ -108,13 +118,14 @@ def warm_up(
 ) -> None:
     """Runs `count` requests from the top of the data set, which repeats when it is shorter."""
     chosen = list(islice(cycle(zip(requests, sampling, strict=True)), count))
-    run_requests(
-        llm,
-        [request for request, _ in chosen],
-        [params for _, params in chosen],
-        concurrency,
-        label="warm-up",
-    )
+    with progress("warm-up", count, "requests") as bar:
+        run_requests(
+            llm,
+            [request for request, _ in chosen],
+            [params for _, params in chosen],
+            concurrency,
+            bar=bar,
+        )
 
 
 def _check_fits(
@@ -136,7 +147,7 @@ async def _run_all(
     sampling: Sequence[SamplingParams],
     concurrency: int,
     streaming: bool,
-    bar: "tqdm[Any]",
+    bar: Progress,
 ) -> Run:
     gate = asyncio.Semaphore(concurrency) if concurrency > 0 else nullcontext()
     pairs = zip(requests, sampling, strict=True)
@@ -148,8 +159,7 @@ async def _run_all(
         output = await _answer(llm, request, params, streaming, gate)
         num_tokens += num_output_tokens(output)
         speed = num_tokens / (time.perf_counter() - start)
-        bar.set_postfix_str(f"{speed:.0f} output tok/s", refresh=False)
-        bar.update()
+        bar.advance(note=f"{speed:.0f} output tokens/s")
         return output
 
     outputs = await asyncio.gather(*[answer(*pair) for pair in pairs])
@@ -170,10 +180,109 @@ async def _answer(
             handle = llm.generate_async(request.prompt, params, streaming=streaming)
         except ValueError as error:
             raise ValueError(f"task_id {request.task_id} is refused: {error}") from error
-        if isinstance(request.prompt, str):
+        if not isinstance(request.prompt, list):
             _check_fits(llm, request, params, len(handle.prompt_token_ids))
         if not streaming:
             return await handle
         async for output in handle:
             last = output
         return last
+
+
+# The options of the benchmark commands, turned into LLM arguments, requests and sampling.
+#
+# The names are trtllm-bench's. None means that an option was not given.
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """The options that become arguments of `LLM`. `llm_arguments` are already named and nested as
+    those are."""
+
+    max_batch_size: int | None = None
+    max_num_tokens: int | None = None
+    max_seq_len: int | None = None
+    max_input_len: int | None = None
+    kv_cache_free_gpu_mem_fraction: float | None = None
+    enable_chunked_context: bool = False
+    scheduler_policy: str | None = None
+    llm_arguments: Mapping[str, Any] = field(default_factory=dict)
+
+    def sharing_memory(self, num_engines: int) -> "EngineOptions":
+        """The same options for one of several engines on a device: each takes an equal part of the
+        memory that a single one would take for its KV cache."""
+        if self.kv_cache_free_gpu_mem_fraction is not None:
+            return self
+        one = KvCacheConfig().free_gpu_memory_fraction
+        return replace(self, kv_cache_free_gpu_mem_fraction=one / num_engines)
+
+    def arguments(self, yaml_path: Path | None) -> dict[str, Any]:
+        """Keyword arguments of `LLM`, without the model. The file takes precedence over the
+        options. Raises ValueError when the file names a model or cannot be read."""
+        file = read_options(yaml_path) if yaml_path else {}
+        if "model" in file:
+            raise ValueError(
+                f"model = {file['model']!r} in {yaml_path}: the command line names the model"
+            )
+        flags = given(
+            max_batch_size=self.max_batch_size,
+            max_num_tokens=self.max_num_tokens,
+            max_seq_len=self.max_seq_len,
+            max_input_len=self.max_input_len,
+            enable_chunked_prefill=self.enable_chunked_context or None,
+            kv_cache_config=given(free_gpu_memory_fraction=self.kv_cache_free_gpu_mem_fraction),
+            scheduler_config=given(capacity_scheduler_policy=self.scheduler_policy),
+        )
+        return overlay(overlay(self.llm_arguments, flags), file)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkloadOptions:
+    """Which requests are sent, and how they are sampled."""
+
+    dataset: Path
+    num_requests: int = 0
+    target_output_len: int | None = None
+    eos_id: int = -1
+    sampler_options: Path | None = None
+
+    def requests(self) -> list[BenchRequest]:
+        requests = read_dataset(self.dataset, self.num_requests)
+        if self.target_output_len is None:
+            return requests
+        return [replace(request, output_tokens=self.target_output_len) for request in requests]
+
+    def sampling(self, requests: list[BenchRequest]) -> list[SamplingParams]:
+        options = read_yaml(self.sampler_options) if self.sampler_options else None
+        return sampling_for(requests, options, self.eos_id)
+
+
+def split_options(
+    options: Mapping[str, Any], llm_arguments: Mapping[str, Any]
+) -> tuple[WorkloadOptions, EngineOptions]:
+    """A command's options, separated."""
+    workload = {each.name for each in fields(WorkloadOptions)}
+    return (
+        WorkloadOptions(**{name: options[name] for name in workload}),
+        EngineOptions(
+            **{name: options[name] for name in options.keys() - workload},
+            llm_arguments=llm_arguments,
+        ),
+    )
+
+
+def given(**options: Any) -> dict[str, Any]:
+    """The options that have a value."""
+    return {name: value for name, value in options.items() if value not in (None, {})}
+
+
+# The file of `--iteration_log`: the statistics of every round, one JSON object a line.
+
+
+# Arguments of LLM. The log is read at the end of the run, so no round may be dropped before.
+COLLECT_ROUNDS: Mapping[str, Any] = {"enable_iter_perf_stats": True, "max_stats_len": sys.maxsize}
+
+
+def as_lines(rounds: Iterable[Mapping[str, Any]]) -> str:
+    """rounds: what `LLM.get_stats` has returned."""
+    return "".join(json.dumps(each) + "\n" for each in rounds)

@@ -1,17 +1,147 @@
-"""Sends a data set to an OpenAI-compatible server and notes when each token arrives."""
+"""Load on a running server: a client of streamed answers, requests at a rate or a concurrency, and
+the report of their latencies."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import random
-from collections.abc import Callable, Sequence
+import re
+import ssl
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from time import perf_counter
 from typing import Any
+from urllib.parse import urlsplit
 
 from tllm_spec.bench.dataset import BenchRequest
-from tllm_spec.bench.sse_client import HttpError, Target, events
+from tllm_spec.bench.report import MS, percentiles
+from tllm_spec.bench.table import format_table
+from tllm_spec.text.chat_prompt import Conversation
+
+# A small HTTP/1.1 client for benchmarks: sends JSON, gives each server-sent event with its time.
+#
+# Over plain asyncio streams, so that the client costs little and times are those of arrival.
+
+
+MAX_LINE = 1 << 24  # bytes
+
+
+class HttpError(Exception):
+    """An answer with another status than 200."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """base_url: of the API, such as http://localhost:8000/v1. Raises ValueError for other URLs."""
+
+    base_url: str
+    api_key: str | None = None
+
+    def __post_init__(self) -> None:
+        parts = urlsplit(self.base_url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(f"base_url = {self.base_url!r}: http://HOST:PORT/v1 is needed")
+
+    @property
+    def root(self) -> str:
+        """Where `/metrics` is: the path without /v1."""
+        return urlsplit(self.base_url).path.rstrip("/").removesuffix("/v1")
+
+    @property
+    def api(self) -> str:
+        return urlsplit(self.base_url).path.rstrip("/")
+
+
+async def get(target: Target, path: str) -> bytes:
+    """The body of an answer. Raises HttpError, and OSError without a connection."""
+    return b"".join([chunk async for chunk in _chunks(target, "GET", path, None)])
+
+
+async def events(
+    target: Target, path: str, body: dict[str, Any]
+) -> AsyncIterator[tuple[float, dict[str, Any]]]:
+    """Yields `(time.perf_counter(), data)` of each event but the last, [DONE]. Raises as
+    `get`."""
+    buffer = b""
+    async for chunk in _chunks(target, "POST", path, body):
+        arrived = perf_counter()
+        *lines, buffer = (buffer + chunk).split(b"\n")
+        for line in lines:
+            data = line.strip().removeprefix(b"data:").strip()
+            if line.startswith(b"data:") and data != b"[DONE]":
+                yield arrived, json.loads(data)
+
+
+async def _chunks(
+    target: Target, method: str, path: str, body: dict[str, Any] | None
+) -> AsyncIterator[bytes]:
+    parts = urlsplit(target.base_url)
+    is_tls = parts.scheme == "https"
+    reader, writer = await asyncio.open_connection(
+        parts.hostname,
+        parts.port or (443 if is_tls else 80),
+        ssl=ssl.create_default_context() if is_tls else None,
+        limit=MAX_LINE,
+    )
+    try:
+        writer.write(_head_and_body(target, parts.netloc, method, path, body))
+        status, headers = await _answer_head(reader)
+        if status != 200:
+            content = b"".join([chunk async for chunk in _content(reader, headers)])
+            raise HttpError(f"{status}: {content[:500].decode(errors='replace')}")
+        async for chunk in _content(reader, headers):
+            yield chunk
+    finally:
+        writer.close()
+
+
+def _head_and_body(
+    target: Target, host: str, method: str, path: str, body: dict[str, Any] | None
+) -> bytes:
+    content = b"" if body is None else json.dumps(body).encode()
+    lines = [
+        f"{method} {path} HTTP/1.1",
+        f"Host: {host.rpartition('@')[2]}",
+        "Content-Type: application/json",
+        f"Content-Length: {len(content)}",
+        "Connection: close",
+    ]
+    if target.api_key:
+        lines.append(f"Authorization: Bearer {target.api_key}")
+    return "\r\n".join([*lines, "", ""]).encode() + content
+
+
+async def _answer_head(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]:
+    try:
+        head = await reader.readuntil(b"\r\n\r\n")
+    except asyncio.IncompleteReadError as error:
+        raise ConnectionError("the server closed the connection without an answer") from error
+    first, *lines = head.decode("latin-1").split("\r\n")
+    named = (line.partition(":") for line in lines if line)
+    return int(first.split()[1]), {name.lower(): value.strip() for name, _, value in named}
+
+
+async def _content(reader: asyncio.StreamReader, headers: dict[str, str]) -> AsyncIterator[bytes]:
+    """Raises ConnectionError if the connection ends too early."""
+    try:
+        if headers.get("transfer-encoding", "").lower() != "chunked":
+            if (length := headers.get("content-length")) is not None:
+                yield await reader.readexactly(int(length))
+                return
+            while data := await reader.read(MAX_LINE):
+                yield data
+            return
+        while size := int((await reader.readuntil(b"\r\n")).split(b";")[0], 16):
+            yield await reader.readexactly(size)
+            await reader.readexactly(2)
+    except asyncio.IncompleteReadError as error:
+        raise ConnectionError("the server closed the connection within an answer") from error
+
+
+# Sends a data set to an OpenAI-compatible server and notes when each token arrives.
 
 
 @dataclass(frozen=True)
@@ -114,9 +244,12 @@ async def send_all(
 
 
 async def _send(target: Target, model: str, request: BenchRequest, options: dict[str, Any]) -> Sent:
+    path, prompt = "completions", dict[str, Any](prompt=request.prompt)
+    if isinstance(request.prompt, Conversation):
+        path, prompt = "chat/completions", {"messages": request.prompt.messages}
     body = {
         "model": model,
-        "prompt": request.prompt,
+        **prompt,
         "max_tokens": request.output_tokens,
         "stream": True,
         "stream_options": {"include_usage": True},
@@ -124,11 +257,11 @@ async def _send(target: Target, model: str, request: BenchRequest, options: dict
     }
     sent = Sent(perf_counter())
     try:
-        async for arrived, data in events(target, f"{target.api}/completions", body):
+        async for arrived, data in events(target, f"{target.api}/{path}", body):
             if "error" in data:
                 sent.error = str(data["error"].get("message"))
                 break
-            if any(choice.get("text") for choice in data.get("choices", ())):
+            if any(map(_has_text, data.get("choices", ()))):
                 sent.arrivals.append(arrived)
             if usage := data.get("usage"):
                 sent.num_tokens = usage["completion_tokens"]
@@ -139,3 +272,115 @@ async def _send(target: Target, model: str, request: BenchRequest, options: dict
         sent.error = "the answer has no text"
     sent.num_tokens = sent.num_tokens or len(sent.arrivals)
     return sent
+
+
+def _has_text(choice: dict[str, Any]) -> bool:
+    """Of a chunk of either API."""
+    delta = choice.get("delta") or {}
+    return any((choice.get("text"), delta.get("content"), delta.get("reasoning_content")))
+
+
+# The figures of `tllm-bench serve`.
+
+
+# Counters of drafting rounds and of what they gave, by server: ours, then vLLM's.
+ACCEPTANCE = (
+    ("tllm_spec_request_rounds_total", "tllm_spec_emitted_tokens_total", 0),
+    ("vllm:spec_decode_num_drafts_total", "vllm:spec_decode_num_accepted_tokens_total", 1),
+)
+GOALS = ("ttft", "tpot", "e2el")  # milliseconds, by vLLM's names
+
+
+def parse_goals(given: Sequence[str]) -> dict[str, float]:
+    """Goals in milliseconds by name, from texts such as `ttft:200`. Raises ValueError for anything
+    else."""
+    goals = {}
+    for each in given:
+        name, _, limit = each.partition(":")
+        try:
+            goals[name] = float(limit)
+        except ValueError:
+            goals[name] = -1.0
+        if name not in GOALS or goals[name] <= 0:
+            names = ", ".join(GOALS)
+            raise ValueError(f"goodput = {each!r}: NAME:MILLISECONDS is needed, NAME of {names}")
+    return goals
+
+
+def serve_report(
+    run: ServeRun, goals: Mapping[str, float], metrics: tuple[str, str] | None
+) -> dict[str, Any]:
+    """metrics: the texts of /metrics before and after the run, if the server has them."""
+    done = [sent for sent in run.sent if sent.error is None]
+    errors = Counter(sent.error for sent in run.sent if sent.error is not None)
+    tpots = [tpot for sent in done if (tpot := sent.tpot) is not None]
+    num_tokens = sum(sent.num_tokens for sent in done)
+    report: dict[str, Any] = {
+        "load": run.load.name,
+        "temperature": run.temperature,
+        "requests": len(run.sent),
+        "failed": len(run.sent) - len(done),
+        "errors": dict(errors.most_common(3)),
+        "elapsed_s": run.elapsed,
+        "request_throughput_req_s": len(done) / run.elapsed,
+        "output_throughput_tok_s": num_tokens / run.elapsed,
+        "total_throughput_tok_s": (num_tokens + sum(s.num_prompt_tokens for s in done))
+        / run.elapsed,
+        "ttft_ms": percentiles([sent.ttft * MS for sent in done]),
+        "tpot_ms": percentiles([tpot * MS for tpot in tpots]),
+        "itl_ms": percentiles([gap * MS for sent in done for gap in sent.gaps]),
+        "e2el_ms": percentiles([sent.latency * MS for sent in done]),
+    }
+    if goals:
+        good = sum(_is_good(sent, goals) for sent in done)
+        report["goodput_req_s"] = good / run.elapsed
+    length = None if metrics is None else acceptance_length(*metrics)
+    return report | ({} if length is None else {"acceptance_length": length})
+
+
+def _is_good(sent: Sent, goals: Mapping[str, float]) -> bool:
+    values = {"ttft": sent.ttft, "tpot": sent.tpot or 0.0, "e2el": sent.latency}
+    return all(values[name] * MS <= limit for name, limit in goals.items())
+
+
+def acceptance_length(before: str, after: str) -> float | None:
+    """Tokens per round between two texts of /metrics; None without rounds."""
+    for rounds_name, tokens_name, bonus in ACCEPTANCE:
+        rounds = _total(after, rounds_name) - _total(before, rounds_name)
+        if rounds:
+            return bonus + (_total(after, tokens_name) - _total(before, tokens_name)) / rounds
+    return None
+
+
+def _total(text: str, name: str) -> float:
+    found = re.findall(rf"^{re.escape(name)}(?:{{.*}})? (\S+)", text, re.MULTILINE)
+    return sum(map(float, found))
+
+
+def format_serve(reports: Sequence[Mapping[str, Any]]) -> str:
+    """One row for each load."""
+    header = ["load", "temperature", "requests/s", "tokens/s", "failed"]
+    header += ["TTFT p50", "p99", "TPOT p50", "p99", "ITL p99", "E2E p50", "p99 (ms)"]
+    optional = {"goodput_req_s": "goodput/s", "acceptance_length": "acceptance length"}
+    shown = [name for name in optional if any(name in report for report in reports)]
+    rows = []
+    for report in reports:
+        times = [
+            report[name][rank]
+            for name, rank in (
+                *(("ttft_ms", "p50"), ("ttft_ms", "p99"), ("tpot_ms", "p50"), ("tpot_ms", "p99")),
+                *(("itl_ms", "p99"), ("e2el_ms", "p50"), ("e2el_ms", "p99")),
+            )
+        ]
+        rows.append(
+            [
+                report["load"],
+                "server's" if report["temperature"] is None else str(report["temperature"]),
+                f"{report['request_throughput_req_s']:.2f}",
+                f"{report['output_throughput_tok_s']:.1f}",
+                str(report["failed"]),
+                *(f"{time:.1f}" for time in times),
+                *(f"{report[name]:.2f}" if name in report else "-" for name in shown),
+            ]
+        )
+    return format_table([*header, *(optional[name] for name in shown)], rows)

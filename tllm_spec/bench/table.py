@@ -116,6 +116,7 @@ def format_speedups(times: dict[str, float], rows: Sequence[dict[str, Any]]) -> 
         "(measured)",
         "difference",
         "rounds",
+        "drafted",
         "break-even at a",
     ]
     return f"{first}\n{format_table(header, map(_speedup_row, rows))}"
@@ -131,6 +132,7 @@ def _speedup_row(row: dict[str, Any]) -> list[str]:
         f"{row['measured']:.2f}x",
         f"{row['difference']:+.0%}",
         str(row["rounds"]),
+        f"{row['drafted_share']:.0%}",
         _text(row["least_acceptance"]),
     ]
 

@@ -1,15 +1,17 @@
 """`tllm-bench tune`: measures round times, scores candidates, and writes the best one as YAML."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from itertools import pairwise, zip_longest
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import yaml
 
+from tllm_spec.bench.dataset import read_dataset
 from tllm_spec.bench.plot import LoadPoint
-from tllm_spec.bench.prompt_times import measured_prompt_seconds
-from tllm_spec.bench.replay_report import arguments_of, read_served, states_of
+from tllm_spec.bench.runner import run_requests, sampling_for
 from tllm_spec.bench.tune import (
     PLAIN,
     Candidate,
@@ -17,22 +19,175 @@ from tllm_spec.bench.tune import (
     Times,
     best_of,
     candidates_of,
+    measured_prompt_seconds,
     score,
 )
-from tllm_spec.config.llm_args import LlmArgs
-from tllm_spec.config.speculative_config import DecodingBaseConfig
-from tllm_spec.executor.build import build_executor
-from tllm_spec.recording.traffic_record import TrafficRecord
+from tllm_spec.config.config_base import ConfigModel
+from tllm_spec.config.draft_shape import DraftShape
+from tllm_spec.config.llm_args import LlmArgs, overlay, read_options
+from tllm_spec.config.speculative_config import DecodingBaseConfig, speculative_config_from
+from tllm_spec.executor.build import BuiltExecutor, build_executor
+from tllm_spec.llm import LLM
+from tllm_spec.outputs import SpeculativeStats
+from tllm_spec.progress import progress
+from tllm_spec.recording.replay import replay
+from tllm_spec.recording.traffic_folder import files_of, read_records, read_traffic, states_files
+from tllm_spec.recording.traffic_record import TrafficHeader, TrafficRecord
 from tllm_spec.text.tokenizer import tokenizer_of
 
+# What `tllm-bench replay` prints: each configuration's acceptance on recorded traffic, after what
+# was served.
+
+
+# Options of the recorded engine that a configuration has, too, unless it says otherwise.
+KEPT = (
+    "tokenizer",
+    "skip_tokenizer_init",
+    "dtype",
+    "load_format",
+    "deterministic",
+    "max_seq_len",
+    "max_num_tokens",
+)
+
+
+def replay_report(
+    folder: Path, model: str | None, configs: Sequence[Path], num_requests: int = 0
+) -> list[dict[str, Any]]:
+    """A row for what was served, then one for each configuration. model: None: the recorded one.
+    num_requests: the latest ones; 0: all. Raises ValueError for what cannot be replayed."""
+    records, served_model, options = read_served(folder, num_requests)
+    states, own = states_of(folder, model, served_model), options.get("speculative_config")
+    arguments = [arguments_of(model or served_model, options, path) for path in configs]
+    served = sum((record.stats for record in records), SpeculativeStats())
+    rows = [row_of("served", served, len(records), [])]
+    with progress("configurations", len(configs)) as bar:
+        for path, args in zip(configs, arguments, strict=True):
+            bar.begin(path.stem)
+            found = replay(records, args, states)
+            row = row_of(path.stem, found.total, len(records), found.simulated)
+            if own is not None and speculative_config_from(own) == args.speculative_config:
+                row["other_rounds"] = share_of_other_rounds(records, found.requests)
+            rows.append(row)
+    return rows
+
+
+def share_of_other_rounds(
+    records: Sequence[TrafficRecord], replayed: Sequence[SpeculativeStats]
+) -> float:
+    """The share of the served rounds that accepted another number of drafts in the replay: the
+    smallest one that a request's counts allow."""
+    moved = 0
+    for record, stats in zip(records, replayed, strict=True):
+        pairs = zip_longest(_by_accepted(record.stats), _by_accepted(stats), fillvalue=0)
+        gaps = [one - other for one, other in pairs]
+        moved += max(sum(max(0, gap) for gap in gaps), sum(max(0, -gap) for gap in gaps))
+    return moved / max(1, sum(record.num_rounds for record in records))
+
+
+def _by_accepted(stats: SpeculativeStats) -> list[int]:
+    """How many rounds accepted 0 drafts, 1 draft and so on."""
+    at_least = [stats.rounds, *stats.per_position_accepted, 0]
+    return [more - less for more, less in pairwise(at_least)]
+
+
+def read_served(
+    folder: Path, num_requests: int = 0
+) -> tuple[list[TrafficRecord], str, dict[str, Any]]:
+    """The latest requests in the order of their arrival, and the model and options that the latest
+    file has. Raises ValueError for a folder without requests, or without these."""
+    records = read_records(folder, num_requests or None)
+    if not records:
+        raise ValueError(f"{folder} has no recorded requests")
+    for file in reversed(files_of(folder)):
+        for each in read_traffic(file):
+            if isinstance(each, TrafficHeader):
+                return records, each.model, each.options
+    raise ValueError(f"{folder}: no file begins with the model that was served")
+
+
+def states_of(folder: Path, model: str | None, served_model: str) -> Mapping[str, Path]:
+    """As `replay` takes them; of another model than the one that served there are none."""
+    return states_files(folder) if model in (None, served_model) else {}
+
+
+def arguments_of(model: str, served: dict[str, Any], path: Path) -> LlmArgs:
+    """The arguments of a file for a model, with what else was served."""
+    kept = {name: served[name] for name in KEPT if name in served}
+    return LlmArgs.from_kwargs(model, **overlay(kept, read_options(path)))
+
+
+def row_of(
+    name: str, stats: SpeculativeStats, num_requests: int, simulated: Sequence[str]
+) -> dict[str, Any]:
+    return {
+        "name": name,
+        "requests": num_requests,
+        "rounds": stats.rounds,
+        "tokens_per_round": stats.acceptance_length,
+        "draft_acceptance_rate": stats.draft_acceptance_rate,
+        "acceptance_by_position": list(stats.per_position_acceptance),
+        "simulated": list(simulated),
+    }
+
+
+def replay_table(rows: Sequence[dict[str, Any]]) -> str:
+    """Plain text; under the table how far the replay of what served is from serving, and a cause
+    for each row whose counts are simulated."""
+    width = max(len(row["name"]) for row in rows)
+    lines = [f"{'':{width}}  requests  rounds  tokens/round  accepted  by position"]
+    for row in rows:
+        by_position = " ".join(f"{each:.2f}" for each in row["acceptance_by_position"])
+        lines.append(
+            f"{row['name']:{width}}  {row['requests']:8}  {row['rounds']:6}  "
+            f"{row['tokens_per_round']:12.3f}  {row['draft_acceptance_rate']:8.3f}  {by_position}"
+        )
+    for row in rows:
+        if "other_rounds" in row:
+            lines.append(f"{row['name']} served: {row['other_rounds']:.2%} of its rounds differ")
+        lines += [f"{row['name']} is simulated: {cause}" for cause in row["simulated"]]
+    return "\n".join(lines)
+
+
+NOT_WRITTEN = {  # of the best configuration: what it has from elsewhere, and what is recorded
+    "model",
+    "speculative_config",
+    "record_traffic",
+    "record_traffic_mib",
+    "record_hidden_states",
+}
 MATCHES = {"decoding_type": "SA", "max_draft_len": 5}
 
 
 def tune(
-    folder: Path, model: str | None, configs: Sequence[Path], num_requests: int = 0
+    data: Path, model: str | None, configs: Sequence[Path], num_requests: int = 0
 ) -> list[Score]:
     """Scores of plain decoding and of every candidate: of the files, or else of the drafter that
-    served and of SA. Raises ValueError as `replay` does."""
+    served and of SA. data: recorded traffic, or a data set whose requests all arrive at once.
+    Raises ValueError as `replay` does."""
+    if data.is_dir():
+        return _tune(data, model, configs, num_requests)
+    if model is None:
+        raise ValueError(f"{data} is a data set, whose outputs come from --model, which is missing")
+    with TemporaryDirectory() as folder:
+        record(data, model, configs, Path(folder), num_requests)
+        return _tune(Path(folder), model, configs)
+
+
+def record(
+    dataset: Path, model: str, configs: Sequence[Path], folder: Path, num_requests: int
+) -> None:
+    """Serves a data set without drafts, with the first file's other options, and records it."""
+    options = read_options(configs[0]) if configs else {}
+    options |= {"speculative_config": None, "record_traffic": str(folder)}
+    requests = read_dataset(dataset, num_requests)
+    with LLM(model, **options) as llm, progress("outputs", len(requests), "requests") as bar:
+        run_requests(llm, requests, sampling_for(requests), bar=bar)
+
+
+def _tune(
+    folder: Path, model: str | None, configs: Sequence[Path], num_requests: int = 0
+) -> list[Score]:
     records, served_model, options = read_served(folder, num_requests)
     target, states = model or served_model, states_of(folder, model, served_model)
     drafters = [(path.stem, arguments_of(target, options, path)) for path in configs]
@@ -43,17 +198,27 @@ def tune(
             drafters.append(
                 (name, LlmArgs(**options | {"model": target, "speculative_config": spec}))
             )
+    candidates = [_candidates(name, args) for name, args in drafters]
+    candidates[0].insert(0, replace(candidates[0][0], drafter=PLAIN, shape=PLAIN, spec=None))
     scores: list[Score] = []
-    for name, args in drafters:
-        spec = args.speculative_config
-        if spec is None:
-            raise ValueError(f"{name}: speculative_config = None has no drafts to tune")
-        size = served_batch_size(args)
-        times = measured_times(args, spec, records, size)
-        plain = [] if scores else [Candidate(PLAIN, PLAIN, None)]
-        for each in [*plain, *candidates_of(name, spec)]:
-            scores.append(score(each, records, args, times(each.shape), size, states))
+    with progress("tune", len(drafters) + sum(map(len, candidates))) as bar:
+        for (name, args), own in zip(drafters, candidates, strict=True):
+            assert args.speculative_config is not None
+            size = served_batch_size(args)
+            bar.begin(f"round times of {name}")
+            times = measured_times(args, args.speculative_config, records, size)
+            for each in own:
+                bar.begin(each.name)
+                scores.append(score(each, records, args, times(each.shape), size, states))
     return scores
+
+
+def _candidates(name: str, args: LlmArgs) -> list[Candidate]:
+    if args.speculative_config is None:
+        raise ValueError(f"{name}: speculative_config = None has no drafts to tune")
+    options = _without_nulls(args.as_options(), args)
+    options = {key: each for key, each in options.items() if key not in NOT_WRITTEN}
+    return [replace(each, options=options) for each in candidates_of(name, args.speculative_config)]
 
 
 def served_batch_size(args: LlmArgs) -> int:
@@ -69,24 +234,11 @@ def measured_times(
     """Times of a drafter on this machine, by the name of the drafts' shape: of rounds, as an
     adaptive engine measures them at its start, and of recorded prompts."""
     shapes, longest = candidates_of("", spec), spec.shapes.longest
-    if not longest.is_tree:
-        adaptive: dict[str, Any] = {"candidate_steps": [0, *(int(each.shape) for each in shapes)]}
+    if longest.is_tree:
+        adaptive = adaptive_options([longest.depth], [longest])
     else:
-        adaptive = {
-            "candidate_steps": [0, longest.depth],
-            "candidate_trees": [
-                {
-                    "max_draft_len": longest.depth,
-                    "dynamic_tree_max_topK": longest.topk,
-                    "max_total_draft_tokens": longest.num_nodes,
-                }
-            ],
-        }
-    own = dict(shapes[-1].spec or {}) | {"adaptive": adaptive}
-    off = {"record_traffic": None, "record_hidden_states": 0.0}
-    options = args.as_options() | {"speculative_config": own} | off
-    built = build_executor(LlmArgs(**options), tokenizer_of(args), lambda responses: None)
-    built.executor.enter_thread()
+        adaptive = adaptive_options([int(each.shape) for each in shapes])
+    built = timed_executor(args, {**(shapes[-1].spec or {}), "adaptive": adaptive})
     controller = built.executor.parts.controller
 
     prompts = {
@@ -101,6 +253,30 @@ def measured_times(
         )
 
     return of_shape
+
+
+def adaptive_options(draft_lens: Sequence[int], trees: Sequence[DraftShape] = ()) -> dict[str, Any]:
+    """`adaptive` of an engine that measures the times of rounds with these drafts, and without."""
+    candidates = [
+        {
+            "max_draft_len": tree.depth,
+            "dynamic_tree_max_topK": tree.topk,
+            "max_total_draft_tokens": tree.num_nodes,
+        }
+        for tree in trees
+    ]
+    options: dict[str, Any] = {"candidate_steps": sorted({0, *draft_lens})}
+    return options | {"candidate_trees": candidates} if candidates else options
+
+
+def timed_executor(args: LlmArgs, spec: Mapping[str, Any]) -> BuiltExecutor:
+    """An engine in this thread that has measured its round times. spec: a drafter's options with
+    `adaptive_options`, in place of those in `args`."""
+    off = {"record_traffic": None, "record_hidden_states": 0.0}
+    options = args.as_options() | {"speculative_config": spec} | off
+    built = build_executor(LlmArgs(**options), tokenizer_of(args), lambda responses: None)
+    built.executor.enter_thread()
+    return built
 
 
 def tune_table(scores: Sequence[Score]) -> str:
@@ -144,6 +320,16 @@ def best_yaml(scores: Sequence[Score]) -> str:
         gain = plain.ms_per_token / best.ms_per_token
         why.append(f"# Plain decoding: {plain.ms_per_token:.3f} ms a token, {gain:.2f} times that.")
     why += [f"# Simulated: {cause}." for cause in best.simulated]
-    spec = best.candidate.spec
-    kept = None if spec is None else {key: each for key, each in spec.items() if each is not None}
-    return "\n".join(why) + "\n" + yaml.safe_dump({"speculative_config": kept}, sort_keys=False)
+    spec, drafter = best.candidate.spec, None
+    if spec is not None:
+        config = speculative_config_from(spec)
+        assert isinstance(config, DecodingBaseConfig)
+        drafter = _without_nulls(spec, config)
+    options = {**best.candidate.options, "speculative_config": drafter}
+    return "\n".join(why) + "\n" + yaml.safe_dump(options, sort_keys=False)
+
+
+def _without_nulls(options: Mapping[str, Any], config: ConfigModel) -> dict[str, Any]:
+    """Without those that are the default."""
+    known = {key: field.default for key, field in type(config).model_fields.items()}
+    return {key: each for key, each in options.items() if (each, known.get(key)) != (None, None)}

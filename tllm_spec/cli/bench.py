@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tllm_spec.cli import bench_options
-from tllm_spec.cli.bench_adaptive import adaptive_replay
 from tllm_spec.cli.bench_break_even import break_even
 from tllm_spec.cli.bench_dataset import prepare_dataset
 from tllm_spec.cli.bench_options import (
@@ -27,13 +26,14 @@ from tllm_spec.cli.bench_options import (
     write_text,
 )
 from tllm_spec.cli.bench_serve import serve
-from tllm_spec.cli.bench_traffic import erase_traffic, replay, tune
+from tllm_spec.cli.bench_traffic import adaptive_replay, erase_traffic, replay, tune
 from tllm_spec.cli.llm_flags import LLM_FLAGS, either_spelling, ignored_option, refused_together
 from tllm_spec.cli.version import log_level_option, version_option
+from tllm_spec.progress import show_lines
 from tllm_spec.zoo.registry import resolve_model
 
 if TYPE_CHECKING:
-    from tllm_spec.bench.options import WorkloadOptions
+    from tllm_spec.bench.runner import WorkloadOptions
 
 CONCURRENCY = click.IntRange(min=-1)  # 0 and -1 both mean "no limit"
 
@@ -96,6 +96,7 @@ def main(
 ) -> None:
     """Benchmark a model, and what it gains from speculative decoding."""
     logging.basicConfig(level=log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
+    show_lines()
     context.obj = None if model is None else Model(model, model_path or model)
 
 
@@ -182,8 +183,7 @@ def measure(
     **options: Any,
 ) -> None:
     from tllm_spec.bench import report as reports
-    from tllm_spec.bench.iteration_log import COLLECT_ROUNDS, as_lines
-    from tllm_spec.bench.runner import run_requests, warm_up
+    from tllm_spec.bench.runner import COLLECT_ROUNDS, as_lines, run_requests, warm_up
     from tllm_spec.bench.table import format_report
     from tllm_spec.llm import LLM
 
@@ -215,7 +215,7 @@ def read_options(
 ) -> "tuple[WorkloadOptions, list[dict[str, Any]]]":
     """The workload, and LLM's keyword arguments for each YAML file. Raises ValueError with every
     option and key that is refused."""
-    from tllm_spec.bench.options import split_options
+    from tllm_spec.bench.runner import split_options
     from tllm_spec.config.llm_args import LlmArgs
 
     flags = options.pop(LLM_FLAGS).over({})
@@ -291,8 +291,7 @@ def compare(
     run unless a file sets `kv_cache_config.enable_block_reuse: false`, so mostly decoding is
     compared. Exits with status 1 when texts of a model differ at the same concurrency.
     """
-    from tllm_spec.bench.compare import Contestant, comparison, differences, run_in_turn
-    from tllm_spec.bench.fidelity import fidelity
+    from tllm_spec.bench.compare import Contestant, comparison, differences, fidelity, run_in_turn
     from tllm_spec.bench.plot import comparison_curves, draw, image, title_of
     from tllm_spec.bench.table import format_comparison, format_fidelity, format_texts
     from tllm_spec.llm import LLM

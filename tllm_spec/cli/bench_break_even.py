@@ -1,7 +1,6 @@
 """`tllm-bench break-even`: predicted and measured speedups of speculation, by acceptance rate and
 draft length."""
 
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,7 +9,6 @@ import click
 if TYPE_CHECKING:
     from tllm_spec.config.draft_shape import DraftShape
 
-from tllm_spec.bench.break_even import USUAL_PAIRS
 from tllm_spec.cli.bench_options import (
     POSITIVE,
     Model,
@@ -20,7 +18,7 @@ from tllm_spec.cli.bench_options import (
     yaml_option,
 )
 
-USUAL = ",".join(f"{acceptance}:{draft_len}" for acceptance, draft_len in USUAL_PAIRS)
+USUAL = "0.3:2,0.5:3,0.7:4,0.85:5"  # weak to strong drafters
 
 
 def pairs_of(
@@ -45,7 +43,7 @@ def trees_of(
 ) -> "list[DraftShape] | None":
     if value is None:
         return None
-    from tllm_spec.bench.break_even_trees import parse_tree
+    from tllm_spec.bench.break_even import parse_tree
 
     try:
         return [parse_tree(part) for part in value.split(",")]
@@ -97,31 +95,36 @@ def break_even(
 ) -> None:
     """Compare the predicted speedup of drafting with the measured one.
 
-    The prediction: n = (1 - a^(K+1)) / (1 - a) tokens take the time K t_draft + t_target. The
-    drafter is the YAML file's. Each draft is accepted at random, with probability a when the one
-    before was accepted, so the texts mean nothing. Round times are measured with the largest K and
-    without drafts.
+    The prediction: n = (1 - a^(K+1)) / (1 - a) tokens take the time of a round with K drafts,
+    measured as `tune` does. The drafter is the YAML file's. In the measured runs each draft is
+    accepted at random, with probability a when the one before was accepted, so the texts mean
+    nothing. A drafter that finds its drafts in the text has none in some rounds: the prediction
+    counts these as plain ones, and the table has the share of rounds that had drafts.
 
     With --trees acceptance by depth and rank is measured on the data set's first requests (without
     one, on random tokens, which say nothing about real texts), and the table shows the tokens a
     round that each shape has and those that it needs to be as fast as plain decoding."""
-    from tllm_spec.bench.break_even_runs import BreakEvenRuns, Workload
-    from tllm_spec.bench.options import EngineOptions
+    from tllm_spec.bench.break_even import BreakEvenRuns, Workload
+    from tllm_spec.bench.runner import EngineOptions
     from tllm_spec.bench.table import format_speedups
     from tllm_spec.llm import LLM
+    from tllm_spec.progress import progress
 
     if trees is not None:
         _compare_trees(model, yaml_path, trees, dataset, report_json, workload)
         return
     options = EngineOptions(max_batch_size=workload["batch_size"]).sharing_memory(num_engines=3)
-    runs = BreakEvenRuns(
-        partial(LLM, model.path), options.arguments(yaml_path), Workload(**workload)
-    )
-    with runs.plain() as plain:
-        times = runs.round_seconds(plain, max(draft_len for _, draft_len in pairs))
-        rows = [row.to_dict() for row in runs.speedups(plain, pairs, times)]
-    click.echo(format_speedups(vars(times), rows))
-    write_json(report_json, {"round_seconds": vars(times), "speedups": rows})
+    requests = Workload(**workload)
+    runs = BreakEvenRuns(LLM, model.path, options.arguments(yaml_path), requests)
+    with progress(
+        "break-even", len(pairs) * requests.num_requests, "requests", has_parts=True
+    ) as bar:
+        bar.begin("round times")
+        shown, times = runs.round_seconds([draft_len for _, draft_len in pairs])
+        with runs.plain() as plain:
+            rows = [row.to_dict() for row in runs.speedups(plain, pairs, times, bar)]
+    click.echo(format_speedups(shown, rows))
+    write_json(report_json, {"round_seconds": shown, "speedups": rows})
 
 
 def _compare_trees(
@@ -132,10 +135,9 @@ def _compare_trees(
     report_json: Path | None,
     workload: dict[str, int],
 ) -> None:
-    from tllm_spec.bench.break_even_trees import measured_shapes, with_trees
+    from tllm_spec.bench.break_even import Workload, measured_shapes, with_trees
     from tllm_spec.bench.dataset import read_dataset
-    from tllm_spec.bench.options import EngineOptions
-    from tllm_spec.bench.prepare import NormalLengths, synthetic_requests
+    from tllm_spec.bench.runner import EngineOptions
     from tllm_spec.bench.table import format_shapes
     from tllm_spec.llm import LLM
 
@@ -148,11 +150,7 @@ def _compare_trees(
         if dataset is not None:
             requests = read_dataset(dataset, batch_size)
         else:
-            inputs, outputs = (
-                NormalLengths(workload[name], 0) for name in ("input_len", "output_len")
-            )
-            vocab_size = llm.model_config.vocab_size
-            requests = list(synthetic_requests(batch_size, inputs, outputs, vocab_size, seed=0))
+            requests = Workload(**workload).requests(llm.model_config.vocab_size, seed=0)
         rows = [row.to_dict() for row in measured_shapes(llm, trees, requests)]
     click.echo(format_shapes(rows))
     write_json(report_json, {"shapes": rows})

@@ -20,8 +20,7 @@ from tllm_spec.cli.bench_options import (
 from tllm_spec.cli.llm_flags import ignored_option
 
 if TYPE_CHECKING:
-    from tllm_spec.bench.dataset import BenchRequest
-    from tllm_spec.bench.prepare import Lengths
+    from tllm_spec.bench.dataset import BenchRequest, Lengths
 
 EXISTING_FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 
@@ -74,7 +73,7 @@ def token_norm_dist(
     output_stdev: int,
 ) -> None:
     """Random token ids with normally distributed lengths."""
-    from tllm_spec.bench.prepare import NormalLengths
+    from tllm_spec.bench.dataset import NormalLengths
 
     write_random_tokens(
         target,
@@ -108,7 +107,7 @@ def token_unif_dist(
     output_max: int,
 ) -> None:
     """Random token ids with uniformly distributed lengths, both bounds included."""
-    from tllm_spec.bench.prepare import UniformLengths
+    from tllm_spec.bench.dataset import UniformLengths
 
     for kind, low, high in (("input", input_min, input_max), ("output", output_min, output_max)):
         if low > high:
@@ -124,7 +123,7 @@ def token_unif_dist(
 def write_random_tokens(
     target: Target, num_requests: int, inputs: "Lengths", outputs: "Lengths"
 ) -> None:
-    from tllm_spec.bench.prepare import synthetic_requests
+    from tllm_spec.bench.dataset import synthetic_requests
     from tllm_spec.text.tokenizer import load_tokenizer
 
     vocab_size = len(load_tokenizer(target.model.path).get_vocab())
@@ -170,7 +169,7 @@ def text(
     output_len: int,
 ) -> None:
     """Pieces of text files, all of the same length."""
-    from tllm_spec.bench.prepare import text_requests
+    from tllm_spec.bench.dataset import text_requests
     from tllm_spec.text.tokenizer import load_tokenizer
     from tllm_spec.zoo.corpus import heldout_files
 

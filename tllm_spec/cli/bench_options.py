@@ -41,6 +41,7 @@ class PlotFile(OutputFile):
 
 
 EXISTING_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+DATASET = click.Path(exists=True, path_type=Path)
 OUTPUT_FILE = OutputFile(dir_okay=False, writable=True, path_type=Path)
 PLOT_FILE = PlotFile(dir_okay=False, writable=True, path_type=Path)
 POSITIVE = click.IntRange(min=1)
@@ -71,7 +72,10 @@ class ModelCommand(click.Command):
     def _need_model(self, context: click.Context) -> None:
         # Shell completion parses the command line, too (resilient_parsing).
         if context.find_object(Model) is None and not context.resilient_parsing:
-            raise click.UsageError("Missing option '--model' / '-m'.", context.find_root())
+            root = context.find_root()
+            command = context.command_path.removeprefix(root.command_path).strip()
+            place = f"It stands before the command: tllm-bench -m MODEL {command}"
+            raise click.UsageError(f"Missing option '--model' / '-m'. {place}", root)
 
 
 class EngineCommand(ModelCommand, LlmCommand):
@@ -111,15 +115,17 @@ def write_json(path: Path | None, content: object) -> None:
 workload_options = together(
     click.option(
         "--dataset",
-        type=EXISTING_FILE,
+        type=DATASET,
         required=True,
-        help="Requests as JSON lines, as written by prepare-dataset.",
+        help="Requests as JSON lines, as written by prepare-dataset or with messages of a chat, or "
+        "a folder of recorded traffic.",
     ),
     click.option(
         "--num_requests",
         type=NOT_NEGATIVE,
         default=0,
-        help="Number of requests to take from the top of the data set; 0: all.",
+        help="Number of requests to take from the top of the data set, or the latest of recorded "
+        "traffic; 0: all.",
     ),
     click.option(
         "--target_output_len",
@@ -130,7 +136,8 @@ workload_options = together(
         "--eos_id",
         type=int,
         default=-1,
-        help="Token id that ends an output; -1: outputs have exactly output_tokens tokens.",
+        help="Token id that ends an output; -1: outputs have exactly output_tokens tokens, and "
+        "those of messages end at the model's end tokens.",
     ),
     click.option(
         "--sampler_options",

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tllm_spec.cli.bench_options import (
+    DATASET,
     EXISTING_FILE,
     plot_option,
     report_json_option,
@@ -47,7 +48,12 @@ def _counts(context: click.Context, option: click.Parameter, text: str | None) -
 )
 @click.option("--served_model", help="The model's name. [default: the first of /v1/models]")
 @click.option("--api_key", envvar="OPENAI_API_KEY", help="Key that is sent as a bearer token.")
-@click.option("--dataset", type=EXISTING_FILE, required=True, help="File of prepare-dataset.")
+@click.option(
+    "--dataset",
+    type=DATASET,
+    required=True,
+    help="File of prepare-dataset or with messages of a chat, or a folder of recorded traffic.",
+)
 @click.option(
     "--num_requests",
     type=click.IntRange(0),
@@ -114,7 +120,7 @@ def serve(
 ) -> None:
     """Measure a server with OpenAI's API: times to tokens, throughput, goodput and acceptance."""
     from tllm_spec.bench.plot import draw, image, serve_curve, title_of
-    from tllm_spec.bench.serve_report import format_serve, parse_goals
+    from tllm_spec.bench.serve_load import format_serve, parse_goals
 
     goals = parse_goals(goodput)
     label = label or (report_json.stem if report_json else given["base_url"])
@@ -175,12 +181,9 @@ async def _measure(
     warmup: int,
     quiet: bool,
 ) -> list[dict[str, Any]]:
-    from tqdm import tqdm
-
     from tllm_spec.bench.dataset import read_dataset
-    from tllm_spec.bench.serve_load import Load, send_all
-    from tllm_spec.bench.serve_report import serve_report
-    from tllm_spec.bench.sse_client import HttpError, Target, get
+    from tllm_spec.bench.serve_load import HttpError, Load, Target, get, send_all, serve_report
+    from tllm_spec.progress import progress
 
     target, requests = Target(base_url, api_key), read_dataset(dataset, num_requests)
 
@@ -204,8 +207,8 @@ async def _measure(
     reports = []
     for load in loads:
         before = await metrics()
-        with tqdm(total=len(requests), desc=load.name, disable=quiet) as bar:
-            run = await send_all(target, served_model, requests, load, options, bar.update)
+        with progress(load.name, len(requests), "requests", is_shown=not quiet) as bar:
+            run = await send_all(target, served_model, requests, load, options, bar.advance)
         after = await metrics()
         both = None if before is None or after is None else (before, after)
         reports.append(serve_report(run, goals, both))

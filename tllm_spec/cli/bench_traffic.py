@@ -1,10 +1,12 @@
 """Commands of `tllm-bench` for recorded traffic (`record_traffic`)."""
 
+import json
 from pathlib import Path
 
 import click
 
 from tllm_spec.cli.bench_options import (
+    DATASET,
     EXISTING_FILE,
     NOT_NEGATIVE,
     OUTPUT_FILE,
@@ -30,7 +32,7 @@ EXISTING_FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 def erase_traffic(folder: Path, client: str, user: str | None) -> None:
     """Erase a client's records from FOLDER. Servers may be recording to it."""
     from tllm_spec.recording.traffic_folder import TrafficFolder
-    from tllm_spec.server.callers import kept_name
+    from tllm_spec.server.guard import kept_name
 
     traffic = TrafficFolder(folder)
     names = client, f"key {client}"
@@ -70,7 +72,7 @@ def replay(
 
     FOLDER was recorded with --record_traffic. The model is --model or else the recorded one. The
     first row is what was served."""
-    from tllm_spec.bench.replay_report import replay_report, replay_table
+    from tllm_spec.bench.tune_report import replay_report, replay_table
 
     report = replay_report(folder, None if model is None else model.path, configs, num_requests)
     click.echo(replay_table(report))
@@ -78,7 +80,7 @@ def replay(
 
 
 @click.command()
-@click.argument("folder", type=EXISTING_FOLDER)
+@click.argument("data", type=DATASET)
 @click.option(
     "--extra_llm_api_options",
     "--config",
@@ -89,15 +91,20 @@ def replay(
     "compared. May be given repeatedly. [default: the drafter that served, and SA]",
 )
 @click.option(
-    "--num_requests", type=NOT_NEGATIVE, default=0, help="The latest requests to take; 0: all."
+    "--num_requests",
+    type=NOT_NEGATIVE,
+    default=0,
+    help="The latest requests to take, of a data set the first ones; 0: all.",
 )
-@click.option("--output", type=OUTPUT_FILE, help="YAML file to write the best configuration to.")
+@click.option(
+    "--output", type=OUTPUT_FILE, help="YAML file to write the best configuration to, whole."
+)
 @plot_option
 @report_json_option
 @click.pass_obj
 def tune(
     model: Model | None,
-    folder: Path,
+    data: Path,
     configs: tuple[Path, ...],
     num_requests: int,
     output: Path | None,
@@ -106,19 +113,85 @@ def tune(
 ) -> None:
     """Choose the drafter and draft length that would have served recorded traffic best.
 
+    DATA was recorded with --record_traffic, or is a data set, whose outputs --model writes first.
     Acceptance comes from a replay, round times are measured on this machine, and requests arrive
-    as they were recorded."""
+    as they were recorded, those of a data set all at once."""
     from tllm_spec.bench import plot as plots
     from tllm_spec.bench import tune_report as reports
 
-    scores = reports.tune(folder, None if model is None else model.path, configs, num_requests)
+    scores = reports.tune(data, None if model is None else model.path, configs, num_requests)
     click.echo(reports.tune_table(scores))
     best = reports.best_yaml(scores)
     click.echo(best)
     if output is not None:
         write_text(output, best)
     if plot is not None:
-        title = plots.title_of(folder.name)
+        title = plots.title_of(data.name)
         figure = plots.draw(reports.tune_curves(scores), title, "draft length or tree")
         write_bytes(plot, plots.image(figure, plot.suffix))
     write_json(report_json, reports.tune_report(scores))
+
+
+def sizes(context: click.Context, option: click.Parameter, value: str | None) -> list[int] | None:
+    if value is None:
+        return None
+    parts = value.split(",")
+    if not all(part.strip().isdigit() and int(part) > 0 for part in parts):
+        raise click.BadParameter(f"{value!r} is not a list of batch sizes such as 1,2,4,8")
+    return [int(part) for part in parts]
+
+
+@click.command(name="adaptive-replay")
+@click.argument("trace", type=click.Path(exists=True, path_type=Path))
+@click.option(
+    "--config",
+    type=EXISTING_FILE,
+    required=True,
+    help="YAML file with LLM arguments, or with the keys of `adaptive` alone.",
+)
+@click.option(
+    "--round_times",
+    type=EXISTING_FILE,
+    help="JSON file with measured round times, for the cost model.",
+)
+@click.option(
+    "--graph_batch_sizes",
+    callback=sizes,
+    help="Batch sizes that batches are padded to, such as 1,2,4,8.",
+)
+@click.option(
+    "--initial_steps", type=NOT_NEGATIVE, help="Draft length of the first round, for strategy: ema."
+)
+@click.option(
+    "--every_round", is_flag=True, help="Print every round, not only those that change it."
+)
+def adaptive_replay(
+    trace: Path,
+    config: Path,
+    round_times: Path | None,
+    graph_batch_sizes: list[int] | None,
+    initial_steps: int | None,
+    every_round: bool,
+) -> None:
+    """Print the draft lengths that would have been chosen for the rounds in TRACE.
+
+    TRACE has one JSON object a line: batch_size, num_accepted (a list with a number for each
+    request), and optionally num_steps (the draft length that was verified) and seconds (the
+    round's time). Or it is a folder of recorded traffic (--record_traffic). When --config holds LLM
+    arguments, their limits on the draft length apply as in an engine."""
+    from tllm_spec.bench import adaptive_replay as replays
+    from tllm_spec.bench.dataset import read_lines
+
+    controller = replays.read_controller(
+        config,
+        graph_batch_sizes=graph_batch_sizes,
+        initial_steps=initial_steps,
+        round_times=replays.read_round_times(round_times) if round_times else None,
+    )
+    is_recorded = trace.is_dir()
+    rounds = replays.recorded_trace(trace) if is_recorded else replays.read_trace(read_lines(trace))
+    for each in replays.replay(controller, rounds):
+        if every_round or each.changed:
+            now = controller.tier_for(each.batch_size)
+            click.echo(f"{each}{f' -> {now}' if each.changed else ''}")
+    click.echo(json.dumps(controller.state(), indent=2))

@@ -19,21 +19,21 @@ from tllm_spec.cli.llm_flags import (
     LlmCommand,
     LlmFlags,
     either_spelling,
+    llm_lines,
     refused_together,
+    server_lines,
 )
-from tllm_spec.cli.print_config import llm_lines, server_lines
 from tllm_spec.cli.serve_options import SERVER_NAMES, options_of, server_options, tls_of
 from tllm_spec.cli.version import log_level_option, version_option
 from tllm_spec.config.config_base import ConfigError
 from tllm_spec.config.llm_args import LlmArgs, with_yaml
 from tllm_spec.config.yaml_file import read_yaml
 from tllm_spec.distributed.mpirun import end_mpirun, mpirun_rank, mpirun_size, undo_default_binding
-from tllm_spec.server.child import ChildSettings
-from tllm_spec.server.host_limits import raise_file_limit
+from tllm_spec.models.draft_kind import check_folders
+from tllm_spec.server.child import ChildSettings, raise_file_limit
 from tllm_spec.server.logs import configure_logs
 from tllm_spec.server.options import ANY, ServerOptions, hosts_of
 from tllm_spec.server.supervisor import ServeError, Supervisor
-from tllm_spec.zoo.registry import resolve_model
 
 logger = logging.getLogger(__name__)
 
@@ -151,7 +151,9 @@ def main(
                 tls=tls_of(server),
             )
             raise_file_limit()
-            resolve_model(args.model)  # a wrong path is reported before a process is started
+            spec = args.speculative_config  # what is wrong is told before a process is started
+            draft = getattr(spec, "speculative_model", None)
+            check_folders(args.model, draft, getattr(spec, "decoding_type", ""))
             with _bound(host, port) as listener:
                 status = serve(settings, listener, server["frontends"])
     except ValueError as error:

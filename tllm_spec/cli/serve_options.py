@@ -13,8 +13,7 @@ from typing import Any
 
 import click
 
-from tllm_spec.server.client_keys import Keys, read_keys
-from tllm_spec.server.options import ANY, ServerOptions, hosts_of
+from tllm_spec.server.options import ANY, Keys, ServerOptions, hosts_of, read_keys
 from tllm_spec.server.parsers.names import TOOL_PARSERS
 from tllm_spec.server.parsers.reasoning import STARTS_INSIDE
 
@@ -90,6 +89,13 @@ SERVER_CLICK_OPTIONS = (
         type=click.IntRange(1),
         default=DEFAULTS.max_connections,
         help="Open connections of one front process, at most.",
+    ),
+    click.option(
+        "--timeout_keep_alive",
+        type=click.FloatRange(min=0, min_open=True),
+        default=DEFAULTS.timeout_keep_alive,
+        help="Seconds that a connection may be idle after an answer. Clients and proxies should "
+        "close it before.",
     ),
     click.option(
         "--request_timeout",
@@ -203,6 +209,7 @@ SERVER_NAMES = (
     "max_body_mib",
     "max_answer_mib",
     "max_connections",
+    "timeout_keep_alive",
     "request_timeout",
     "engine_timeout",
     "drain_delay",
@@ -249,6 +256,7 @@ def options_of(given: Mapping[str, Any], host: str) -> ServerOptions:
         max_queue_size=given["max_queue_size"],
         max_client_choices=given["max_client_choices"],
         max_request_tokens=given["max_request_tokens"],
+        timeout_keep_alive=given["timeout_keep_alive"],
         request_timeout=given["request_timeout"],
         engine_timeout=given["engine_timeout"],
         drain_delay=given["drain_delay"],

@@ -159,9 +159,10 @@ class AdaptiveConfig:
 
     @classmethod
     def parse(cls, adaptive: object, max_draft_len: int | None = None) -> AdaptiveConfig:
-        """`max_draft_len`: the longest draft length that a ladder may have; the default ladder ends
-        there. Raises ValueError, which names slot and key, for a mistake. With `max_draft_len` the
-        enclosing configuration puts the name of the field before each line of the message."""
+        """`max_draft_len`: the longest draft length that a ladder may have; the default ladder and
+        those of presets end there. Raises ValueError, which names slot and key, for a mistake. With
+        `max_draft_len` the enclosing configuration puts the name of the field before each line of
+        the message."""
         if isinstance(adaptive, AdaptiveConfig):
             config = adaptive
         elif max_draft_len is None:
@@ -191,7 +192,8 @@ class AdaptiveConfig:
         """Raises ConfigError, whose lines begin with a key inside, or ValueError about `adaptive`
         as a whole."""
         if isinstance(adaptive, str):
-            adaptive = PRESETS[adaptive] if adaptive in PRESETS else _read_sglang_file(adaptive)
+            known = PRESETS if max_draft_len is None else _presets_up_to(max_draft_len)
+            adaptive = known[adaptive] if adaptive in known else _read_sglang_file(adaptive)
         if not isinstance(adaptive, Mapping):
             raise ValueError(f"a mapping, a path, or one of {', '.join(PRESETS)} is needed")
         root, slots = _split(adaptive)
@@ -351,3 +353,16 @@ PRESETS: Mapping[str, Mapping[Any, Any]] = {
         (64, [0], 0.0, 0.0),
     ),
 }
+
+
+def _presets_up_to(max_draft_len: int) -> Mapping[str, Mapping[Any, Any]]:
+    """The presets, without longer draft lengths."""
+
+    def clipped(slot: Mapping[str, Any]) -> dict[str, Any]:
+        kept = [steps for steps in slot["candidate_steps"] if steps <= max_draft_len]
+        return {**slot, "candidate_steps": kept}
+
+    return {
+        name: {key: clipped(slot) if isinstance(key, int) else slot for key, slot in preset.items()}
+        for name, preset in PRESETS.items()
+    }

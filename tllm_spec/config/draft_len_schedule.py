@@ -70,9 +70,11 @@ def _ranges(lower: Mapping[int, int]) -> str:
     return ", ".join([f"{lower[starts[0]]} drafts for {first} requests", *texts])
 
 
-def draft_len_limits(
-    schedule: dict[int, int] | None, max_concurrency: int | None
+def draft_len_table(
+    draft_len: int | None, schedule: Mapping[int, int] | None, max_concurrency: int | None
 ) -> dict[int, int]:
-    """The most drafts by batch size: the entry of the largest key not above it, if there is one. Of
-    the two options only one is set."""
-    return schedule or ({max_concurrency + 1: 0} if max_concurrency else {})
+    """The longest draft length by batch size: the entry of the largest key not above it holds.
+    draft_len: of all rounds that neither option limits; None: an adaptive policy chooses. Of the
+    two options only one is set."""
+    limits = schedule or ({max_concurrency + 1: 0} if max_concurrency else {})
+    return {**({} if draft_len is None else {0: draft_len}), **limits}

@@ -10,6 +10,12 @@ from math import ceil
 
 MAX_DRAFT_LEN = 1 << 16  # each length up to the longest has a shape of its own
 MAX_BUDGETS = 32  # that a round says the outcome of
+# What `path_ranks` shows: column d of a request says how its path of d drafts went on. It has the
+# rank of the next child (0 is the first in node order), or END + the number of children, of which
+# none was accepted.
+END = 64
+OFF_CHAIN = 128  # added where a draft before was not its node's first child
+NOTHING = -1  # after the path's end
 
 
 @dataclass(frozen=True, order=True)

@@ -11,7 +11,7 @@ from pydantic import PositiveInt
 from tllm_spec.config.config_base import check
 from tllm_spec.config.draft_shape import NO_DRAFTS, DraftShape, DraftShapes
 from tllm_spec.config.draft_tree_config import MAX_NODES, MAX_TOPK, chain_or_tree
-from tllm_spec.config.import_path import find_class, make_object
+from tllm_spec.config.option_checks import find_class, make_object
 from tllm_spec.config.speculative_base import DecodingBaseConfig
 from tllm_spec.config.text_search import SHARED_WIDTH, CorpusConfig, TextSearch
 

@@ -21,11 +21,11 @@ from pydantic import (
 )
 
 from tllm_spec.config.config_base import ConfigModel, PathText, check, check_keys
-from tllm_spec.config.cuda_graph_config import CudaGraphConfig as CudaGraphConfig
-from tllm_spec.config.import_path import import_also_from
-from tllm_spec.config.kv_cache_config import KvCacheConfig as KvCacheConfig
+from tllm_spec.config.engine_config import CudaGraphConfig as CudaGraphConfig
+from tllm_spec.config.engine_config import KvCacheConfig as KvCacheConfig
+from tllm_spec.config.engine_config import SchedulerConfig
 from tllm_spec.config.neighbours import LLM_IGNORED, LLM_RENAMED, Ignored, Renamed
-from tllm_spec.config.scheduler_config import SchedulerConfig
+from tllm_spec.config.option_checks import import_also_from
 from tllm_spec.config.speculative_config import (
     DecodingBaseConfig,
     MTPDecodingConfig,
@@ -121,8 +121,8 @@ class LlmArgs(ConfigModel):
     """Devices that share an expert. null: `tensor_parallel_size` / `moe_expert_parallel_size`."""
     gpus_per_node: PositiveInt | None = None
     """Devices of one host, which its ranks use in turn. null: as many as torch sees."""
-    guided_decoding_backend: Literal["xgrammar"] | None = "xgrammar"
-    """What compiles the grammars of `guided_decoding`. null refuses such requests."""
+    guided_decoding_backend: Literal["xgrammar", "llguidance", "guidance"] | None = "llguidance"
+    """`guided_decoding` is llguidance's under each of these names. null refuses such requests."""
 
     kv_cache_config: KvCacheConfig = KvCacheConfig()
     """The paged KV cache."""
@@ -156,12 +156,12 @@ class LlmArgs(ConfigModel):
     @field_validator("guided_decoding_backend", mode="before")
     @classmethod
     def _name_the_grammar_compiler(cls, name: object) -> object:
-        if name in ("llguidance", "guidance", "outlines", "lm-format-enforcer"):
+        if name in ("outlines", "lm-format-enforcer"):
             raise ValueError(
-                "'xgrammar' is needed, which takes the same JSON schemas, patterns, choices and "
+                "'llguidance' is needed, which takes the same JSON schemas, patterns, choices and "
                 "grammars"
             )
-        return "xgrammar" if name == "auto" else name
+        return "llguidance" if name == "auto" else name
 
     @field_validator("attn_backend", mode="before")
     @classmethod

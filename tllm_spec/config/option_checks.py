@@ -4,10 +4,16 @@ values are shown, and which texts are no Unicode."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+import math
+import os
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from enum import Enum
+from importlib import import_module
+from inspect import isabstract, signature
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 from tllm_spec.config.neighbours import ABSENT, Ignored, Renamed, Values
@@ -198,3 +204,91 @@ def check_text(text: str, name: str = "prompt") -> None:
             f"{name}: character {error.start} is {half}, one half of a surrogate pair; Unicode "
             "text is needed"
         ) from None
+
+
+# Checks of single values, each with a sentence that names the option, the value and what is
+# accepted. All raise ValueError.
+
+
+LARGEST = sys.float_info.max
+
+
+def check_bool(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} = {value!r}: True or False is needed")
+
+
+def check_integer(name: str, value: object, low: int = 0, high: float = math.inf) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ValueError(f"{name} = {value!r}: an integer is needed")
+    if not low <= value <= high:
+        raise ValueError(f"{name} = {value} is out of range: {_range(low, high)}")
+
+
+def check_number(name: str, value: object, low: float, high: float) -> None:
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        raise ValueError(f"{name} = {value!r}: a number is needed")
+    # The second condition is for integers, which may be larger than any float.
+    if not (low <= value <= high and -LARGEST <= value <= LARGEST):
+        raise ValueError(f"{name} = {value} is out of range: {_range(low, high)}")
+
+
+def check_list(name: str, value: object, *, or_none: bool = True) -> None:
+    if or_none and value is None:
+        return
+    if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
+        raise ValueError(f"{name} = {shown(value)}: a list of token ids is needed")
+
+
+def _range(low: float, high: float) -> str:
+    if math.isinf(low):
+        return "a finite number is needed"
+    return f"at least {low} is needed" if math.isinf(high) else f"{low} to {high} is accepted"
+
+
+# Objects that a configuration names by "package.module:ClassName" and keyword arguments.
+
+
+def import_path_of(kind: type) -> str:
+    return f"{kind.__module__}:{kind.__qualname__}"
+
+
+def import_also_from(path: str | os.PathLike[str]) -> None:
+    """Makes modules next to the file `path` importable, also in processes that this one starts.
+    They hide no module of Python's or of a package."""
+    folder = str(Path(path).resolve().parent)
+    if folder not in sys.path:
+        sys.path.append(folder)
+
+
+def make_object(name: str, given: object, arguments: dict[str, Any] | None) -> Any:
+    """Returns `given` itself, or an instance of the class whose import path it is. Raises
+    ValueError as `find_class` does."""
+    if not isinstance(given, str):
+        return given
+    return find_class(name, given, arguments)(**(arguments or {}))
+
+
+def find_class(name: str, given: str, arguments: dict[str, Any] | None) -> Any:
+    """The class with the import path `given`.
+
+    name: of the option, for error messages. Raises ValueError when the path leads to no class, or
+    the arguments do not fit it."""
+    module_name, _, class_name = given.partition(":")
+    try:
+        made_by = getattr(import_module(module_name), class_name)
+    except (ImportError, AttributeError, TypeError) as error:  # TypeError: of a relative path
+        advice = ""
+        if isinstance(error, ModuleNotFoundError) and error.name == module_name.partition(".")[0]:
+            advice = "; put it next to the YAML file, or its folder into PYTHONPATH"
+        raise ValueError(f"{name} = {given!r} cannot be imported: {error}{advice}") from error
+    if not callable(made_by):
+        raise ValueError(f"{name} = {given!r} is not a class")
+    if isabstract(made_by):
+        missing = ", ".join(sorted(made_by.__abstractmethods__))
+        raise ValueError(f"{name} = {given!r} is abstract: it does not define {missing}")
+    try:
+        signature(made_by).bind(**(arguments or {}))
+    except TypeError as error:
+        raise ValueError(f"{name}_args = {arguments} do not fit {class_name}: {error}") from error
+    return made_by

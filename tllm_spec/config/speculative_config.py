@@ -6,6 +6,7 @@ These are plain settings. `executor/speculative/modes.py` says what runs for eac
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
@@ -19,12 +20,12 @@ from pydantic import (
 
 from tllm_spec.config.config_base import ConfigError, PathText, check
 from tllm_spec.config.draft_tree_config import DraftTreeDecodingConfig
+from tllm_spec.config.draft_tree_config import SAEnhancerConfig as SAEnhancerConfig
+from tllm_spec.config.engine_config import KVCacheType
 from tllm_spec.config.host_draft_config import NGramDecodingConfig as NGramDecodingConfig
 from tllm_spec.config.host_draft_config import (
     UserProvidedDecodingConfig as UserProvidedDecodingConfig,
 )
-from tllm_spec.config.kv_cache_config import KVCacheType
-from tllm_spec.config.matched_drafts_config import SAEnhancerConfig as SAEnhancerConfig
 from tllm_spec.config.option_checks import (
     absent_reason,
     many_unknown,
@@ -33,13 +34,50 @@ from tllm_spec.config.option_checks import (
     unknown_options,
     with_our_names,
 )
-from tllm_spec.config.parallel_drafts_config import DFlashDecodingConfig, PARDDecodingConfig
 from tllm_spec.config.speculative_base import DecodingBaseConfig as DecodingBaseConfig
-from tllm_spec.config.speculative_base import DraftModelDecodingConfig as DraftModelDecodingConfig
 from tllm_spec.config.speculative_base import (
+    DraftModelDecodingConfig,
     RelaxedRule,
 )
 from tllm_spec.config.text_search import MAX_MATCH, GlobalPoolConfig, TextSearch
+
+# Decoding types whose draft network makes all drafts of a round in one forward, from mask tokens.
+
+
+class PARDDecodingConfig(DraftTreeDecodingConfig, DraftModelDecodingConfig):
+    """Drafts from a smaller model with the target's tokenizer that was tuned to answer at mask
+    tokens (PARD). The names are TensorRT-LLM's."""
+
+    decoding_type: Literal["PARD"] = "PARD"
+    """A smaller model that was tuned to draft all tokens in one forward."""
+    draft_target_one_model: bool = True
+    """True runs the draft model inside the target's forward: a round is one CUDA graph. False runs
+    it in its own engine before the forward. Rounds overlap either way."""
+    mask_token_id: NonNegativeInt | None = None
+    """The token that stands for drafts. null: `mask_token_id` or `pard_token` in the draft model's
+    `config.json`."""
+
+    @property
+    def may_pause(self) -> bool:
+        return not self.draft_target_one_model
+
+
+class DFlashDecodingConfig(DraftTreeDecodingConfig, DraftModelDecodingConfig):
+    """Drafts from a DFlash head, whose layers attend to keys and values of the target's hidden
+    states and fill in a block of mask tokens. The names are TensorRT-LLM's."""
+
+    decoding_type: Literal["DFlash"] = "DFlash"
+    """A head that fills in a block of mask tokens after the newest one."""
+    mask_token_id: NonNegativeInt | None = None
+    """The token that stands for drafts. null: what the head's `config.json` says."""
+    target_layer_ids: Annotated[tuple[NonNegativeInt, ...], Strict(False)] | None = None
+    """Target layers, counted from 0, whose outputs the head reads. null: what the head's
+    `config.json` says."""
+
+    @property
+    def may_pause(self) -> bool:
+        return False
+
 
 DraftBackend = Literal["torch", "tensorrt", "onnxruntime"]
 RELAXED_OPTIONS = frozenset(
@@ -292,17 +330,22 @@ TYPES_NOT_SERVED: Mapping[str, str] = {
 METHODS_NOT_SERVED = frozenset(("Domino", "LiLiCorr", "Suffix", "UNO", "XPress"))
 
 
+_TYPE_BY_NAME = {name.lower(): name for name in CONFIG_OF_TYPE}
+
+
 def type_refusal(decoding_type: object) -> str:
     """The sentence that refuses a decoding type. vLLM writes names in small letters."""
     known = {name.lower() for name in (*TYPES_NOT_SERVED, *METHODS_NOT_SERVED)}
-    is_known = isinstance(decoding_type, str) and decoding_type.lower() in known
-    problem = "is not served yet" if is_known else "is not a known type"
+    name = decoding_type.lower() if isinstance(decoding_type, str) else ""
+    problem = "is not served yet" if name in known else "is not a known type"
+    if name not in known and (close := get_close_matches(name, _TYPE_BY_NAME, n=1)):
+        problem += f", did you mean {_TYPE_BY_NAME[close[0]]}?"
     return f"decoding_type = {shown(decoding_type)} {problem}; {TYPES_SERVED}"
 
 
 def speculative_config_from(value: object) -> object:
-    """Turns a mapping into the class that its `decoding_type` names, or vLLM's `method`. Raises
-    ConfigError."""
+    """Turns a mapping into the class that its `decoding_type` names, in any case, or vLLM's
+    `method`. Raises ConfigError."""
     if not isinstance(value, Mapping):
         return value
     try:
@@ -314,9 +357,9 @@ def speculative_config_from(value: object) -> object:
     if "decoding_type" not in options:
         raise ConfigError([f"decoding_type is required; {TYPES_SERVED}", *_wrong_keys(options)])
     decoding_type = options.pop("decoding_type")
-    if not isinstance(decoding_type, str) or decoding_type not in CONFIG_OF_TYPE:
+    if not isinstance(decoding_type, str) or decoding_type.lower() not in _TYPE_BY_NAME:
         raise ConfigError([type_refusal(decoding_type), *_wrong_keys(options)])
-    kind = CONFIG_OF_TYPE[decoding_type]
+    kind = CONFIG_OF_TYPE[_TYPE_BY_NAME[decoding_type.lower()]]
     lines = [
         f"{name} = {shown(options.pop(name))} is an option of {' and '.join(owners)}, not of "
         f"{decoding_type}"

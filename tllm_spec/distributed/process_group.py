@@ -20,12 +20,8 @@ import msgpack
 import torch
 import torch.distributed as dist
 
-from tllm_spec.distributed.collectives import Collectives, ThroughHost
-from tllm_spec.distributed.communicator import Communicator
-from tllm_spec.distributed.mapping import Mapping
-from tllm_spec.distributed.peer_memory import NoPeerMemory
-from tllm_spec.distributed.peer_sums import PeerSums
-from tllm_spec.distributed.sum_choice import choose_sums, graph_seconds
+from tllm_spec.distributed.communicator import Collectives, Communicator, Mapping, ThroughHost
+from tllm_spec.distributed.peer_sums import NoPeerMemory, PeerSums, choose_sums, graph_seconds
 from tllm_spec.distributed.watch import Watch, accept, connect, listen
 from tllm_spec.kernels.dispatch import has_kernels
 

@@ -13,7 +13,7 @@ from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.zoo.registry import is_gguf, resolve_file, resolve_model
 
 # Their versions decide about bits of tensors, or about what a grammar or a stop string matches.
-PACKAGES = ("torch", "triton", "flashinfer-python", "tokenizers", "transformers", "xgrammar")
+PACKAGES = ("torch", "triton", "flashinfer-python", "tokenizers", "transformers", "llguidance")
 ABSENT = "absent"
 HEADER_BYTES = 1 << 16  # of a file of weights: names, shapes and places of its first tensors
 NUM_SAMPLES, SAMPLE_BYTES = 64, 1 << 12  # of the rest of such a file

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 
 from tllm_spec.attention.geometry import AttentionGeometry, LayerGroup
-from tllm_spec.distributed.mapping import Mapping
+from tllm_spec.distributed.communicator import Mapping
 from tllm_spec.kernels.attention.visible_keys import KeySpan
 from tllm_spec.models.config_file import read_checked, read_config, required, with_defaults
 from tllm_spec.models.config_values import dtype_of, head_dim_of, sliding_layers_of, token_ids_of
@@ -334,6 +334,7 @@ class ModelConfig:
             scale=self.head_dim**-0.5 if self.gemma3 is None else self.gemma3.query_scale,
             span=span,
             has_sinks=self.has_sinks,
+            feeds_codes=self.fp8 is not None and self.fp8.activations is not None,
         )
 
     def _span(self, layer: int) -> KeySpan | None:

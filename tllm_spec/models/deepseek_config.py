@@ -7,7 +7,7 @@ from typing import Any
 
 from tllm_spec.attention.geometry import LatentGeometry
 from tllm_spec.config.option_checks import shown
-from tllm_spec.distributed.mapping import Mapping
+from tllm_spec.distributed.communicator import Mapping
 from tllm_spec.models.config_file import required, with_defaults
 from tllm_spec.models.moe_shape import MoEConfig
 

@@ -12,11 +12,12 @@ from typing import Any, ClassVar
 
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.config_file import read_config
+from tllm_spec.models.draft_kind import HeadKind
 from tllm_spec.models.eagle3_config import Eagle3Config, check_head
-from tllm_spec.models.eagle3_format import DECODER_KEYS, refuse_unserved
-from tllm_spec.models.head_checkpoint import HeadKind
+from tllm_spec.models.eagle3_format import DECODER_KEYS, unknown_keys
 
 _ARCHITECTURES = {"qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}  # by model_type
+_OTHER_METHODS = ("DFlash2", "Domino", "DSpark")  # whose heads have the same keys and more
 # Variants that are not implemented, each with the value that means that the head is without it.
 _SERVED: Mapping[str, Any] = {
     "is_causal": False,
@@ -70,6 +71,7 @@ class DFlashConfig(Eagle3Config):
             norm_before_residual=False,
             norm_output=False,
             bias=False,
+            unknown_keys=flat["unknown_keys"],
             mask_token=flat.get("mask_token_id"),
             block_size=int(flat.get("block_size") or 16),
         )
@@ -106,6 +108,10 @@ def _flat(raw: dict[str, Any]) -> dict[str, Any]:
     }
     flat = layer | outer | nested
     entering = flat.pop("aux_hidden_state_layer_ids", None)
+    named = [*(raw.get("architectures") or ()), flat.get("projector_type")]
+    for method in _OTHER_METHODS:
+        if any(method.lower() in str(name).lower() for name in named):
+            raise ValueError(f"The draft weights are a {method} head; served are DFlash heads.")
     kind = flat.get("speculators_model_type") or "dflash"
     if kind != "dflash":
         raise ValueError(f"speculators_model_type is {kind!r}; served is 'dflash'.")
@@ -117,6 +123,6 @@ def _flat(raw: dict[str, Any]) -> dict[str, Any]:
         )
     flat["architectures"] = [_ARCHITECTURES[model_type]]
     flat.setdefault("tie_word_embeddings", False)
-    refuse_unserved(flat, _READ, _SERVED, "DFlash")
+    unknown = unknown_keys(flat, _READ, _SERVED, "DFlash")
     layers = flat.get("target_layer_ids") or [each - 1 for each in entering or ()]
-    return flat | {"capture_layers": tuple(layers) or None}
+    return flat | {"capture_layers": tuple(layers) or None, "unknown_keys": unknown}

@@ -11,15 +11,15 @@ import torch
 from tllm_spec.attention.interface import ForwardContext
 from tllm_spec.distributed.communicator import SINGLE, Communicator
 from tllm_spec.models.causal_lm import CausalLM
-from tllm_spec.models.config import ModelConfig
+from tllm_spec.models.eagle3_config import Eagle3Config
+from tllm_spec.models.eagle_config import EagleConfig
+from tllm_spec.models.head_checkpoint import EMBEDDING
 from tllm_spec.models.layers import Embedding
 from tllm_spec.models.linear import Linear, OutputLinear
 from tllm_spec.models.module import Module, Placement
 from tllm_spec.models.registry import LoadFormat
 from tllm_spec.models.tied_output import OUTPUT
 from tllm_spec.models.token_map import DraftTokens, reduced_output
-
-EMBEDDING = "embed_tokens.weight"
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class DraftHead(Module, ABC):
     """A draft network of few layers that reads hidden states of the target. Embedding and output
     layer are the target's, unless it has its own."""
 
-    config: ModelConfig
+    config: Eagle3Config | EagleConfig
     borrowed: BorrowedModules
     fc: Linear
     embed_tokens: Embedding | None

@@ -14,9 +14,9 @@ from tllm_spec.attention.interface import ForwardContext
 from tllm_spec.kernels.attention.rotary_write import Rotary
 from tllm_spec.kernels.drafts.draft_input import draft_input
 from tllm_spec.models.causal_lm import CausalLM
-from tllm_spec.models.draft_head import EMBEDDING, BorrowedModules, HeadSource, SteppedHead
+from tllm_spec.models.draft_head import BorrowedModules, HeadSource, SteppedHead
 from tllm_spec.models.eagle_config import EagleConfig
-from tllm_spec.models.head_checkpoint import head_tensors
+from tllm_spec.models.head_checkpoint import EMBEDDING, head_tensors
 from tllm_spec.models.head_copies import drop_copies
 from tllm_spec.models.layers import Embedding
 from tllm_spec.models.linear import Linear, OutputLinear

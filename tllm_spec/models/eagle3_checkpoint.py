@@ -6,7 +6,8 @@ from pathlib import Path
 import torch
 
 from tllm_spec.models.eagle3_config import Eagle3Config
-from tllm_spec.models.head_checkpoint import head_tensors
+from tllm_spec.models.head_checkpoint import EMBEDDING, head_tensors
+from tllm_spec.models.tied_output import OUTPUT
 from tllm_spec.models.token_map import as_ids, check_ids
 
 # `midlayer` is the name in the paper's code; `aux_norm_*` came before the numbered norms.
@@ -33,7 +34,7 @@ def eagle3_tensors(path: Path) -> dict[str, torch.Tensor]:
 
 def check_sizes(tensors: dict[str, torch.Tensor], config: Eagle3Config, num_captured: int) -> None:
     """Raises ValueError where the checkpoint contradicts the number of captured layers or the draft
-    vocabulary."""
+    vocabulary, or lacks an embedding or an output layer that cannot be the target's."""
     if "fc.weight" not in tensors:
         raise ValueError(
             f"The checkpoint has no fc.weight; {config.kind} heads that do not fuse captured "
@@ -47,6 +48,7 @@ def check_sizes(tensors: dict[str, torch.Tensor], config: Eagle3Config, num_capt
             "eagle3_layers_to_capture (of DFlash: target_layer_ids) to as many layers as the head "
             "was trained on."
         )
+    _check_own_modules(tensors, config)
     rows = tensors["lm_head.weight"].shape[0] if "lm_head.weight" in tensors else None
     if rows not in (None, config.vocab_size) and config.draft_vocab_size is None:
         raise ValueError(
@@ -58,6 +60,24 @@ def check_sizes(tensors: dict[str, torch.Tensor], config: Eagle3Config, num_capt
         raise ValueError(
             f"lm_head.weight of the {config.kind} head has {rows} rows; draft_vocab_size is "
             f"{config.draft_vocab_size}."
+        )
+
+
+def _check_own_modules(tensors: dict[str, torch.Tensor], config: Eagle3Config) -> None:
+    """See `check_sizes`."""
+    is_tied = config.tie_word_embeddings
+    needed = [EMBEDDING, *([] if is_tied else [OUTPUT])] if config.has_own_width else []
+    if lacking := [name for name in needed if name not in tensors]:
+        raise ValueError(
+            f"hidden_size of the {config.kind} head is {config.hidden_size}, the target's is "
+            f"{config.target_hidden_size}; such a head needs its own {' and '.join(lacking)}, "
+            "which its checkpoint lacks."
+        )
+    if is_tied and config.output_size < config.vocab_size and OUTPUT not in tensors:
+        raise ValueError(
+            f"tie_word_embeddings is true and draft_vocab_size is {config.draft_vocab_size}; the "
+            f"embeddings of all {config.vocab_size} tokens cannot be the output layer of fewer, "
+            f"and the checkpoint has no {OUTPUT}."
         )
 
 

@@ -3,14 +3,17 @@
 A head is a Llama, Qwen3 or DeepSeek layer with a different input, so its configuration is a
 `ModelConfig` with further fields. `eagle3_format.py` knows the published spellings."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Set
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.config_file import read_config
+from tllm_spec.models.draft_kind import HeadKind
 from tllm_spec.models.eagle3_format import check_layers, flat_config
-from tllm_spec.models.head_checkpoint import HeadKind
+from tllm_spec.models.head_checkpoint import EMBEDDING
+from tllm_spec.models.tied_output import OUTPUT
 
 Own = TypeVar("Own", bound="Eagle3Config")
 
@@ -38,6 +41,8 @@ class Eagle3Config(ModelConfig):
     """The next step reads the hidden state after the final norm instead of before it."""
     bias: bool
     """Whether `fc` has one."""
+    unknown_keys: tuple[str, ...] = field(compare=False)
+    """Of config.json, taken to change nothing."""
     mask_token: int | None
     """P-EAGLE: the token that stands for drafts in the rows that draft all tokens at once; None:
     the head drafts one token after the other."""
@@ -48,9 +53,22 @@ class Eagle3Config(ModelConfig):
         return self.vocab_size if self.draft_vocab_size is None else self.draft_vocab_size
 
     @property
+    def has_own_width(self) -> bool:
+        """Whether the target's embedding and output layer are of another width."""
+        return self.hidden_size != self.target_hidden_size
+
+    @property
     def has_own_lm_head(self) -> bool:
-        """Without a checkpoint. Otherwise the output layer is the target's, or its embedding."""
-        return self.draft_vocab_size is not None and not self.tie_word_embeddings
+        """Without a checkpoint. Otherwise the output layer is the target's, or an embedding."""
+        if self.tie_word_embeddings:
+            return self.output_size < self.vocab_size
+        return self.draft_vocab_size is not None or self.has_own_width
+
+    @property
+    def own_modules(self) -> Set[str]:
+        """`EMBEDDING` and `OUTPUT`, if the head has its own without a checkpoint."""
+        names = {EMBEDDING: self.has_own_width, OUTPUT: self.has_own_lm_head}
+        return {name for name, is_own in names.items() if is_own}
 
     @classmethod
     def from_pretrained(cls, path: Path) -> "Eagle3Config":
@@ -79,6 +97,7 @@ class Eagle3Config(ModelConfig):
             norm_before_residual=bool(flat.get("norm_before_residual")),
             norm_output=bool(flat.get("norm_output")),
             bias=bool(flat.get("bias")),
+            unknown_keys=flat["unknown_keys"],
             mask_token=flat["mask_token"],
         )
         check_head(config)
@@ -86,18 +105,19 @@ class Eagle3Config(ModelConfig):
 
     def for_target(self: Own, target: ModelConfig, num_captured: int) -> Own:
         """The configuration with the target's vocabulary, which may be padded to another size or
-        have added tokens if the head proposes only some of it. Raises ValueError unless the head
-        was trained for such a target with `num_captured` captured layers."""
+        have added tokens if the head proposes only some of it, and with the width of the target's
+        states, which some heads of another width do not name. Raises ValueError unless the head was
+        trained for such a target with `num_captured` captured layers."""
+        names_width = self.target_hidden_size != self.hidden_size
         may_differ = self.output_size < min(self.vocab_size, target.vocab_size)
-        for key, own, wanted in (
-            ("hidden_size", self.hidden_size, target.hidden_size),
-            ("target_hidden_size", self.target_hidden_size, target.hidden_size),
-            ("vocab_size", target.vocab_size if may_differ else self.vocab_size, target.vocab_size),
+        for key, own, wanted, is_free in (
+            ("target_hidden_size", self.target_hidden_size, target.hidden_size, not names_width),
+            ("vocab_size", self.vocab_size, target.vocab_size, may_differ),
         ):
-            if own != wanted:
+            if own != wanted and not is_free:
                 raise ValueError(
                     f"{key} of the {self.kind} head is {own}, the target's is {wanted}; they must "
-                    "be equal, since the head reads the target's embeddings and hidden states."
+                    "be equal, since the head reads the target's tokens and hidden states."
                 )
         from_layers = None if self.capture_layers is None else len(self.capture_layers)
         for key, trained in (
@@ -115,7 +135,7 @@ class Eagle3Config(ModelConfig):
                 f"the mask token of the head is {self.mask_token}; it must be a token of the "
                 f"target, 0 to {target.vocab_size - 1}."
             )
-        return replace(self, vocab_size=target.vocab_size)
+        return replace(self, vocab_size=target.vocab_size, target_hidden_size=target.hidden_size)
 
 
 def _draft_vocab_size(flat: dict[str, Any]) -> int | None:
@@ -139,9 +159,4 @@ def check_head(config: Eagle3Config) -> None:
         raise ValueError(
             f"draft_vocab_size is {config.draft_vocab_size}; it must be 1 to vocab_size, which is "
             f"{config.vocab_size}, or null."
-        )
-    if config.tie_word_embeddings and config.output_size != config.vocab_size:
-        raise ValueError(
-            f"tie_word_embeddings is true and draft_vocab_size is {config.draft_vocab_size}; the "
-            f"embeddings of all {config.vocab_size} tokens cannot be the output layer of fewer."
         )

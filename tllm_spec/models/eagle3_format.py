@@ -3,8 +3,9 @@
 Two are in use: a flat Llama config, in which NVIDIA's heads nest some keys under `eagle_config`,
 and the speculators format (vllm-project/speculators), which nests the decoder layer's keys under
 `transformer_layer_config`. P-EAGLE heads have the same keys and a mask token, and heads with latent
-attention (MLA) further ones of DeepSeek's. A key that is not known and is not off is refused:
-ignoring it could change what the head computes."""
+attention (MLA) further ones of DeepSeek's. Trainers copy keys of the target's configuration: those
+that would change what a head computes are refused unless they are off, and others that are not
+known are left to a warning, since drafts change no text and tensors must fit."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -85,10 +86,25 @@ WITHOUT_EFFECT = frozenset(
 )
 
 
+# Keys that change what a layer or a head computes without a tensor that shows it, and those of
+# other kinds of drafters.
+_MATTERS = frozenset(
+    """
+    embedding_multiplier residual_multiplier attention_multiplier logits_scaling logit_softcapping
+    final_logit_softcapping attn_logit_softcapping query_pre_attn_scalar scale_emb scale_depth
+    dim_model_base clip_qkv swiglu_limit hidden_activation attention_chunk_size no_rope_layers
+    no_rope_layer_interval rope_interleave rope_local_base_freq use_parallel_residual
+    parallel_residual attention_mode attention_sinks projector_type emb_dim gru_hidden_dim
+    shift_label markov_rank markov_head_type enable_confidence_head conv_kernel_size conv_group_size
+    selector_rank selector_top_k add_para_norm skip_prenorm skip_output_norm
+    """.split()  # noqa: SIM905 (a list of one key a line would fill the file)
+)
+
+
 def flat_config(raw: dict[str, Any]) -> dict[str, Any]:
     """The head's keys on one level, with the `architectures` of its decoder layer; as
-    `capture_layers`, the layers of the target whose outputs it reads, if the file names them; and
-    as `mask_token`, the mask token of a P-EAGLE head, else None.
+    `capture_layers`, the layers of the target whose outputs it reads, if the file names them; as
+    `mask_token`, the mask token of a P-EAGLE head, else None; and `unknown_keys`.
 
     Raises:
         ValueError: another kind of drafter, or keys that are not served; all of them are named.
@@ -99,10 +115,11 @@ def flat_config(raw: dict[str, Any]) -> dict[str, Any]:
     flat["capture_layers"] = _capture_layers(flat.pop(_LAYER_IDS, None), nested.get(_LAYER_IDS))
     flat |= {key: value for key, value in nested.items() if key != _LAYER_IDS}
     if flat["architectures"] == ["DeepseekV3ForCausalLM"]:
-        refuse_unserved(flat, _READ | _OF_LATENTS, _SERVED | _NOT_WITH_LATENTS, "EAGLE-3")
+        served = _SERVED | _NOT_WITH_LATENTS
+        unknown = unknown_keys(flat, _READ | _OF_LATENTS, served, "EAGLE-3")
     else:
-        refuse_unserved(flat, _READ, _SERVED, "EAGLE-3")
-    return flat | {"mask_token": _mask_token(flat)}
+        unknown = unknown_keys(flat, _READ, _SERVED, "EAGLE-3")
+    return flat | {"mask_token": _mask_token(flat), "unknown_keys": unknown}
 
 
 def _mask_token(flat: dict[str, Any]) -> int | None:
@@ -175,25 +192,27 @@ def _capture_layers(inputs: list[int] | None, outputs: list[int] | None) -> tupl
     return tuple(layers) or None
 
 
-def refuse_unserved(
+def unknown_keys(
     flat: dict[str, Any], read: frozenset[str], served: Mapping[str, Any], kind: str
-) -> None:
-    """Raises ValueError, with all reasons, for keys that are not `served` with their value, and for
-    those that are neither `read` nor without effect."""
+) -> tuple[str, ...]:
+    """The keys that are neither off, nor `read`, nor known to have no effect. Raises ValueError,
+    with all reasons, for keys that are not `served` with their value, and for those that matter."""
     reasons = [
         f"{key} is {flat[key]!r}, and only {only!r} is served"
         for key, only in served.items()
         if flat.get(key, only) not in (only, None)
     ]
     unknown = flat.keys() - read - WITHOUT_EFFECT - served.keys()
+    found = tuple(key for key in sorted(unknown) if flat[key])
     reasons += [
-        f"{key} is {flat[key]!r}, which is an unknown key; delete it if it does not change what "
-        "the head computes"
-        for key in sorted(unknown)
-        if flat[key]
+        f"{key} is {flat[key]!r}, which is not served; delete it if it does not change what the "
+        "head computes"
+        for key in found
+        if key in _MATTERS
     ]
     if reasons:
         raise ValueError(f"config.json of the {kind} head: {'; '.join(reasons)}.")
+    return found
 
 
 def check_layers(config: ModelConfig, kind: str) -> None:

@@ -3,13 +3,13 @@
 A head is one or more Llama layers with a different input, so its configuration is a `ModelConfig`
 with further fields. EAGLE-2 changed the drafting only, not the head."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.config_file import read_config
-from tllm_spec.models.eagle3_format import DECODER_KEYS, check_layers, refuse_unserved
+from tllm_spec.models.eagle3_format import DECODER_KEYS, check_layers, unknown_keys
 
 # `architectures` of a head -> the architecture whose attention and MLP its layers have.
 _LAYERS = {
@@ -30,6 +30,8 @@ class EagleConfig(ModelConfig):
 
     bias: bool | None
     """Whether `fc` has one; None: the checkpoint decides."""
+    unknown_keys: tuple[str, ...] = field(compare=False)
+    """Of config.json, taken to change nothing."""
 
     @classmethod
     def from_pretrained(cls, path: Path) -> "EagleConfig":
@@ -49,12 +51,12 @@ class EagleConfig(ModelConfig):
                 f"architectures of the EAGLE-1/2 head is {names}; served is one of "
                 f"{', '.join(_LAYERS)}."
             )
-        refuse_unserved(raw, _READ, {}, "EAGLE-1/2")
+        unknown = unknown_keys(raw, _READ, {}, "EAGLE-1/2")
         own = raw | {"architectures": [_LAYERS[names[0]]]}
         shape = vars(ModelConfig.from_dict(own))
         if raw.get("qkv_bias") is not None:
             shape = shape | {"qkv_bias": bool(raw["qkv_bias"])}
-        config = cls(**shape, bias=raw.get("bias"))
+        config = cls(**shape, bias=raw.get("bias"), unknown_keys=unknown)
         check_layers(config, "EAGLE-1/2")
         return config
 

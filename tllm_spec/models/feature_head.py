@@ -46,7 +46,7 @@ def fill_head(
     placement = source.placement
     arguments = config, source.target, num_captured, source.max_positions, placement
     if source.load_format == "dummy":
-        head = kind(*arguments, {OUTPUT} if config.has_own_lm_head else set())
+        head = kind(*arguments, config.own_modules)
         _fill_dummy(head, config)
     else:
         tensors = tensors_of(source.path)

@@ -4,21 +4,18 @@ they fill are not known here."""
 import pickle
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from tllm_spec.models.checkpoint import checkpoint_tensors
 from tllm_spec.models.config_file import read_config
+from tllm_spec.models.draft_kind import HeadKind, kind_by
 
-HeadKind = Literal["EAGLE-1/2", "EAGLE-3", "DFlash"]
+EMBEDDING = "embed_tokens.weight"  # of a head; its output layer has the target's name
 BIN = "pytorch_model.bin"
-# Keys of config.json that only EAGLE-3 heads have.
-_EAGLE3_KEYS = frozenset({"draft_vocab_size", "eagle_config", "speculators_model_type"})
 # Names of the mask token of networks that draft all tokens at once; the first that is there holds.
 MASK_TOKENS = ("mask_token_id", "pard_token", "ptd_token_id")
-# Each kind has the first tensor, and only EAGLE-3 has the second.
-_FC, _HIDDEN_NORM = "fc.weight", "hidden_norm.weight"
 
 
 def head_kind(path: Path) -> HeadKind | None:
@@ -28,19 +25,7 @@ def head_kind(path: Path) -> HeadKind | None:
     Raises:
         ValueError: a file is missing or not readable.
     """
-    config = read_config(path)
-    names = [str(name).lower() for name in config.get("architectures") or []]
-    if any("dflash" in name for name in [*names, config.get("speculators_model_type") or ""]):
-        return "DFlash"
-    if _EAGLE3_KEYS & config.keys() or any("eagle3" in name for name in names):
-        return "EAGLE-3"
-    if any("eagle" in name for name in names):
-        return "EAGLE-1/2"
-    marks = (_FC, _HIDDEN_NORM)
-    found = [name for name, _ in _stored(path, lambda name: name.endswith(marks))]
-    if any(name.endswith(_HIDDEN_NORM) for name in found):
-        return "EAGLE-3"
-    return "EAGLE-1/2" if any(name.endswith(_FC) for name in found) else None
+    return kind_by(read_config(path), lambda: [name for name, _ in _stored(path, lambda _: True)])
 
 
 def mask_token_in(config: Mapping[str, Any]) -> int | None:
@@ -60,7 +45,8 @@ def head_tensors(
         renamed: beginnings of names to what they become.
 
     Raises:
-        ValueError: no checkpoint, a file that is not readable, or two tensors of one name.
+        ValueError: no checkpoint, a file that is not readable, two tensors of one name, or a weight
+            without a dimension.
     """
     tensors: dict[str, torch.Tensor] = {}
     for stored, tensor in _stored(path, lambda name: True, is_needed=True):
@@ -68,6 +54,8 @@ def head_tensors(
         if name in tensors:
             raise ValueError(f"The {kind} head in {path} has {name} twice, once as {stored}.")
         if not name.endswith(unused):
+            if name.endswith(".weight") and tensor.dim() == 0:
+                raise ValueError(f"{stored} of the {kind} head in {path} is a single number.")
             tensors[name] = tensor
     return tensors
 

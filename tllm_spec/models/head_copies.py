@@ -5,7 +5,8 @@ import logging
 
 import torch
 
-from tllm_spec.models.draft_head import EMBEDDING, HeadSource, target_modules
+from tllm_spec.models.draft_head import HeadSource, target_modules
+from tllm_spec.models.head_checkpoint import EMBEDDING
 from tllm_spec.models.layers import Embedding
 from tllm_spec.models.linear import OutputLinear
 from tllm_spec.models.tied_output import OUTPUT, is_same

@@ -9,7 +9,7 @@ from types import MappingProxyType
 import torch
 from torch import nn
 
-from tllm_spec.distributed.vocab_shard import VocabShard
+from tllm_spec.distributed.communicator import VocabShard
 from tllm_spec.models.formats.choice import choose_format, plain_format
 from tllm_spec.models.formats.plain import CpuWeight, PlainWeight, cpu_copy_bytes
 from tllm_spec.models.formats.weight_format import Part, WeightFormat

@@ -8,8 +8,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import nn
 
-from tllm_spec.distributed.communicator import SINGLE, Communicator
-from tllm_spec.distributed.mapping import Mapping
+from tllm_spec.distributed.communicator import SINGLE, Communicator, Mapping
 from tllm_spec.models.formats.fp8_formats import BLOCK, ActivationScales, Granularity
 from tllm_spec.models.formats.int4_formats import Int4Groups
 

@@ -19,13 +19,14 @@ from tllm_spec.kernels.drafts.draft_input import DraftInputNorms
 from tllm_spec.models.checkpoint import checkpoint_tensors
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.deepseek import DeepseekLayer
-from tllm_spec.models.draft_head import EMBEDDING, HeadSource
+from tllm_spec.models.draft_head import HeadSource
 from tllm_spec.models.formats.quantised_layers import (
     computed_as,
     log_quantised,
     prepare_quantised,
     with_quantised,
 )
+from tllm_spec.models.head_checkpoint import EMBEDDING
 from tllm_spec.models.head_copies import drop_copies
 from tllm_spec.models.layers import Embedding, RMSNorm
 from tllm_spec.models.linear import Linear, OutputLinear

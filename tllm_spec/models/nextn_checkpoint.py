@@ -2,23 +2,16 @@
 of a DeepSeek V3 so, as `model.layers.0`, with its copies of the target's weights left out."""
 
 from pathlib import Path
-from typing import Any
 
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.config_file import read_config
+from tllm_spec.models.draft_kind import MODULES, is_exported
 
-SUFFIX = "NextN"  # after the target's architecture
 # What a module computes with.
 SHAPE = (
     *("architecture", "vocab_size", "hidden_size", "num_heads", "intermediate_size"),
     *("rms_norm_eps", "rope", "mla", "moe"),
 )
-
-
-def is_exported(raw: dict[str, Any]) -> bool:
-    """Whether a parsed config.json is of such a folder."""
-    names = raw.get("architectures") or []
-    return len(names) == 1 and str(names[0]).endswith(SUFFIX)
 
 
 def exported_config(folder: Path, target: ModelConfig) -> ModelConfig:
@@ -31,10 +24,10 @@ def exported_config(folder: Path, target: ModelConfig) -> ModelConfig:
     if not is_exported(raw):
         raise ValueError(
             f"speculative_config.speculative_model = {str(folder)!r} must be a folder of exported "
-            f"MTP modules, whose architectures is ['{target.architecture}{SUFFIX}']; it is "
+            f"MTP modules, whose architectures is ['{target.architecture}{MODULES}']; it is "
             f"{raw.get('architectures')}"
         )
-    name = raw["architectures"][0].removesuffix(SUFFIX)
+    name = raw["architectures"][0].removesuffix(MODULES)
     own = ModelConfig.from_parsed(folder, raw | {"architectures": [name]})
     differing = [key for key in SHAPE if getattr(own, key) != getattr(target, key)]
     if differing:

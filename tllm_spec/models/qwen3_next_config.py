@@ -4,7 +4,7 @@ that other architectures have."""
 from dataclasses import dataclass
 from typing import Any
 
-from tllm_spec.distributed.mapping import Mapping
+from tllm_spec.distributed.communicator import Mapping
 from tllm_spec.kernels.states.gated_delta import DeltaShape
 from tllm_spec.models.config_file import required, with_defaults
 

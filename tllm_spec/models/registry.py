@@ -7,8 +7,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from tllm_spec.distributed.communicator import SINGLE, Communicator
-from tllm_spec.distributed.mapping import Mapping
+from tllm_spec.distributed.communicator import SINGLE, Communicator, Mapping
 from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.deepseek import DeepseekForCausalLM
@@ -144,6 +143,6 @@ def load_model(
     if load_format == "dummy":
         fill_random(model)
     else:
-        load_weights(model, path)
+        load_weights(model, path, is_shown=communicator.mapping.rank == 0)
     specialize_for_cpu(model, placement)
     return model

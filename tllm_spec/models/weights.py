@@ -21,6 +21,7 @@ from tllm_spec.models.gpt_oss_config import GPT_OSS
 from tllm_spec.models.layers import HeadNorm, RMSNorm
 from tllm_spec.models.module import Module, StoredWeight, WeightSlot
 from tllm_spec.models.tied_output import EMBEDDING, OUTPUT, stored_pair
+from tllm_spec.progress import Progress, progress
 from tllm_spec.zoo.registry import is_gguf
 
 FP8_AT_ONCE = 1 << 26  # random elements
@@ -39,9 +40,9 @@ UNTIED = (
 )
 
 
-def load_weights(model: CausalLM, path: Path) -> None:
+def load_weights(model: CausalLM, path: Path, *, is_shown: bool = True) -> None:
     """Fill `model` from the checkpoint in the folder `path`. Where the output layer is tied, either
-    tensor fills both.
+    tensor fills both. is_shown: how far it is.
 
     Raises:
         ValueError: there is no checkpoint, or tensors are missing or surplus; the message names
@@ -59,7 +60,17 @@ def load_weights(model: CausalLM, path: Path) -> None:
         for name, tensor in stored_tensors(path, model.config, wants)
     )
     misfit = f"The checkpoint in {path} does not fit {model.config.architecture}"
-    fill(model, stored, misfit, {OUTPUT: UNTIED})
+    number = len(weight_table(model))
+    with progress("weights", number, "tensors", every=5, is_shown=is_shown) as bar:
+        fill(model, _counted(stored, bar), misfit, {OUTPUT: UNTIED})
+
+
+def _counted(
+    tensors: Iterable[tuple[str, torch.Tensor | StoredWeight]], bar: Progress
+) -> Iterator[tuple[str, torch.Tensor | StoredWeight]]:
+    for each in tensors:
+        yield each
+        bar.advance()
 
 
 def stored_tensors(
@@ -91,7 +102,8 @@ def fill(
     misfit: str,
     remedies: Mapping[str, str] = NO_REMEDIES,
 ) -> None:
-    """Fill `model` from named tensors. remedies: sentences by the name of a missing tensor.
+    """Fill `model` from named tensors. A surplus bias of zeros is left out. remedies: sentences by
+    the name of a missing tensor.
 
     Raises:
         ValueError: tensors are missing or surplus; the message names them after `misfit`.
@@ -101,12 +113,17 @@ def fill(
     for name, tensor in tensors:
         if name in missing:
             load_tensor(name, tensor, missing.pop(name))
-        else:
+        elif not _is_zero_bias(name, tensor):
             surplus.append(name)
     if missing or surplus:
         found = [f"{misfit}: missing {listed(missing)}; surplus {listed(surplus)}."]
         found += [remedy for name, remedy in remedies.items() if name in missing]
         raise ValueError(" ".join(found))
+
+
+def _is_zero_bias(name: str, tensor: torch.Tensor | StoredWeight) -> bool:
+    """Quantisers of GPTQ write a bias of zeros for each layer, also for those that have none."""
+    return name.endswith(".bias") and isinstance(tensor, torch.Tensor) and not tensor.any()
 
 
 def fill_random(model: Module, seed: int = 0) -> None:

@@ -76,13 +76,22 @@ def read_states_file(file: Path) -> HiddenStates:
     metadata = metadata_of(file)
     if metadata.get("format") != FORMAT:
         raise ValueError(f"{file}: format = {metadata.get('format')!r}: {FORMAT!r} is accepted")
-    record = read_line(metadata["record"])
-    assert isinstance(record, TrafficRecord)
+    record = read_line(metadata.get("record", ""), str(file))
     try:
+        layers = tuple(map(int, metadata.get("layers", "").split(",")))
         tensors = load_file(file)
-    except (OSError, SafetensorError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise ValueError(f"cannot read {file}: {error}") from error
-    captured, hidden = tensors["captured"], tensors["hidden"]
-    ids = torch.tensor([*record.prompt, *record.output][: len(hidden)])
-    layers = tuple(map(int, metadata["layers"].split(",")))
+    captured, hidden = (tensors.get(name, torch.empty(0)) for name in ("captured", "hidden"))
+    rows, size = (*hidden.shape, 0, 0)[:2]
+    if (
+        not isinstance(record, TrafficRecord)
+        or tensors.keys() != {"captured", "hidden"}
+        or not (hidden.dtype == captured.dtype and hidden.is_floating_point())
+        or hidden.shape != (rows, size)
+        or captured.shape != (rows, size * len(layers))
+        or rows != len(record.prompt) + len(record.output) - 1
+    ):
+        raise ValueError(f"{file}: its tensors are not the hidden states of its record")
+    ids = torch.tensor([*record.prompt, *record.output][:rows])
     return HiddenStates(record, layers, ids, captured, hidden)

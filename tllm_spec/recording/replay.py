@@ -19,20 +19,21 @@ from tempfile import TemporaryDirectory
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from tllm_spec.config.engine_config import SchedulerConfig
 from tllm_spec.config.llm_args import LlmArgs
-from tllm_spec.config.scheduler_config import SchedulerConfig
 from tllm_spec.config.speculative_config import DecodingBaseConfig
 from tllm_spec.executor.build import BuiltExecutor, build_executor
 from tllm_spec.executor.decoding_rules import DecodingRules
 from tllm_spec.executor.engine.replayed_engine import ReplayedEngine
-from tllm_spec.executor.request import DraftCounters, LlmRequest, StopMatch
+from tllm_spec.executor.request import DraftCounters, LlmRequest, RequestPause, StopMatch
 from tllm_spec.executor.request_limits import RequestLimits
 from tllm_spec.executor.resources.kv_cache import ROUNDS_AHEAD
-from tllm_spec.executor.speculative.draft_length.draft_len_limits import rows_with_contexts
-from tllm_spec.executor.speculative.draft_length.request_pause import RequestPause
+from tllm_spec.executor.speculative.draft_length.draft_len_table import rows_with_contexts
 from tllm_spec.executor.speculative.modes import draft_plan_of
+from tllm_spec.grammar.guided_decoding import compiler_name
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.outputs import SpeculativeStats
+from tllm_spec.progress import progress
 from tllm_spec.recording.hidden_states import read_states_file
 from tllm_spec.recording.traffic_record import TrafficRecord
 from tllm_spec.text.tokenizer import tokenizer_of
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 MAX_BATCH_SIZE = 64
 MAX_TOKENS = 1 << 15  # in the KV cache, unless a text is longer
 NUM_WITH_STATES = 256  # texts whose hidden states are in the host's memory together
+STEPS_OF_PROGRESS = 32  # after so many, it is looked how many requests have ended
 STAND_IN = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -98,6 +100,9 @@ def replay(
     simulated = why_simulated(records, args)
     texts = {index: [*each.prompt, *each.output] for index, each in enumerate(records)}
     longest = max(map(len, texts.values()), default=0)
+    vocab_size = ModelConfig.from_pretrained(resolve_model(args.model)).vocab_size
+    for record in records:
+        record.check_tokens(vocab_size)
     with _target_of(_replayable(args, spec, longest)) as built_args:
         tokenizer = tokenizer_of(args)
         built = build_executor(built_args, tokenizer, _ignore, texts=texts)
@@ -105,22 +110,28 @@ def replay(
     built.executor.enter_thread()
     engine = built.executor.parts.runner.engine
     if not isinstance(engine, ReplayedEngine):
-        run_to_end(built, requests)
+        run_to_end(built, requests, "replay")
     else:
         for first in range(0, len(requests), NUM_WITH_STATES):
             part = slice(first, first + NUM_WITH_STATES)
             _find_states(built, engine, requests[part], records[part], states)
-            run_to_end(built, requests[part])
+            run_to_end(built, requests[part], "replay")
     if any(map(_needs_host, records)) and any(each.draft_pause.num_pauses for each in requests):
         simulated.append("next to logits processors, pauses of drafts begin a round earlier")
     return Replayed([request.counters.stats() for request in requests], simulated)
 
 
-def run_to_end(built: BuiltExecutor, requests: Sequence[LlmRequest]) -> None:
-    """Raises ValueError if a request fails."""
+def run_to_end(built: BuiltExecutor, requests: Sequence[LlmRequest], title: str = "") -> None:
+    """title: of its progress; none is shown without. Raises ValueError if a request fails."""
     built.queue.put(list(requests))
-    while built.executor.step():
-        pass
+    with progress(title, len(requests), "requests", every=5, is_shown=bool(title)) as bar:
+        running, num_steps = list(requests), 0
+        while built.executor.step():
+            num_steps += 1
+            if title and num_steps % STEPS_OF_PROGRESS == 0:
+                number = len(running)
+                running = [each for each in running if not each.is_finished]
+                bar.advance(number - len(running))
     for request in requests:
         if request.error is not None:
             raise ValueError(f"a recorded request cannot be replayed: {request.error}")
@@ -141,7 +152,14 @@ def _find_states(
     readers = []
     for request, record in zip(requests, records, strict=True):
         file = states.get(record.id)
-        found = None if file is None else read_states_file(file).of_layers(layers, num_layers)
+        found = None
+        if file is not None:
+            recorded = read_states_file(file)
+            if recorded.record.prompt + recorded.record.output != record.prompt + record.output:
+                raise ValueError(f"{file} has hidden states of another text than {record.place}")
+            found = recorded.of_layers(layers, num_layers)
+        if found is not None and found.shape[1] != engine.spec.buffer.shape[1]:
+            raise ValueError(f"{file}: the hidden states are of another model")
         if found is not None:
             engine.states[request.request_id] = found
         else:
@@ -155,7 +173,7 @@ def _find_states(
             }
             readers.append(replace(request, **whole))
     engine.is_reading = True
-    run_to_end(built, readers)
+    run_to_end(built, readers, "hidden states" if readers else "")
     engine.is_reading = False
     # The requests have the same ids.
     built.executor.parts.sampler.groups.forget()
@@ -179,6 +197,9 @@ def why_simulated(records: Sequence[TrafficRecord], args: LlmArgs) -> list[str]:
         ),
         "what sa_config has learned depends on the order of requests": _learns(spec),
         "some requests had a grammar": any(each.guided for each in records),
+        "some grammars were another compiler's, which gives a seed other texts": any(
+            each.guided not in (False, compiler_name()) for each in records
+        ),
         "some requests were preempted": any(each.num_preemptions for each in records),
         "pages of the draft model may be missing": _may_lack_pages(records, args),
         "max_num_tokens cuts the drafts of large batches": _cuts_drafts(records, args, spec),
@@ -248,7 +269,8 @@ def _replayable(args: LlmArgs, spec: DecodingBaseConfig, longest: int) -> LlmArg
 
 
 def request_of(number: int, record: TrafficRecord, limits: RequestLimits) -> LlmRequest:
-    """The recorded request. What changes the target's choice is left out."""
+    """The recorded request. What changes the target's choice is left out. Raises ValueError for one
+    that the engine cannot run."""
     wanted, longest = record.draft_limit, limits.max_draft_len
     sampling = record.sampling
     rules = DecodingRules(
@@ -270,7 +292,8 @@ def request_of(number: int, record: TrafficRecord, limits: RequestLimits) -> Llm
     )
     if (length := len(record.prompt) + len(record.output)) > limits.max_seq_len:
         raise ValueError(
-            f"a record has {length} tokens, and the engine of a replay runs {limits.max_seq_len}"
+            f"{record.place}: the text has {length} tokens, and the engine of a replay runs "
+            f"{limits.max_seq_len}"
         )
     return LlmRequest(
         request_id=number,

@@ -13,15 +13,26 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from time import time_ns  # noqa: TID251  # files have dates
-from typing import Any
+from time import monotonic, sleep, time_ns  # noqa: TID251  # files have dates
+from typing import Any, NamedTuple
 
-from tllm_spec.recording.traffic_record import TrafficRecord, read_line
+from tllm_spec.recording.traffic_record import TrafficHeader, TrafficRecord, read_line
 
 NUM_FILES = 16  # that the folder's size is divided into
 PATTERN = "traffic-*.jsonl"
 STATES_PATTERN = "hidden-*.safetensors"  # of `hidden_states`
+MADE = ".new"  # the suffix of a file that is being written, to replace one
+LOCK_SECONDS = 60.0  # that a recorder waits for others, as for one that erases
+POLL_SECONDS = 0.01
 NO_CLIENT = ""  # instead of a hash
+
+
+class RecordName(NamedTuple):
+    """Which record it is and whose, as in `TrafficRecord`."""
+
+    id: str
+    client: str
+    user: str
 
 
 class TrafficFolder:
@@ -70,19 +81,19 @@ class TrafficFolder:
             _replace(file, content)
             self._drop_oldest()
 
-    def erase(self, is_unwanted: Callable[[TrafficRecord], bool]) -> int:
-        """Removes records and their hidden states, and returns how many records. Raises OSError and
-        ValueError as reading does."""
+    def erase(self, is_unwanted: Callable[[RecordName], bool]) -> int:
+        """Removes records and their hidden states, and returns how many records. What a crash has
+        damaged is removed, too, as nothing says whose it is. Raises OSError as reading does."""
         number = 0
         with self._locked():
             for file in files_of(self.path):
                 lines = file.read_bytes().splitlines(keepends=True)
-                kept = [line for line in lines if not _is(is_unwanted, line)]
+                kept = [line for line in lines if _is_header(line) or not _is(is_unwanted, line)]
                 if len(kept) < len(lines):
                     _replace(file, b"".join(kept))
                     number += len(lines) - len(kept)
             for file in states_files_of(self.path):
-                if _is(is_unwanted, metadata_of(file)["record"].encode()):
+                if _is(is_unwanted, _record_of(file)):
                     file.unlink()
         return number
 
@@ -106,10 +117,25 @@ class TrafficFolder:
     def _locked(self) -> Iterator[None]:
         lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            take_lock(lock, LOCK_SECONDS)
+            for left in self.path.glob(f"*{MADE}"):  # by one who was killed
+                left.unlink()
             yield
         finally:
             os.close(lock)
+
+
+def take_lock(descriptor: int, seconds: float) -> None:
+    """Locks a file against other processes and threads. Raises TimeoutError, which is an OSError,
+    where another one has it for longer."""
+    deadline = monotonic() + seconds
+    while True:
+        try:
+            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if monotonic() > deadline:
+                raise TimeoutError(f"another process has had its lock for {seconds:g} s") from None
+        sleep(POLL_SECONDS)
 
 
 def files_of(path: Path) -> list[Path]:
@@ -133,13 +159,16 @@ def metadata_of(file: Path) -> dict[str, str]:
     try:
         with file.open("rb") as content:
             size = int.from_bytes(content.read(8), "little")
-            found: dict[str, str] = json.loads(content.read(size))["__metadata__"]
-    except (OSError, ValueError, KeyError, MemoryError, OverflowError) as error:
+            header: Any = json.loads(content.read(min(size, file.stat().st_size)))
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"cannot read {file}: {error}") from error
+    found = header.get("__metadata__") if isinstance(header, dict) else None
+    if not isinstance(found, dict) or not all(isinstance(each, str) for each in found.values()):
+        raise ValueError(f"cannot read {file}: it has no metadata")
     return found
 
 
-def read_traffic(path: Path) -> Iterator[TrafficRecord | dict[str, Any]]:
+def read_traffic(path: Path) -> Iterator[TrafficRecord | TrafficHeader]:
     """The records of a folder or file in order, each file's after its header. The line that is just
     being written is left out. Raises ValueError that names a line that is not in the format, and
     for a folder without records."""
@@ -149,10 +178,10 @@ def read_traffic(path: Path) -> Iterator[TrafficRecord | dict[str, Any]]:
     for file in files:
         for number, line in enumerate(_text_of(file), start=1):
             try:
-                yield read_line(line)
-            except ValueError as error:
+                yield read_line(line, f"{file}, line {number}")
+            except ValueError:
                 if line.endswith("\n"):
-                    raise ValueError(f"{file}, line {number}: {error}") from error
+                    raise
 
 
 def read_records(path: Path, number: int | None = None) -> list[TrafficRecord]:
@@ -224,7 +253,7 @@ def _write(file: Path, data: bytes) -> None:
 
 
 def _replace(file: Path, data: bytes) -> None:
-    made = file.with_suffix(".new")
+    made = file.with_suffix(MADE)
     try:
         made.unlink(missing_ok=True)
         _write(made, data)
@@ -234,6 +263,29 @@ def _replace(file: Path, data: bytes) -> None:
         raise
 
 
-def _is(is_unwanted: Callable[[TrafficRecord], bool], line: bytes) -> bool:
-    found = read_line(line.decode())
-    return isinstance(found, TrafficRecord) and is_unwanted(found)
+def _record_of(file: Path) -> bytes:
+    """The record in a file of hidden states; empty for one that is damaged."""
+    try:
+        return metadata_of(file).get("record", "").encode()
+    except ValueError:
+        return b""
+
+
+def _is_header(line: bytes) -> bool:
+    return "format" in _object_of(line)
+
+
+def _is(is_unwanted: Callable[[RecordName], bool], line: bytes) -> bool:
+    """Also where a line does not say whose it is. Records of other versions do."""
+    found = _object_of(line)
+    names = [found[name] for name in RecordName._fields if isinstance(found.get(name), str)]
+    return len(names) < len(RecordName._fields) or is_unwanted(RecordName(*names))
+
+
+def _object_of(line: bytes) -> dict[str, Any]:
+    """Empty for what is no JSON object."""
+    try:
+        found: Any = json.loads(line)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -1,17 +1,51 @@
 """One served request as a line of recorded traffic: what replaying it needs, and what happened."""
 
 import json
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any
 
-from pydantic import NonNegativeInt
+from pydantic import ConfigDict, Field, PrivateAttr
+from typing_extensions import TypedDict
 
-from tllm_spec.config.config_base import ConfigModel
+from tllm_spec.config.config_base import ConfigModel, check
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.outputs import SpeculativeStats
 
 FORMAT = "tllm_spec traffic 1"
 NOT_SHOWN = {"model", "record_traffic", "record_traffic_mib", "record_hidden_states"}
+
+
+Count = Annotated[int, Field(ge=0, lt=1 << 62)]
+TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
+Tokens = Annotated[list[TokenId], Field(min_length=1)]
+Number = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+class Sampling(TypedDict):
+    """Those fields of `DecodingRules` that are replayed. It has the others, too."""
+
+    __pydantic_config__ = ConfigDict(extra="allow", strict=True)  # type: ignore[misc]  # pydantic's
+
+    temperature: Number
+    top_k: Annotated[int, Field(ge=0, lt=1 << 31)]
+    top_p: Share
+    min_p: Share
+    end_ids: list[TokenId]
+    stop_token_ids: list[TokenId]
+
+
+class TrafficHeader(ConfigModel):
+    """The first line of a file: which model was served, with which options of `LLM`."""
+
+    format: str
+    model: str
+    options: dict[str, Any]
+
+    @check
+    def _check_format(self) -> Iterator[str]:
+        if self.format != FORMAT:
+            yield f"format = {self.format!r}: {FORMAT!r} is accepted"
 
 
 class TrafficRecord(ConfigModel):
@@ -20,26 +54,52 @@ class TrafficRecord(ConfigModel):
     id: str
     client: str  # hashes; see `TrafficFolder.hash_of`
     user: str
-    arrived_us: NonNegativeInt  # since 1970
-    prompt: list[NonNegativeInt]
-    output: list[NonNegativeInt]
-    seed: int  # the request's own, or the one that was drawn
-    sampling: dict[str, Any]  # the fields of `DecodingRules`
-    max_tokens: int
-    draft_limit: int | None  # longest draft that the request wanted, if it wanted shorter ones
-    guided: bool
+    arrived_us: Count  # since 1970
+    prompt: Tokens
+    output: Tokens
+    # The request's own, or the one that was drawn.
+    seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]
+    sampling: Sampling
+    max_tokens: Annotated[int, Field(ge=1, lt=1 << 62)]
+    draft_limit: Count | None  # longest draft that the request wanted, if it wanted shorter ones
+    # What compiled its grammar, with its version; True: xgrammar; False: none.
+    guided: bool | str
     finish_reason: str
     # The rounds that brought tokens: microseconds since the arrival, tokens, and how many drafts
     # were verified; None for drafts: the first token, which the prompt's forward brings.
-    rounds: list[list[int | None]]
+    rounds: list[Annotated[list[Count | None], Field(min_length=3, max_length=3)]]
     # As `SpeculativeStats` has them, drafted and accepted by position.
-    num_rounds: int
-    num_emitted: int
-    drafted: list[int]
-    accepted: list[int]
-    cached_tokens: int
-    num_preemptions: int
-    draft_version: int  # how often draft weights had been swapped when it began
+    num_rounds: Count
+    num_emitted: Count
+    drafted: list[Count]
+    accepted: list[Count]
+    cached_tokens: Count
+    num_preemptions: Count
+    draft_version: Count  # how often draft weights had been swapped when it began
+
+    _place: str = PrivateAttr("")
+
+    def __eq__(self, other: object) -> bool:
+        """Wherever they were read."""
+        return isinstance(other, TrafficRecord) and vars(self) == vars(other)
+
+    @check
+    def _check_together(self) -> Iterator[str]:
+        if len(self.drafted) != len(self.accepted):
+            yield f"drafted has {len(self.drafted)} numbers, and accepted {len(self.accepted)}"
+        if any(None in each[:2] for each in self.rounds):
+            yield "rounds: only the number of drafts may be null"
+
+    @property
+    def place(self) -> str:
+        """Where it was read, for messages."""
+        return self._place or f"record {self.id}"
+
+    def check_tokens(self, vocab_size: int) -> None:
+        """Raises ValueError for a token id that the model does not have."""
+        most = max(max(self.prompt), max(self.output))
+        if most >= vocab_size:
+            raise ValueError(f"{self.place}: token id {most}; the model has 0 to {vocab_size - 1}")
 
     def to_line(self) -> bytes:
         values = {name: getattr(self, name) for name in type(self).model_fields}
@@ -63,16 +123,19 @@ def header_of(args: LlmArgs) -> bytes:
     return json.dumps(header, separators=(",", ":")).encode() + b"\n"
 
 
-def read_line(line: str) -> TrafficRecord | dict[str, Any]:
-    """A record, or the header of a file. Raises ValueError for any other line."""
-    tree: Any = json.loads(line)
-    if not isinstance(tree, dict):
-        raise ValueError("a JSON object is needed")
-    if "format" not in tree:
-        return TrafficRecord(**tree)
-    if tree["format"] != FORMAT:
-        raise ValueError(f"format = {tree['format']!r}: {FORMAT!r} is accepted")
-    return tree
+def read_line(line: str, place: str = "") -> TrafficRecord | TrafficHeader:
+    """A record, or the header of a file. Raises ValueError for any other line, with its `place`."""
+    try:
+        tree: Any = json.loads(line)
+        if not isinstance(tree, dict):
+            raise ValueError("a JSON object is needed")
+        if "format" in tree:
+            return TrafficHeader(**tree)
+        record = TrafficRecord(**tree)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{place}: {error}" if place else str(error)) from error
+    record._place = place
+    return record
 
 
 def rounds_until(

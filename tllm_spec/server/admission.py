@@ -17,8 +17,7 @@ from fastapi.concurrency import run_in_threadpool
 
 from tllm_spec.request_errors import ContextLengthExceeded, GrammarsUnavailable
 from tllm_spec.sampling_params import SamplingParams
-from tllm_spec.server.callers import NOBODY, Caller
-from tllm_spec.server.guard import CLIENT_CLOSED_REQUEST
+from tllm_spec.server.guard import CLIENT_CLOSED_REQUEST, NOBODY, Caller
 from tllm_spec.server.refusals import RequestRefused, first_mistakes
 from tllm_spec.server.streaming import unless_disconnected
 from tllm_spec.server.strict_body import LONG_BODY
@@ -32,9 +31,8 @@ if TYPE_CHECKING:
 ENGINE_DOWN = "the engine is down"
 RETRY_AFTER = 1  # seconds
 SPARE_PART = 8  # an eighth of the places is added for clients that have at most an eighth of these
-# Threads that wait for grammars, as many as the engine compiles at once. What they have asked for
-# is compiled even if the client leaves.
-NUM_COMPILING = 2
+# Threads that wait for grammars. What they have asked for is compiled even if the client leaves.
+MAX_COMPILING = 64
 MAX_KNOWN_GRAMMARS = 4096
 
 SAME: Mapping[str, str] = {}
@@ -59,9 +57,9 @@ class Admission:
             # A chat template may take seconds, too.
             self._chat_intake = _one_thread("tllm-chat-intake")
             self._long_chat_intake = _one_thread("tllm-long-chat-intake")
-        # Compiling a grammar may take ten seconds. One client, by its key's name or address,
-        # has one grammar compiled at a time, so others need not wait for all of its grammars.
-        self._compiling = ThreadPoolExecutor(NUM_COMPILING, "tllm-compiling")
+        # Compiling a grammar may take seconds. One client, by its key's name or address, has one
+        # grammar compiled at a time, and others do not wait for it.
+        self._compiling = ThreadPoolExecutor(MAX_COMPILING, "tllm-compiling")
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._known_grammars: OrderedDict[bytes, None] = OrderedDict()  # need not wait for that
 
@@ -103,7 +101,7 @@ class Admission:
                             store=caller.store,
                         )
                     )
-            except ValueError:
+            except (ValueError, RuntimeError):
                 for handle in handles:
                     handle.abort()
                 raise
@@ -120,7 +118,7 @@ class Admission:
 
     async def _compile_grammar(self, request: Request, params: SamplingParams) -> None:
         """Raises ValueError for a grammar that cannot be used, and RequestRefused when the client
-        leaves: then the grammar of another one has its turn."""
+        leaves: a grammar that waits for another one of its client is not compiled then."""
         if params.guided_decoding is None:
             return
         source = params.guided_decoding.source

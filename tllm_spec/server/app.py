@@ -23,27 +23,23 @@ from tllm_spec.prompts import max_model_len
 from tllm_spec.request_handle import RequestHandle
 from tllm_spec.sampling_params import SamplingParams
 from tllm_spec.server.admission import ENGINE_DOWN, SAME, Admission, bad_request, engine_running
-from tllm_spec.server.answer_size import AnswerLimit, AnswerSize, size_of
-from tllm_spec.server.callers import Caller, caller_of
 from tllm_spec.server.chat_answer import ParsedText, chat_answer, parsed_texts
-from tllm_spec.server.draft_routes import DraftRoutes
 from tllm_spec.server.echo import completion_answer
 from tllm_spec.server.engine import Engine
 from tllm_spec.server.error_handlers import add_error_handlers
-from tllm_spec.server.guard import CLIENT_CLOSED_REQUEST, Guard
-from tllm_spec.server.histograms import Histograms
+from tllm_spec.server.guard import CLIENT_CLOSED_REQUEST, Caller, Guard, caller_of
+from tllm_spec.server.histograms import Histograms, PerfMetrics
 from tllm_spec.server.json_parts import render
 from tllm_spec.server.metrics import EngineMetrics
 from tllm_spec.server.options import ServerOptions
 from tllm_spec.server.pages import Pages
-from tllm_spec.server.perf_metrics import PerfMetrics
 from tllm_spec.server.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
     GenerationRequest,
     StreamOptions,
 )
-from tllm_spec.server.refusals import RequestRefused
+from tllm_spec.server.refusals import AnswerLimit, AnswerSize, RequestRefused, size_of
 from tllm_spec.server.responses import Answer
 from tllm_spec.server.responses_answer import ResponseAnswer
 from tllm_spec.server.responses_protocol import CHAT_NAMES, ResponsesRequest
@@ -56,7 +52,7 @@ from tllm_spec.server.streaming import (
     unless_disconnected,
 )
 from tllm_spec.server.strict_body import LONG_BODY, StrictBodyRoute
-from tllm_spec.server.token_routes import TokenRoutes
+from tllm_spec.server.token_routes import DraftRoutes, TokenRoutes
 from tllm_spec.server.traces import Traces
 from tllm_spec.text.chat_prompt import ChatPrompts
 
@@ -77,8 +73,9 @@ class OpenAIServer:
         histograms: Histograms | None = None,
         traces: Traces | None = None,
         draining: asyncio.Event | None = None,
+        replica: str | None = None,
     ) -> None:
-        """draining: set when the server is about to end."""
+        """draining: set when the server is about to end. replica: as of `EngineMetrics`."""
         if llm.tokenizer is None:
             raise ValueError(
                 "skip_tokenizer_init = True cannot be served over HTTP: answers are text"
@@ -90,7 +87,7 @@ class OpenAIServer:
         self._created = int(time.time())  # noqa: TID251  # a date
         self._histograms = histograms or Histograms()
         vllm_model = served_model_name if self._options.vllm_metrics else None
-        self._metrics = EngineMetrics(llm.server_info, self._histograms, vllm_model)
+        self._metrics = EngineMetrics(llm.server_info, self._histograms, vllm_model, replica)
         self._perf_metrics = PerfMetrics()
         self._traces = traces
         self._draining = draining or asyncio.Event()

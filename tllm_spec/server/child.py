@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import os
+import resource
 import signal
 import socket
 import sys
@@ -18,6 +19,38 @@ from typing import Any
 from tllm_spec.server.logs import LogFormat, configure_logs
 from tllm_spec.server.wire import new_unpacker, pack
 
+# Limits that the host sets for a process (`ulimit`), read before they are met.
+
+
+WANTED_FILES = 1 << 16
+OTHER_FILES = 32  # open files of a front process that are no connections
+MIN_FILES = OTHER_FILES + 32
+
+
+def raise_file_limit() -> int:
+    """Raises the limit of open files as far as the system allows, and returns it. Raises ValueError
+    for a limit with which nothing can be served."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = WANTED_FILES if soft == resource.RLIM_INFINITY else soft
+    if limit < WANTED_FILES:
+        limit = WANTED_FILES if hard == resource.RLIM_INFINITY else min(WANTED_FILES, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    if limit < MIN_FILES:
+        raise ValueError(
+            f"a process may have {limit} open files, and a server needs {MIN_FILES}: raise the "
+            "limit (ulimit -n)"
+        )
+    return limit
+
+
+def memory_note() -> str:
+    """What may explain that a process has ended or had too little memory; often nothing."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if soft == resource.RLIM_INFINITY:
+        return ""
+    return f"; a process may have {soft >> 20} MiB of address space (ulimit -v)"
+
+
 ENDS_SOON = pack("ends soon")
 FAILED = 1  # exit status
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # that end the server
@@ -25,8 +58,9 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # that end the server
 
 @dataclass(frozen=True)
 class ChildSettings:
-    """Plain values. llm: the arguments of LLM. engine_paths: the engines' Unix sockets; number: for
-    an engine, which of them it is. server: of `ServerOptions`; tls: of `Tls`, if there are any."""
+    """Plain values. llm: the arguments of LLM. engine_paths: the engines' Unix sockets. server: of
+    `ServerOptions`; tls: of `Tls`, if there are any. number: which of the engines, or of the
+    fronts, it is. log_name: what its log lines say of that, where there are several."""
 
     llm: dict[str, Any]
     served_model_name: str
@@ -36,6 +70,7 @@ class ChildSettings:
     server: dict[str, Any]
     tls: dict[str, Any] | None
     number: int = 0
+    log_name: str = ""
 
 
 def engine_process(tensor_parallel_size: int) -> str:
@@ -64,9 +99,9 @@ class Control:
         if message is None:
             sys.exit(FAILED)
         settings = ChildSettings(**message)
-        configure_logs(settings.log_level, settings.log_format)
-        if settings.log_format == "json" or not sys.stderr.isatty():
-            os.environ.setdefault("TQDM_DISABLE", "1")  # read when tqdm is imported
+        configure_logs(settings.log_level, settings.log_format, settings.log_name)
+        # Lines of the log in place of bars, which several processes would draw over each other.
+        os.environ.setdefault("TQDM_DISABLE", "1")
         return settings
 
     def watch(self) -> None:

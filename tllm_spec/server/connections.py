@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -12,10 +13,25 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from tllm_spec.server.refusals import HEADERS_TOO_LARGE, MAX_HEADER_BYTES, RequestRefused
+from tllm_spec.server.refusals import RequestRefused
 
 LINGER_SECONDS = 30.0  # that a client has to read the answer to a request that it is still sending
-TOO_LARGE = 431
+DROP_RATE = 1 << 23  # bytes a second that are read, and dropped, meanwhile
+NOT_HTTP = "this is not an HTTP request"
+MAX_HEADER_BYTES = 1 << 16  # of a request
+MAX_HEADERS = 256
+END_OF_HEAD = re.compile(rb"\n\r?\n")
+# In a turn of the event loop a connection has so many events of h11, from parts of so many bytes.
+MAX_EVENTS = 32
+PART = 1 << 12
+# A body may have so many chunks, and one more for so many bytes: each takes as long as they do.
+FREE_CHUNKS = 1 << 12
+BYTES_PER_CHUNK = 1 << 10
+TOO_LARGE = {
+    413: "the body has too many small chunks; send larger ones, or its Content-Length",
+    431: f"the headers are too large: at most {MAX_HEADER_BYTES} bytes in {MAX_HEADERS} lines are "
+    "accepted",
+}
 
 logger = logging.getLogger(__name__)
 # uvicorn warns of each malformed request, without an address.
@@ -24,44 +40,109 @@ uvicorn_errors.setLevel(logging.ERROR)
 
 
 class LimitedRequests(h11.Connection):
-    """h11 has a limit for headers whose end is missing only. Here they have it, too, when their end
-    has come with them."""
+    """h11 with limits: of headers before they are parsed, of trailers, and of the number of chunks.
+    `refusal` says which one was met, or that this is not HTTP.
 
-    is_too_large = False
+    It works in turns: after `MAX_EVENTS` events, which also limits the bytes of one turn,
+    `next_event` says `NEED_DATA` until `start_turn`. Where there is more, `is_cut` is true then."""
 
     def __init__(self) -> None:
         super().__init__(h11.SERVER, MAX_HEADER_BYTES)
+        self.refusal: RequestRefused | None = None
+        self.is_cut = False
+        self._unread = bytearray()
+        self._num_events = self._num_chunks = self._num_bytes = 0
 
     @property
     def num_unparsed(self) -> int:
         """Counts bytes."""
-        return len(self.trailing_data[0])
+        return len(self.trailing_data[0]) + len(self._unread)
+
+    def receive_data(self, data: bytes) -> None:
+        """As h11's."""
+        self._unread += data
+
+    def start_turn(self) -> None:
+        self._num_events, self.is_cut = 0, False
 
     def next_event(self) -> Any:
         """As h11's. Raises h11.RemoteProtocolError."""
-        num_before = self.num_unparsed if self.their_state is h11.IDLE else 0
         try:
-            event = super().next_event()
-            if type(event) is h11.Request and num_before - self.num_unparsed > MAX_HEADER_BYTES:
-                raise h11.RemoteProtocolError(HEADERS_TOO_LARGE, TOO_LARGE)
+            while self._num_events < MAX_EVENTS:
+                self._num_events += 1
+                self._check_head()
+                event = super().next_event()
+                self._check_body(event)
+                if event is not h11.NEED_DATA or not self._unread:
+                    return event
+                super().receive_data(bytes(self._unread[:PART]))
+                del self._unread[:PART]
         except h11.RemoteProtocolError as error:
-            self.is_too_large = error.error_status_hint == TOO_LARGE
+            status = error.error_status_hint
+            self.refusal = RequestRefused(400, NOT_HTTP)
+            if status in TOO_LARGE:
+                self.refusal = RequestRefused(status, TOO_LARGE[status])
             raise
-        return event
+        self.is_cut = True
+        return h11.NEED_DATA
+
+    def _check_head(self) -> None:
+        data = self.trailing_data[0] if self.their_state is h11.IDLE else b""
+        if len(data) <= MAX_HEADER_BYTES and data.count(b"\n") <= MAX_HEADERS:
+            return
+        end = END_OF_HEAD.search(data)
+        size = end.end() if end else len(data)
+        if size > MAX_HEADER_BYTES or data.count(b"\n", 0, size) > MAX_HEADERS + 2:
+            raise h11.RemoteProtocolError("too large", 431)
+
+    def _check_body(self, event: Any) -> None:
+        if event is h11.NEED_DATA and self.their_state is h11.SEND_BODY:
+            if len(self.trailing_data[0]) > PART:  # of a chunk's first line, or of trailers
+                raise h11.RemoteProtocolError("too large", 431)
+        elif type(event) is h11.Request:
+            self._num_chunks = self._num_bytes = 0
+        elif type(event) is h11.Data:
+            self._num_chunks += event.chunk_start
+            self._num_bytes += len(event.data)
+            if self._num_chunks > FREE_CHUNKS + self._num_bytes // BYTES_PER_CHUNK:
+                raise h11.RemoteProtocolError("too many chunks", 413)
 
 
 class LingeringTransport:
     """A transport whose `close` lets a client that `is_sending` read the answer first: if the
-    connection were closed at once, it would see a reset. `is_closing` says so meanwhile."""
+    connection were closed at once, it would see a reset. `is_closing` says so meanwhile.
+
+    While it is held, nothing is read, whatever uvicorn's flow control says."""
 
     def __init__(self, transport: asyncio.Transport, is_sending: Callable[[], bool]) -> None:
         self._transport = transport
         self._is_sending = is_sending
         self._timer: asyncio.TimerHandle | None = None
+        self._is_held = self._is_paused = False
         self.write = transport.write
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
+
+    def pause_reading(self) -> None:
+        self._is_paused = True
+        self._transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        self._is_paused = False
+        self.hold(self._is_held)
+
+    def hold(self, is_held: bool) -> None:
+        self._is_held = is_held
+        if is_held:
+            self._transport.pause_reading()
+        elif not self._is_paused:
+            self._transport.resume_reading()
+
+    def drop(self, data: bytes) -> None:
+        """Reads on after a while: a client that sends on after its answer must not take a core."""
+        self.hold(True)
+        asyncio.get_running_loop().call_later(len(data) / DROP_RATE, self.hold, False)
 
     def is_closing(self) -> bool:
         return self._timer is not None or self._transport.is_closing()
@@ -72,7 +153,8 @@ class LingeringTransport:
             return
         loop = asyncio.get_running_loop()
         self._timer = loop.call_later(LINGER_SECONDS, self._transport.abort)
-        self._transport.resume_reading()
+        self._is_held = False
+        self.resume_reading()
         if self._transport.can_write_eof():
             with suppress(OSError):  # the client has gone
                 self._transport.write_eof()
@@ -83,11 +165,33 @@ class LingeringTransport:
             self._timer.cancel()
 
 
+class Turns:
+    """Lets connections that have more to parse go on, one of them in each turn of the event loop.
+    So however many there are, others wait for one of them only."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[Connection, None] = {}
+
+    def add(self, connection: Connection) -> None:
+        if not self._waiting:
+            connection.loop.call_soon(self._go_on)
+        self._waiting[connection] = None
+
+    def _go_on(self) -> None:
+        connection = next(iter(self._waiting))
+        del self._waiting[connection]
+        if self._waiting:
+            connection.loop.call_soon(self._go_on)
+        connection.handle_events()
+
+
 class Connection(H11Protocol):  # type: ignore[misc]  # uvicorn's types are not followed
     """`header_timeout`: seconds from the first byte of a request, or from connecting, until its
-    headers are complete. A connection that is idle after an answer has uvicorn's time-out."""
+    headers are complete. A connection that is idle after an answer has uvicorn's time-out. `turns`:
+    of all connections of the server."""
 
     header_timeout: float
+    turns: Turns
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -95,6 +199,7 @@ class Connection(H11Protocol):  # type: ignore[misc]  # uvicorn's types are not 
         self.logger = uvicorn_errors
         # The state of each request begins as a copy of this.
         self.app_state: dict[str, Any] = {"write_part": self.write_part}
+        self.handshake: asyncio.Future[Any] | None = None  # of TLS: before it there is no transport
         self._header_timer: asyncio.TimerHandle | None = None
 
     @property
@@ -106,7 +211,7 @@ class Connection(H11Protocol):  # type: ignore[misc]  # uvicorn's types are not 
     @property
     def has_unsent(self) -> bool:
         """Whether an answer waits for its client to read."""
-        return bool(self.transport.get_write_buffer_size())
+        return self.transport is not None and bool(self.transport.get_write_buffer_size())
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -116,24 +221,34 @@ class Connection(H11Protocol):  # type: ignore[misc]  # uvicorn's types are not 
     def data_received(self, data: bytes) -> None:
         # After a client's last request what follows is dropped, as h11 does if it comes at once.
         if self.transport.is_closing() or self.conn.their_state is h11.MUST_CLOSE:
+            self.transport.drop(data)
             return
         super().data_received(data)
-        if not self.is_idle or self.transport.is_closing():
-            self._stop_timer()
-        else:
-            self._await_headers()
         # Where a next request waits, uvicorn reads on after the answer; the client may go before.
         if self.conn.their_state is h11.DONE and self.conn.num_unparsed <= MAX_HEADER_BYTES:
             self.flow.resume_reading()
 
+    def handle_events(self) -> None:
+        """uvicorn's, in turns: between them other connections have theirs."""
+        if self.transport.is_closing():
+            return
+        self.conn.start_turn()
+        super().handle_events()
+        is_closing = self.transport.is_closing()
+        if is_closing or not self.is_idle:
+            self._stop_timer()
+        elif self.conn.num_unparsed:
+            self._await_headers()
+        if not is_closing:
+            self.transport.hold(self.conn.is_cut)
+            if self.conn.is_cut:
+                self.turns.add(self)
+
     def send_400_response(self, msg: str) -> None:
         """Answers what is not HTTP, and headers that are too large. Where that comes after the
         beginning of an answer, as in the body of a GET, the connection is closed."""
-        refusal = (
-            RequestRefused(TOO_LARGE, HEADERS_TOO_LARGE)
-            if self.conn.is_too_large
-            else RequestRefused(400, "this is not an HTTP request")
-        )
+        refusal = self.conn.refusal
+        assert refusal is not None
         logger.info("%s:%d: %s", *(self.client or ("?", 0)), refusal)
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             answer = refusal.response()
@@ -170,11 +285,21 @@ class Connection(H11Protocol):  # type: ignore[misc]  # uvicorn's types are not 
 
     def abort(self) -> None:
         """Closes the connection without sending what is left."""
-        self.transport.abort()
+        if self.transport is not None:
+            self.transport.abort()
+        elif self.handshake is not None:
+            self.handshake.cancel()
+
+    def shutdown(self) -> None:
+        """Closes the connection after the answer in progress."""
+        if self.transport is None:
+            self.abort()
+        else:
+            super().shutdown()
 
     def _is_receiving(self) -> bool:
         """Whether the client may still be sending what is answered, or what is not HTTP."""
-        return self.conn.their_state in (h11.SEND_BODY, h11.ERROR)
+        return self.conn.their_state is h11.SEND_BODY or self.conn.refusal is not None
 
     def _await_headers(self) -> None:
         if self._header_timer is None:

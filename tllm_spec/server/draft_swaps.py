@@ -1,15 +1,68 @@
 """Swaps the draft weights of several engines: all of them swap, or none. The texts of their
-requests do not depend on it, so requests go on meanwhile."""
+requests do not depend on it, so requests go on meanwhile.
+
+What is served is written before and after the engines swap (`DraftInForce`). So whatever ends in
+the middle, an engine or the front that asks, all engines come back to what is written."""
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
-from tllm_spec.server.draft_in_force import DraftInForce, Served
+from tllm_spec.recording.traffic_folder import take_lock
 from tllm_spec.server.engine_client import EngineClient
+
+# Which draft weights the engines of a server have after a swap. It is a file next to their
+# sockets: any front may write it, and an engine that is started again reads it.
+
+
+LOCK_SECONDS = 600.0  # that a swap waits for another one
+
+
+@dataclass(frozen=True)
+class Served:
+    """version: of these weights. before: the folder that the last swap replaced; None if that swap
+    was one back to older weights. last: the latest version that a swap has had, also one that
+    failed: no version has two folders."""
+
+    folder: str
+    version: int
+    before: str | None
+    last: int
+
+
+class DraftInForce:
+    """engine_path: an engine's socket. Methods raise OSError when its folder has been removed."""
+
+    def __init__(self, engine_path: str) -> None:
+        self._path = Path(engine_path).with_name("draft_weights.json")
+
+    @contextmanager
+    def held(self) -> Iterator[Served | None]:
+        """As `read`. Waits until no other thread or process holds it, so there is one swap at a
+        time. Raises TimeoutError, which is an OSError, when that takes too long."""
+        with self._path.with_suffix(".lock").open("a") as lock:
+            take_lock(lock.fileno(), LOCK_SECONDS)
+            yield self.read()
+
+    def read(self) -> Served | None:
+        """What is served; None before the first swap."""
+        return Served(**json.loads(self._path.read_text())) if self._path.exists() else None
+
+    def write(self, served: Served) -> None:
+        """Only while it is held."""
+        new = self._path.with_suffix(".new")
+        new.write_text(json.dumps(asdict(served)))
+        os.replace(new, self._path)
+
 
 logger = logging.getLogger(__name__)
 
@@ -17,12 +70,17 @@ Answer = TypeVar("Answer")
 
 
 class DraftSwaps:
-    """running: the engines that run. Its methods wait for all of them."""
+    """first: the folder that is served before any swap. running: the engines that run. Its methods
+    wait for them."""
 
     def __init__(
-        self, engine_paths: Sequence[str], running: Callable[[], Sequence[EngineClient]]
+        self,
+        engine_paths: Sequence[str],
+        first: str,
+        running: Callable[[], Sequence[EngineClient]],
     ) -> None:
         self._in_force = DraftInForce(engine_paths[0])
+        self._first = Served(first, 0, None, 0)
         self._num_engines = len(engine_paths)
         self._running = running
 
@@ -30,8 +88,9 @@ class DraftSwaps:
         """As `LLM.load_draft_weights`. Raises RuntimeError, too, if an engine does not run, or ends
         before all have swapped."""
         try:
-            with self._in_force.held():
-                return self._swap(folder, keep_cache=keep_cache, force=force, is_back=False)
+            with self._in_force.held() as served:
+                served = served or self._first
+                return self._swap(served, folder, served.folder, keep_cache=keep_cache, force=force)
         except OSError as error:
             raise RuntimeError(f"no engine has swapped its draft weights: {error}") from error
 
@@ -41,31 +100,41 @@ class DraftSwaps:
         try:
             with self._in_force.held() as served:
                 if served is not None and served.folder == folder and served.before is not None:
-                    self._swap(served.before, keep_cache=False, force=True, is_back=True)
+                    self._swap(served, served.before, None, keep_cache=False, force=True)
         except (RuntimeError, ValueError, OSError) as error:
             logger.error("the engines keep the draft weights of %s: %s", folder, error)
 
-    def _swap(self, folder: str, *, keep_cache: bool, force: bool, is_back: bool) -> dict[str, Any]:
+    def settle(self, engine: EngineClient) -> None:
+        """Brings an engine that has connected to what is served: a front, or the engine, may have
+        ended in the middle of a swap."""
+        try:
+            if self._in_force.read() is not None:
+                with self._in_force.held() as served:
+                    _keep(served or self._first, engine)
+        except OSError as error:
+            logger.error("an engine may have other draft weights than the others: %s", error)
+
+    def _swap(
+        self, served: Served, folder: str, before: str | None, *, keep_cache: bool, force: bool
+    ) -> dict[str, Any]:
+        """before: as of `Served`, after the swap."""
         engines = self._running()
         if len(engines) < self._num_engines:
             raise RuntimeError(
                 "an engine is being started; draft weights are swapped in all engines or in none"
             )
-        staged: list[EngineClient] = []
 
         def stage(engine: EngineClient) -> dict[str, Any]:
-            told = engine.swap_step("stage", folder, force or engine is not engines[0])
-            staged.append(engine)
-            return told
+            return engine.swap_step("stage", folder, force or engine is not engines[0])
 
+        version = served.last + 1
         try:
             told = _in_all(engines, stage)[0]
-            done = _in_all(engines, lambda engine: engine.swap_step("commit", keep_cache))
-            version = max(each["version"] for each in done)
-            before = None if is_back else done[0]["before"]
-            self._in_force.write(Served(folder, version, before))
+            self._in_force.write(replace(served, last=version))
+            _in_all(engines, lambda engine: engine.swap_step("commit", keep_cache, version))
+            self._in_force.write(Served(folder, version, before, version))
         except (RuntimeError, ValueError, OSError):
-            _in_all(staged, _go_back)
+            _in_all(engines, partial(_keep, served))
             raise
         return {"version": version, "folder": folder} | told
 
@@ -78,8 +147,10 @@ def _in_all(
         return list(threads.map(step, engines))
 
 
-def _go_back(engine: EngineClient) -> None:
+def _keep(served: Served, engine: EngineClient) -> None:
     try:
-        engine.swap_step("back")
+        engine.swap_step("keep", served.folder, served.version)
     except (RuntimeError, ValueError) as error:
-        logger.error("an engine may have kept the draft weights of a failed swap: %s", error)
+        if not engine.is_running:
+            return  # it reads what is served when it is started again
+        logger.error("an engine may not have the draft weights of %s: %s", served.folder, error)

@@ -10,17 +10,19 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
 from tllm_spec.config.llm_args import LlmArgs
+from tllm_spec.executor.request import Response, StopChecker, StopMatch
 from tllm_spec.executor.request_limits import RequestLimits
 from tllm_spec.intake import Intake, Submission
+from tllm_spec.outputs import Logprob
 from tllm_spec.request_errors import GrammarsUnavailable
 from tllm_spec.request_handle import RequestHandle
 from tllm_spec.sampling_params import SamplingParams
 from tllm_spec.server.child import engine_process
-from tllm_spec.server.remote_sample import RemoteSample
 from tllm_spec.server.wire import (
     new_unpacker,
     pack,
@@ -31,8 +33,81 @@ from tllm_spec.server.wire import (
 from tllm_spec.server_info import server_info
 from tllm_spec.text.tokenizer import Tokenizer
 
+# A request that runs in the engine's process, as a front process sees it: it looks for the stop
+# strings here.
+
+
+@dataclass(slots=True)
+class RemoteSample:
+    """index: which of a prompt's samples it is. num_wanted: tokens of the prompt, and of the output
+    at most. checker: None without stop strings."""
+
+    handle: RequestHandle
+    index: int
+    num_wanted: int
+    checker: StopChecker | None = None
+    min_tokens: int = 0
+    num_tokens: int = 0
+    match: StopMatch | None = None
+    # The tokens from the last ones shown to the end of the stop string.
+    last_token_ids: list[int] = field(default_factory=list)
+    last_logprobs: Sequence[dict[int, Logprob]] = ()
+
+    def checked(self, response: Response) -> tuple[Response | None, bool]:
+        """What the reader gets, and whether the engine must be told to stop.
+
+        The engine goes on for a round or two after a stop string. What it says then is dropped, but
+        for its last response, which has the figures of speculation."""
+        if self.checker is None:
+            return response, False
+        if self.match is not None:
+            return (self._ended(response), False) if response.finish_reason else (None, False)
+        end = self._find_stop(response)
+        if end is None:
+            return response, False
+        self.last_token_ids = response.token_ids[:end]
+        self.last_logprobs = response.logprobs[:end]
+        if response.finish_reason is not None:
+            return self._ended(response), False
+        return None, True
+
+    def _find_stop(self, response: Response) -> int | None:
+        """How many of the new tokens there are up to the end of a stop string. An end token that
+        completes one ends the text as an end token, as in the engine."""
+        assert self.checker is not None
+        for number, token in enumerate(response.token_ids, start=1):
+            self.num_tokens += 1
+            match = self.checker.feed(token)
+            is_end = response.finish_reason == "stop" and number == len(response.token_ids)
+            if match is not None and self.num_tokens > self.min_tokens and not is_end:
+                self.match = match
+                return number
+        return None
+
+    def _ended(self, last: Response) -> Response:
+        assert self.match is not None
+        return Response(
+            last.request_id,
+            self.last_token_ids,
+            self.index,
+            self.last_logprobs,
+            last.prompt_logprobs,
+            last.cached_tokens,
+            last.first_scheduled_time,
+            last.first_token_time,
+            finish_reason="error" if last.error else "stop",
+            stop_reason=self.match.stop,
+            stop_match=self.match,
+            error=last.error,
+            speculative=last.speculative,
+        )
+
+
 logger = logging.getLogger(__name__)
 
+# Seconds that the engine has for work of its threads: to compile a grammar, which is given up much
+# earlier, and to load weights and replay requests with them.
+WORK_SECONDS = {"compile": 60.0, "stage": 600.0, "whole": 600.0}
 QUESTIONS_PAUSE = 0.25  # of the time-out, between an answer and the next question
 SHUT_DOWN = "the server is shutting down"
 
@@ -76,9 +151,10 @@ class EngineConnection(asyncio.Protocol):
         self._on_lost()
         self.closed.set_result(None)
 
-    def send(self, message: Any) -> None:
+    def send(self, message: bytes) -> None:
+        """message: packed, so that what cannot be packed fails before anything is counted."""
         assert self._transport is not None
-        self._transport.write(pack(message))
+        self._transport.write(message)
 
     def close(self) -> None:
         assert self._transport is not None
@@ -103,9 +179,10 @@ class EngineClient:
         intake: Intake | None = None,
         on_kv_events: Callable[[bytes], None] = lambda payload: None,
         on_worse: Callable[[str], None] = lambda folder: None,
+        name: str = "the engine",
     ) -> None:
         """timeout: seconds in which the engine must answer between two rounds; None: any. intake:
-        one that several engines share."""
+        one that several engines share. name: the engine's, in messages."""
         self.args = args
         self.tokenizer: Tokenizer | None = tokenizer
         self.max_seq_len = limits.max_seq_len
@@ -119,7 +196,7 @@ class EngineClient:
         self._num_own_tokens = 0  # that the samples want
         self._num_in_engine = self._num_tokens_in_engine = 0  # of all fronts
         self._down: str | None = None
-        self._timeout = timeout
+        self._timeout, self._name = timeout, name
         self._is_late = False
         connection.serve(self._receive, self._lose)
         if timeout is not None:
@@ -153,13 +230,11 @@ class EngineClient:
         if params.guided_decoding is not None:
             source = params.guided_decoding.source
             try:
-                mistake = self._ask("compile", source.kind, source.text)
+                self._ask("compile", source.kind, source.text)
             except RuntimeError as error:
                 if self._down is not None:
                     raise
                 raise GrammarsUnavailable(f"guided decoding is not available: {error}") from error
-            if mistake is not None:
-                raise ValueError(mistake)
 
     def generate_async(
         self,
@@ -185,8 +260,12 @@ class EngineClient:
         return self.start(made)
 
     def start(self, made: Submission) -> RequestHandle:
-        """Sends the requests of a prompt to the engine."""
+        """Sends the requests of a prompt to the engine. Raises ValueError for what cannot be sent;
+        then they count nowhere."""
         self._check_alive()
+        guided = made.params.guided_decoding
+        grammar = None if guided is None else (guided.source.kind, guided.source.text)
+        message = pack(submission(made.requests, grammar))
         ids = made.ids
         handle = made.handle(self.tokenizer, lambda: self._in_loop(self._cancel, ids, "cancelled"))
         samples = {}
@@ -196,9 +275,7 @@ class EngineClient:
             samples[request.request_id] = RemoteSample(
                 handle, request.index, num_tokens, checker, minimum
             )
-        guided = made.params.guided_decoding
-        grammar = None if guided is None else (guided.source.kind, guided.source.text)
-        self._in_loop(self._submit, samples, submission(made.requests, grammar))
+        self._in_loop(self._submit, samples, message)
         return handle
 
     def server_info(self) -> dict[str, Any]:
@@ -211,11 +288,9 @@ class EngineClient:
         """As `LLM.load_draft_weights`. Not from the event loop."""
         return self.swap_step("whole", folder, keep_cache, force)
 
-    def swap_step(self, step: str, *arguments: str | bool) -> dict[str, Any]:
+    def swap_step(self, step: str, *arguments: str | bool | int) -> dict[str, Any]:
         """As the method of `DraftSwap` with this name. Not from the event loop."""
         told: dict[str, Any] = self._ask("swap", step, *arguments)
-        if (mistake := told.get("mistake")) is not None:
-            raise ValueError(mistake)
         return told
 
     def get_stats(self) -> list[dict[str, Any]]:
@@ -232,16 +307,20 @@ class EngineClient:
         if self._down is not None:
             raise RuntimeError(self._down)
 
-    def _ask(self, kind: str, *question: str | bool) -> Any:
+    def _ask(self, kind: str, *question: str | bool | int) -> Any:
+        """Raises ValueError where the question is a mistake, RuntimeError where the engine cannot
+        answer, or not in time."""
         self._check_alive()
         answer: Future[Any] = Future()
-        self._in_loop(self._send_question, kind, question, answer)
+        question_id = next(self._question_ids)
+        message = pack([kind, question_id, *question])
+        self._in_loop(self._send_question, question_id, message, answer)
+        # The engine's threads may load weights or compile, but it has rounds all the time.
+        seconds = WORK_SECONDS.get(kind if kind == "compile" else str(question[0]), self._timeout)
         try:
-            # The engine's threads may load weights or compile, but it has rounds all the time.
-            is_quick = kind == "call" or question[0] in ("commit", "back")
-            return answer.result(self._timeout if is_quick else None)
+            return answer.result(seconds)
         except FutureTimeout:
-            raise RuntimeError(f"it has not answered for {self._timeout:g} s") from None
+            raise RuntimeError(f"it has not answered for {seconds:g} s") from None
 
     def _in_loop(self, function: Callable[..., None], *arguments: Any) -> None:
         try:
@@ -257,12 +336,14 @@ class EngineClient:
         answer: Future[Any] = Future()
         answer.add_done_callback(self._on_sign_of_life)
         self._late_timer = self._loop.call_later(self._timeout, self._on_late)
-        self._send_question("call", ["ping"], answer)
+        question_id = next(self._question_ids)
+        self._send_question(question_id, pack(["call", question_id, "ping"]), answer)
 
     def _on_late(self) -> None:
         self._is_late = True
         logger.error(
-            "the engine has not answered for %g s; /health says 503 until it does", self._timeout
+            "%s has not answered for %g s; /health says 503 until it does",
+            *(self._name, self._timeout),
         )
 
     def _on_sign_of_life(self, answer: Future[Any]) -> None:
@@ -271,11 +352,11 @@ class EngineClient:
         if answer.exception() is not None:
             return  # the engine is down
         if self._is_late:
-            logger.warning("the engine answers again")
+            logger.warning("%s answers again", self._name)
         self._is_late = False
         self._loop.call_later(self._timeout * QUESTIONS_PAUSE, self._ask_again)
 
-    def _submit(self, samples: dict[int, RemoteSample], message: list[Any]) -> None:
+    def _submit(self, samples: dict[int, RemoteSample], message: bytes) -> None:
         if self._down is not None:
             for sample in samples.values():
                 sample.handle.fail(self._down)
@@ -287,16 +368,14 @@ class EngineClient:
     def _cancel(self, ids: Sequence[int], reason: str) -> None:
         running = [request_id for request_id in ids if request_id in self._samples]
         if running and self._down is None:
-            self._connection.send(["cancel", running, reason])
+            self._connection.send(pack(["cancel", running, reason]))
 
-    def _send_question(
-        self, kind: str, question: Sequence[str | bool], answer: Future[Any]
-    ) -> None:
+    def _send_question(self, question_id: int, message: bytes, answer: Future[Any]) -> None:
         if self._down is not None:
             answer.set_exception(RuntimeError(self._down))
             return
-        self._asked[question_id := next(self._question_ids)] = answer
-        self._connection.send([kind, question_id, *question])
+        self._asked[question_id] = answer
+        self._connection.send(message)
 
     def _receive(self, message: Sequence[Any]) -> None:
         kind = message[0]
@@ -310,14 +389,14 @@ class EngineClient:
         elif kind == "worse":
             self._on_worse(message[1])
         elif kind == "answer":
-            _, question_id, value, error = message
+            _, question_id, value, error, is_mistake = message
             answer = self._asked.pop(question_id, None)
             if answer is None:
                 return  # a thread of the engine answers after "down"
             if error is None:
                 answer.set_result(value)
             else:
-                answer.set_exception(RuntimeError(error))
+                answer.set_exception((ValueError if is_mistake else RuntimeError)(error))
         else:
             assert kind == "down", kind
             self._fail(message[1])
@@ -334,7 +413,7 @@ class EngineClient:
                 self._num_own_tokens -= sample.num_wanted
             checked, must_stop = sample.checked(response)
             if must_stop:
-                self._connection.send(["cancel", [packed[0]], "stop"])
+                self._connection.send(pack(["cancel", [packed[0]], "stop"]))
             if checked is not None:
                 sample.handle.receive(checked)
 

@@ -14,15 +14,17 @@ from functools import partial
 from itertools import count
 from typing import Any
 
+from tllm_spec.executor.faults import described
 from tllm_spec.executor.request import LlmRequest, Response
 from tllm_spec.executor.request_limits import RequestLimits
 from tllm_spec.executor.request_queue import RequestQueue
 from tllm_spec.grammar.guided_decoding import GrammarSource
 from tllm_spec.grammars import Grammars
-from tllm_spec.server.link import Link
-from tllm_spec.server.wire import pack_limits, pack_response, requests_of, tokens_wanted
+from tllm_spec.server.wire import Link, pack_limits, pack_response, requests_of, tokens_wanted
 
 logger = logging.getLogger(__name__)
+
+MAX_COMPILING = 64  # grammars at a time
 
 
 @dataclass(eq=False, slots=True)
@@ -38,8 +40,8 @@ class Entry:
 
 class EnginePort:
     """`call` runs a function, by its name in `["call", …]`, between two rounds. `["compile", …]`
-    is answered with what is wrong with the grammar, or None; `["swap", …]` with what
-    the step of a swap of draft weights returns, or a `mistake`."""
+    compiles a grammar, and `["swap", …]` runs a step of a swap of draft weights. What they return
+    or raise is the answer."""
 
     def __init__(
         self,
@@ -62,15 +64,14 @@ class EnginePort:
         self._entries: dict[int, Entry] = {}  # by the request's id here
         self._num_tokens, self._counting = 0, threading.Lock()  # of them; both threads count
         self._own_ids: dict[Link, dict[int, int]] = {}  # by front, then by its own id
-        # Ids of requests whose grammar is being compiled. They leave when they are queued, and when
-        # they are cancelled before.
-        self._uncompiled: set[int] = set()
+        # Ids of requests that are being made, which compiles their grammar. They leave when they
+        # are queued, and when they are cancelled before.
+        self._unmade: set[int] = set()
         self._queueing = threading.Lock()
         self._ids = count(1)
         self._down: str | None = None
-        # Compiling a grammar may take ten seconds. There are more threads than processes that
-        # compile, because those of other fronts may ask, too.
-        self._compiling = ThreadPoolExecutor(8, thread_name_prefix="tllm-grammars")
+        # Compiling a grammar may take seconds. Fronts ask for one of each client at a time.
+        self._compiling = ThreadPoolExecutor(MAX_COMPILING, thread_name_prefix="tllm-grammars")
 
     @property
     def num_unfinished(self) -> int:
@@ -123,7 +124,7 @@ class EnginePort:
         self._unwatch(link)
         link.close()
         own = list(self._own_ids[link].values())
-        self._take_uncompiled(own)
+        self._take_unmade(own)
         for request_id in own:
             self._drop(request_id)
             self._queue.cancel(request_id)
@@ -153,24 +154,27 @@ class EnginePort:
             self._answer(link, *message[1:])
         elif kind == "compile":
             _, question_id, *source = message
-            self._compiling.submit(self._check_grammar, link, question_id, GrammarSource(*source))
+            checked = self._compiling.submit(self._check_grammar, source)
+            checked.add_done_callback(partial(_send_result, link, question_id))
         elif kind == "swap":
-            self._swapping.submit(self._swap_weights, link, *message[1:])
+            _, question_id, *step = message
+            swapped = self._swapping.submit(self._swap, *step)
+            swapped.add_done_callback(partial(_send_result, link, question_id))
         else:
             raise ValueError(f"unknown message {kind!r}")
 
     def _cancel(self, request_id: int | None, reason: str) -> None:
         if request_id is None:
             return
-        if self._take_uncompiled([request_id]):
+        if self._take_unmade([request_id]):
             self.respond([Response(request_id, [], finish_reason=reason)])
         else:
             self._queue.cancel(request_id, reason)
 
-    def _take_uncompiled(self, ids: Sequence[int]) -> set[int]:
+    def _take_unmade(self, ids: Sequence[int]) -> set[int]:
         with self._queueing:
-            waiting = self._uncompiled.intersection(ids)
-            self._uncompiled -= waiting
+            waiting = self._unmade.intersection(ids)
+            self._unmade -= waiting
             return waiting
 
     def _submit(self, link: Link, message: Sequence[Any]) -> None:
@@ -181,49 +185,31 @@ class EnginePort:
             self._own_ids[link][front_id] = request_id
         with self._counting:
             self._num_tokens += num_tokens * len(ids)
-        source = message[6]
-        if source is None:
-            self._put(requests_of(message, ids, self._limits, [None] * len(ids)))
-            return
-        self._uncompiled |= set(ids)
-        if self._grammars.keeps(GrammarSource(*source)):
-            self._compile_and_put(message, ids, source)
-        else:
-            self._compiling.submit(self._compile_and_put, message, ids, source)
-
-    def _compile_and_put(
-        self, message: Sequence[Any], ids: list[int], source: Sequence[Any]
-    ) -> None:
-        """The front has asked for the grammar before, so mistakes are not expected here."""
-        try:
-            states = self._grammars.states_of(GrammarSource(*source), len(ids))
-        except (ValueError, RuntimeError) as error:
-            self._fail(self._take_uncompiled(ids), str(error))
-            return
-        requests = requests_of(message, ids, self._limits, states)
+        source = None if message[6] is None else GrammarSource(*message[6])
         with self._queueing:
-            self._put([each for each in requests if each.request_id in self._uncompiled])
-            self._uncompiled.difference_update(ids)
-
-    def _check_grammar(self, link: Link, question_id: int, source: GrammarSource) -> None:
-        try:
-            self._grammars.states_of(source, 1)
-        except ValueError as error:
-            link.send(["answer", question_id, str(error), None])
-        except RuntimeError as error:
-            link.send(["answer", question_id, None, str(error)])
+            self._unmade |= set(ids)
+        if source is None or self._grammars.keeps(source):
+            self._make_and_put(message, ids, source)
         else:
-            link.send(["answer", question_id, None, None])
+            self._compiling.submit(self._make_and_put, message, ids, source)
 
-    def _swap_weights(self, link: Link, question_id: int, step: str, *arguments: Any) -> None:
+    def _make_and_put(
+        self, message: Sequence[Any], ids: list[int], source: GrammarSource | None
+    ) -> None:
+        """The front has checked the request, so no mistake is expected here."""
         try:
-            told = self._swap(step, *arguments)
-        except (ValueError, OSError) as error:
-            told = {"mistake": str(error)}
-        except RuntimeError as error:  # no memory, or the executor has ended
-            link.send(["answer", question_id, None, str(error)])
+            none = [None] * len(ids)
+            states = none if source is None else self._grammars.states_of(source, len(ids))
+            requests = requests_of(message, ids, self._limits, states)
+        except Exception as error:  # noqa: BLE001 # a process border: other requests go on
+            self._fail(self._take_unmade(ids), _reason(error))
             return
-        link.send(["answer", question_id, told, None])
+        with self._queueing:
+            self._put([each for each in requests if each.request_id in self._unmade])
+            self._unmade.difference_update(ids)
+
+    def _check_grammar(self, source: Sequence[Any]) -> None:
+        self._grammars.states_of(GrammarSource(*source), 1)
 
     def _put(self, requests: list[LlmRequest]) -> None:
         if not self._queue.put(requests):
@@ -238,13 +224,22 @@ class EnginePort:
     def _answer(self, link: Link, call_id: int, name: str) -> None:
         try:
             self._call(name).add_done_callback(partial(_send_result, link, call_id))
-        except RuntimeError as error:
-            link.send(["answer", call_id, None, str(error)])
+        except RuntimeError as error:  # the executor has ended
+            link.send(["answer", call_id, None, str(error), False])
 
 
-def _send_result(link: Link, call_id: int, result: Future[Any]) -> None:
+def _send_result(link: Link, question_id: int, result: Future[Any]) -> None:
     error = result.exception()
     if error is None:
-        link.send(["answer", call_id, result.result(), None])
+        link.send(["answer", question_id, result.result(), None, False])
     else:
-        link.send(["answer", call_id, None, str(error)])
+        is_mistake = isinstance(error, (ValueError, OSError))
+        link.send(["answer", question_id, None, _reason(error), is_mistake])
+
+
+def _reason(error: BaseException) -> str:
+    """What the client is told. An error that is not expected is logged, too."""
+    if isinstance(error, (ValueError, OSError, RuntimeError)):
+        return str(error)
+    logger.error("a request has failed: %s", described(error), exc_info=error)
+    return described(error)

@@ -9,26 +9,183 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
+import selectors
 import socket
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from tllm_spec.config.kv_events_config import KVEventsConfig
+import msgpack
+
+from tllm_spec.config.engine_config import KVEventsConfig
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.executor.faults import described
-from tllm_spec.server.child import FAILED, Control, freeze_heap
-from tllm_spec.server.draft_in_force import DraftInForce
-from tllm_spec.server.host_limits import memory_note
-from tllm_spec.server.link import Link
+from tllm_spec.executor.py_executor import Load
+from tllm_spec.server.child import FAILED, Control, freeze_heap, memory_note
+from tllm_spec.server.draft_swaps import DraftInForce
+from tllm_spec.server.engine_port import EnginePort
+from tllm_spec.server.wire import Link
 
 if TYPE_CHECKING:
     from tllm_spec.executor.resources.kv_events import Sink
 
+
+# One line a second about what the engine does, while it does something.
+
+
+load_logger = logging.getLogger("tllm_spec.load")
+
+
+class LoadLog:
+    """Call `add` about once a second."""
+
+    def __init__(self) -> None:
+        self._last: Load | None = None
+        self._time = monotonic()
+
+    def add(self, load: Load) -> None:
+        """Logs the difference to the last call, if there is one."""
+        last, self._last = self._last or Load(0, 0, None, 0, 0), load
+        now = monotonic()
+        seconds, self._time = now - self._time, now
+        num_rounds = load.request_rounds - last.request_rounds
+        num_tokens = load.emitted_tokens - last.emitted_tokens
+        if not (num_rounds or load.num_running or load.num_waiting):
+            return
+        fields = {
+            "tokens_per_second": round(num_tokens / seconds, 1),
+            "running": load.num_running,
+            "waiting": load.num_waiting,
+            "acceptance_length": round(num_tokens / num_rounds, 2) if num_rounds else None,
+            "draft_len": load.tier_name,
+        }
+        load_logger.info(
+            "%(tokens_per_second).0f tokens/s, %(running)d running, %(waiting)d waiting, "
+            "acceptance length %(acceptance_length)s, draft length %(draft_len)s",
+            {name: "-" if value is None else value for name, value in fields.items()},
+            extra={"fields": fields},
+        )
+
+
+# The engine process's main thread: connections of fronts, what they send, and once a second the
+# load.
+
+
 logger = logging.getLogger(__name__)
+
+TICK_SECONDS = 1.0
+LAST_SECONDS = 1.0  # to send what is left at the end
+
+
+class EngineLoop:
+    """`load` asks the executor for its load."""
+
+    def __init__(
+        self, port: EnginePort, listener: socket.socket, load: Callable[[], Future[Load]]
+    ) -> None:
+        self._port = port
+        self._listener = listener
+        self._load = load
+        self._load_log = LoadLog()
+        self._asked: Future[Load] | None = None
+        self._next_tick = monotonic()
+        self._was_busy = False
+        self._stopped = False
+        self._selector = selectors.DefaultSelector()
+        self._wake_in, self._wake_out = os.pipe()
+        os.set_blocking(self._wake_in, False)
+        os.set_blocking(self._wake_out, False)
+        listener.setblocking(False)
+        self._selector.register(listener, selectors.EVENT_READ)
+        self._selector.register(self._wake_in, selectors.EVENT_READ)
+
+    def stop(self) -> None:
+        """Ends `run`. Thread-safe."""
+        self._stopped = True
+        self._wake()
+
+    def run(self) -> None:
+        """Serves until `stop`, then sends what is left."""
+        while not self._stopped:
+            self._step(self._seconds_to_tick())
+            self._tick()
+        deadline = monotonic() + LAST_SECONDS
+        while any(link.has_backlog for link in self._links()) and monotonic() < deadline:
+            self._step(max(0.0, deadline - monotonic()))
+
+    def _links(self) -> list[Link]:
+        return [key.data for key in self._selector.get_map().values() if key.data is not None]
+
+    def _step(self, seconds: float | None) -> None:
+        for key, events in self._selector.select(seconds):
+            if key.fileobj is self._listener:
+                self._accept()
+            elif key.data is None:
+                os.read(self._wake_in, 1 << 12)
+            else:
+                self._serve(key.data, events)
+        for link in self._links():
+            wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if link.has_backlog else 0)
+            if self._selector.get_key(link.socket).events != wanted:
+                self._selector.modify(link.socket, wanted, link)
+
+    def _accept(self) -> None:
+        connection, _ = self._listener.accept()
+        link = Link(connection, self._wake)
+        self._selector.register(connection, selectors.EVENT_READ, link)
+        self._port.add(link)
+
+    def _serve(self, link: Link, events: int) -> None:
+        if events & selectors.EVENT_WRITE:
+            link.flush()
+        if not events & selectors.EVENT_READ:
+            return
+        try:
+            messages = link.read()
+            for message in messages or ():
+                self._port.receive(link, message)
+        except (ValueError, TypeError, LookupError, msgpack.UnpackException) as error:
+            logger.warning("a front process is cut off, it sent nonsense: %s", described(error))
+            messages = None
+        if messages is None:
+            self._selector.unregister(link.socket)
+            self._port.remove(link)
+
+    def _wake(self) -> None:
+        try:
+            os.write(self._wake_out, b"w")
+        except BlockingIOError:
+            return  # it is full, so the loop wakes anyway
+
+    def _seconds_to_tick(self) -> float | None:
+        """None while there is nothing to report."""
+        if not (self._port.num_unfinished or self._was_busy or self._asked):
+            return None
+        return max(0.0, self._next_tick - monotonic())
+
+    def _tick(self) -> None:
+        """Reports the load that was asked for a tick before, and asks for the present one."""
+        if monotonic() < self._next_tick:
+            return
+        self._next_tick = monotonic() + TICK_SECONDS
+        is_busy = self._port.num_unfinished > 0
+        if is_busy or self._was_busy:
+            self._port.send_load()
+        if self._asked is not None and self._asked.done():
+            if self._asked.exception() is None:
+                self._load_log.add(self._asked.result())
+            self._asked = None
+        if (is_busy or self._was_busy) and self._asked is None and not self._stopped:
+            try:
+                self._asked = self._load()
+            except RuntimeError:
+                return  # the executor has ended; `stop` follows
+        self._was_busy = is_busy
 
 
 class EngineProcess:
@@ -48,7 +205,6 @@ class EngineProcess:
         from tllm_spec.grammars import Grammars
         from tllm_spec.models.registry import check_config
         from tllm_spec.ranks import build_together, join_ranks
-        from tllm_spec.server.engine_loop import EngineLoop
         from tllm_spec.server.engine_port import EnginePort
         from tllm_spec.server.logs import adopt_transformers_logs
         from tllm_spec.text.tokenizer import load_tokenizer
@@ -94,7 +250,6 @@ class EngineProcess:
         if failure is None:  # or the worker may wait for a lost rank
             self._worker.stop()
             self._communicator.close()
-        self._grammars.close()
         return failure
 
     def stop(self) -> None:
@@ -126,7 +281,7 @@ class EngineProcess:
             "whole": swap.whole,
             "stage": swap.stage,
             "commit": swap.commit,
-            "back": swap.back,
+            "keep": swap.keep,
         }
         return steps[step](*arguments)
 
@@ -177,9 +332,9 @@ def with_served_draft(args: LlmArgs, engine_paths: Sequence[str]) -> tuple[LlmAr
     been swapped; None for an only engine."""
     if len(engine_paths) == 1:
         return args, None
-    with DraftInForce(engine_paths[0]).held() as served:
-        if served is None:
-            return args, 0
+    served = DraftInForce(engine_paths[0]).read()
+    if served is None:
+        return args, 0
     from tllm_spec.draft_swap import with_draft_weights
 
     return with_draft_weights(args, served.folder), served.version

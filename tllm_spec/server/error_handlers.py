@@ -11,7 +11,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
-from tllm_spec.config.kv_events_config import NO_KV_EVENTS
+from tllm_spec.config.engine_config import NO_KV_EVENTS
 from tllm_spec.executor.faults import described
 from tllm_spec.server.refusals import RequestRefused, error_body, first_mistakes, param_of
 from tllm_spec.server.streaming import EngineError

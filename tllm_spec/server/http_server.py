@@ -14,14 +14,16 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from email.utils import formatdate
+from functools import partial
 from typing import Any
 
 import uvicorn
 from uvicorn.server import ServerState
 
-from tllm_spec.server.child import stop_listening
-from tllm_spec.server.connections import Connection
-from tllm_spec.server.host_limits import OTHER_FILES, raise_file_limit
+from tllm_spec.server.bodies import Message, Receive
+from tllm_spec.server.child import OTHER_FILES, raise_file_limit, stop_listening
+from tllm_spec.server.connections import Connection, Turns
+from tllm_spec.server.guard import App, Send
 from tllm_spec.server.options import ServerOptions
 
 logger = logging.getLogger(__name__)
@@ -58,15 +60,17 @@ class HttpServer:
     def __init__(self, app: Any, options: ServerOptions, tls: Tls | None = None) -> None:
         files = {f"ssl_{name}": value for name, value in vars(tls).items()} if tls else {}
         self._protocol: type[Connection] = type(
-            "Limited", (Connection,), {"header_timeout": options.header_timeout}
+            "Limited",
+            (Connection,),
+            {"header_timeout": options.header_timeout, "turns": Turns()},
         )
         self._config = uvicorn.Config(
-            app,
+            _without_rest(app),
             http=self._protocol,
             ws="none",
             log_config=None,
             access_log=False,
-            timeout_keep_alive=options.keep_alive_timeout,
+            timeout_keep_alive=options.timeout_keep_alive,
             server_header=False,
             proxy_headers=bool(options.trusted_proxies),
             forwarded_allow_ips=list(options.trusted_proxies),
@@ -78,7 +82,10 @@ class HttpServer:
             raise ValueError(f"--ssl_certfile or --ssl_keyfile: {error}") from error
         self._state = ServerState()
         self._state.connections = _Ordered()
-        self._handshakes: set[asyncio.Future[Any]] = set()
+        self._tls: dict[str, Any] = {}
+        if self._config.ssl is not None:
+            limit = options.header_timeout  # of the handshake, and then again of the first request
+            self._tls = {"ssl": self._config.ssl, "ssl_handshake_timeout": limit}
         self._shutdown_timeout = options.shutdown_timeout
         self._max_connections = options.max_connections
 
@@ -115,7 +122,6 @@ class HttpServer:
             clock.cancel()
 
     async def _accept_all(self, listener: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
         while True:
             try:
                 connection, _ = listener.accept()
@@ -134,20 +140,27 @@ class HttpServer:
             except asyncio.CancelledError:
                 connection.close()
                 raise
-            start = loop.connect_accepted_socket(
-                self._new_connection, connection, ssl=self._config.ssl
-            )
-            if self._config.ssl is None:
-                await start
-            else:  # a handshake waits for the client
-                task = asyncio.ensure_future(start)
-                self._handshakes.add(task)
-                task.add_done_callback(self._handshake_ended)
+            await self._start(connection)
 
-    def _handshake_ended(self, task: asyncio.Future[Any]) -> None:
-        self._handshakes.discard(task)
-        if not task.cancelled() and (error := task.exception()):
-            logger.debug("a TLS handshake failed: %s", error)
+    async def _start(self, connection: socket.socket) -> None:
+        protocol = self._protocol(config=self._config, server_state=self._state, app_state={})
+        self._state.connections.add(protocol)  # it counts from now on
+        loop = asyncio.get_running_loop()
+        start = loop.connect_accepted_socket(lambda: protocol, connection, **self._tls)
+        if not self._tls:
+            await start
+        else:  # a handshake waits for the client
+            protocol.handshake = asyncio.ensure_future(start)
+            ended = partial(self._handshake_ended, protocol, connection)
+            protocol.handshake.add_done_callback(ended)
+
+    def _handshake_ended(
+        self, protocol: Connection, connection: socket.socket, task: asyncio.Future[Any]
+    ) -> None:
+        if task.cancelled() or task.exception():
+            self._state.connections.discard(protocol)
+            connection.close()  # the task may have been cancelled before it began
+            logger.debug("a TLS handshake failed: %r", task)
 
     async def _make_room(self) -> None:
         """Closes, at the limit, the oldest connection without a request, or waits for an answer to
@@ -159,17 +172,12 @@ class HttpServer:
                 idle.abort()
             await asyncio.sleep(0 if idle is not None else FILES_EXHAUSTED_PAUSE)
 
-    def _new_connection(self) -> Connection:
-        return self._protocol(config=self._config, server_state=self._state, app_state={})
-
     async def _keep_date(self) -> None:
         while True:
             self._state.default_headers = [(b"date", formatdate(usegmt=True).encode())]
             await asyncio.sleep(1)
 
     async def _drain(self, end_requests: Callable[[], None]) -> None:
-        for handshake in list(self._handshakes):  # of clients that have not asked for anything
-            handshake.cancel()
         for connection in list(self._state.connections):
             connection.shutdown()
         if not await self._all_ended(self._shutdown_timeout):
@@ -193,6 +201,33 @@ class HttpServer:
                 return False
             await asyncio.sleep(DRAIN_PAUSE)
         return True
+
+
+def _without_rest(app: App) -> App:
+    """The application, whose answer is the last one of its connection if it comes before the end of
+    the request's body. So the rest of the body is not read: of a route that takes none, and of a
+    request that is refused."""
+
+    async def run(scope: Any, receive: Receive, send: Send) -> None:
+        has_rest = any(
+            name == b"transfer-encoding" or (name == b"content-length" and int(value))
+            for name, value in scope.get("headers", ())
+        )
+
+        async def receive_and_look() -> Message:
+            nonlocal has_rest
+            message = await receive()
+            has_rest = has_rest and message.get("more_body", False)
+            return message
+
+        async def send_the_last(message: Message) -> None:
+            if has_rest and message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], (b"connection", b"close")]
+            await send(message)
+
+        await app(scope, receive_and_look, send_the_last)
+
+    return run
 
 
 async def _readable(listener: socket.socket) -> None:

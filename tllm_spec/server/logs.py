@@ -14,11 +14,16 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
 LogFormat = Literal["text", "json"]
-TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+TEXT = "%(asctime)s %(levelname)s {part}%(name)s: %(message)s"
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line. `fields` of a record, given as `extra`, become keys."""
+    """One JSON object a line. `fields` of a record, given as `extra`, become keys. part: which of
+    several processes logs."""
+
+    def __init__(self, part: str = "") -> None:
+        super().__init__()
+        self._part = {"part": part} if part else {}
 
     def format(self, record: logging.LogRecord) -> str:
         entry: dict[str, Any] = {
@@ -27,6 +32,7 @@ class JsonFormatter(logging.Formatter):
             "level": record.levelname.lower(),
             "logger": record.name,
             "process": record.process,
+            **self._part,
             "message": record.getMessage(),
             **getattr(record, "fields", {}),
         }
@@ -54,10 +60,12 @@ def _log_stream() -> TextIO:
     return io.TextIOWrapper(file, "utf-8", errors="backslashreplace", write_through=True)
 
 
-def configure_logs(level: str, log_format: LogFormat) -> None:
-    """level: one of Python's names, in any case."""
+def configure_logs(level: str, log_format: LogFormat, part: str = "") -> None:
+    """level: one of Python's names, in any case. part: of a server with several engines or fronts,
+    which of them this process is."""
     handler = logging.StreamHandler(_log_stream())
-    handler.setFormatter(JsonFormatter() if log_format == "json" else logging.Formatter(TEXT))
+    text = logging.Formatter(TEXT.format(part=f"{part} " if part else ""))
+    handler.setFormatter(JsonFormatter(part) if log_format == "json" else text)
     logging.basicConfig(level=level.upper(), handlers=[handler])
     logging.captureWarnings(True)
     # Its messages are written for another command line.

@@ -4,6 +4,8 @@ Names that start with `trtllm_` have the meaning that they have in TensorRT-LLM;
 `tllm_spec_` have no counterpart there. Counters start at 0 with the server.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, chain
 from typing import Any, get_args
@@ -21,7 +23,50 @@ from prometheus_client.registry import Collector
 from tllm_spec import __version__
 from tllm_spec.outputs import FinishReason
 from tllm_spec.server.histograms import HISTOGRAMS, Histograms
-from tllm_spec.server.vllm_metrics import with_aliases
+
+# Metrics under vLLM's names, for dashboards that were made for it (`--vllm_metrics`).
+
+
+# By our name, without _total.
+ALIASES: Mapping[str, str] = {
+    "trtllm_num_requests_running": "num_requests_running",
+    "trtllm_num_requests_waiting": "num_requests_waiting",
+    "trtllm_kv_cache_utilization": "kv_cache_usage_perc",
+    "trtllm_request_success": "request_success",
+    "trtllm_time_to_first_token_seconds": "time_to_first_token_seconds",
+    "trtllm_time_per_output_token_seconds": "request_time_per_output_token_seconds",
+    "trtllm_request_queue_time_seconds": "request_queue_time_seconds",
+    "trtllm_e2e_request_latency_seconds": "e2e_request_latency_seconds",
+    "trtllm_spec_decode_num_draft_tokens": "spec_decode_num_draft_tokens",
+    "trtllm_spec_decode_num_accepted_tokens": "spec_decode_num_accepted_tokens",
+    "trtllm_spec_decode_accepted_tokens": "spec_decode_num_accepted_tokens_per_pos",
+    "tllm_spec_kv_cache": "cache_config",
+    "tllm_spec_preemptions": "num_preemptions",
+    "tllm_spec_prompt_tokens": "prompt_tokens",
+    "tllm_spec_generated_tokens": "generation_tokens",
+    "tllm_spec_prefix_hit_tokens": "prefix_cache_hits",
+    "tllm_spec_request_prompt_tokens": "request_prompt_tokens",
+    "tllm_spec_request_generation_tokens": "request_generation_tokens",
+}
+LABELS: Mapping[str, str] = {
+    "token_position": "position",
+    "page_size": "block_size",
+    "num_pages": "num_gpu_blocks",
+}
+
+
+def with_aliases(metrics: Iterable[Metric], model: str) -> Iterator[Metric]:
+    """The metrics, and after each its alias, if there is one."""
+    for metric in metrics:
+        yield metric
+        if alias := ALIASES.get(metric.name):
+            renamed = Metric(f"vllm:{alias}", metric.documentation, metric.type)
+            for sample in metric.samples:
+                name = f"vllm:{alias}{sample.name.removeprefix(metric.name)}"
+                labels = {LABELS.get(key, key): value for key, value in sample.labels.items()}
+                renamed.add_sample(name, {**labels, "model_name": model}, sample.value)
+            yield renamed
+
 
 SUCCESSES = ("stop", "length")
 FAILURES = tuple(sorted({*get_args(FinishReason)} - {*SUCCESSES}))
@@ -85,20 +130,32 @@ BY_DRAFT_LEN = {
     "tllm_spec_round_seconds": ("Time of decode rounds without prompts", "seconds"),
 }
 
+BY_VERSION = {
+    "tllm_spec_draft_version_rounds": (
+        "Decode rounds of ended requests, by the version of the draft weights they began with",
+        "rounds",
+    ),
+    "tllm_spec_draft_version_tokens": (
+        "Tokens emitted by these rounds, bonus tokens included",
+        "tokens",
+    ),
+}
+
 
 class EngineMetrics(Collector):
     """Reads the engine's state for each scrape. vllm_model: the model's name, if vLLM's names are
-    added."""
+    added. replica: a label of all samples, where other servers answer at the same address."""
 
     def __init__(
         self,
         info: Callable[[], Mapping[str, Any]],
         histograms: Histograms,
         vllm_model: str | None = None,
+        replica: str | None = None,
     ) -> None:
         self._info = info
         self._histograms = histograms
-        self._vllm_model = vllm_model
+        self._vllm_model, self._replica = vllm_model, replica
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
@@ -111,11 +168,12 @@ class EngineMetrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         states = self._info()["internal_states"]
-        metrics = chain(_by_engine(states), self._of_requests())
-        if self._vllm_model is None:
-            yield from metrics
-        else:
-            yield from with_aliases(metrics, self._vllm_model)
+        metrics: Iterable[Metric] = chain(_by_engine(states), self._of_requests())
+        if self._vllm_model is not None:
+            metrics = with_aliases(metrics, self._vllm_model)
+        if self._replica is not None:
+            metrics = (_labelled(metric, {"replica": self._replica}) for metric in metrics)
+        yield from metrics
 
     def _of_requests(self) -> Iterator[Metric]:
         yield InfoMetricFamily("tllm_spec", "Version of the server", {"version": __version__})
@@ -130,15 +188,20 @@ def _by_engine(states: Sequence[Mapping[str, Any]]) -> Iterable[Metric]:
     metrics: dict[str, Metric] = {}
     for state in states:
         for metric in _of_engine(state):
+            if "engine" in state:
+                _labelled(metric, {"engine": str(state["engine"])})
             same = metrics.setdefault(metric.name, metric)
-            if "engine" not in state:
-                continue
-            samples = [
-                sample._replace(labels={"engine": str(state["engine"]), **sample.labels})
-                for sample in metric.samples
-            ]
-            same.samples = samples if same is metric else [*same.samples, *samples]
+            if same is not metric:
+                same.samples += metric.samples
     return metrics.values()
+
+
+def _labelled(metric: Metric, labels: Mapping[str, str]) -> Metric:
+    """The same metric, whose samples have these labels, too."""
+    metric.samples = [
+        sample._replace(labels={**labels, **sample.labels}) for sample in metric.samples
+    ]
+    return metric
 
 
 def _of_engine(state: Mapping[str, Any]) -> Iterator[Metric]:
@@ -149,6 +212,7 @@ def _of_engine(state: Mapping[str, Any]) -> Iterator[Metric]:
     totals = state["totals"]
     yield from _requests(totals["requests_by_finish_reason"])
     yield from _speculation(totals)
+    yield from _by_version(state.get("draft_weights"))
     yield from _pages(state["kv_cache"], totals)
 
 
@@ -190,6 +254,15 @@ def _speculation(totals: Mapping[str, Any]) -> Iterator[Metric]:
         metric = CounterMetricFamily(name, help_text, labels=["draft_len"])
         for draft_len, row in totals["by_draft_len"].items():
             metric.add_metric([draft_len], row[key])
+        yield metric
+
+
+def _by_version(weights: Mapping[str, Any] | None) -> Iterator[Metric]:
+    """weights: None where they cannot be swapped."""
+    for name, (help_text, key) in BY_VERSION.items():
+        metric = CounterMetricFamily(name, help_text, labels=["draft_version"])
+        for version, row in (weights or {"by_version": {}})["by_version"].items():
+            metric.add_metric([version], row[key])
         yield metric
 
 

@@ -15,10 +15,16 @@ from tllm_spec.config.config_base import check
 from tllm_spec.config.neighbours import Ignored, Renamed
 from tllm_spec.config.option_checks import shown
 from tllm_spec.sampling_params import IGNORED, SamplingParams
-from tllm_spec.server.body_model import BodyModel, CacheSalt, as_json_type
-from tllm_spec.server.chat_message import ChatMessage
+from tllm_spec.server.chat_message import (
+    MAX_TOOLS,
+    ChatMessage,
+    Choice,
+    Tool,
+    choice_mistakes,
+    forced_schema,
+)
 from tllm_spec.server.guided_options import GUIDED_NAMES, client_names, guided_params
-from tllm_spec.server.tool_protocol import MAX_TOOLS, Choice, Tool, choice_mistakes, forced_schema
+from tllm_spec.server.strict_body import BodyModel, CacheSalt, as_json_type
 from tllm_spec.text.chat_prompt import Conversation
 
 SAMPLING_NAMES = frozenset(each.name for each in fields(SamplingParams))

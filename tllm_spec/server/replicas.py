@@ -11,8 +11,11 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
+import msgpack
+
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.executor.request_limits import RequestLimits
+from tllm_spec.executor.resources.radix import block_hashes
 from tllm_spec.request_handle import RequestHandle
 from tllm_spec.sampling_params import SamplingParams
 from tllm_spec.server.draft_swaps import DraftSwaps
@@ -23,8 +26,74 @@ from tllm_spec.server.engine_client import (
     new_intake,
     submission_of,
 )
-from tllm_spec.server.router import PrefixRouter
 from tllm_spec.text.tokenizer import Tokenizer
+
+# Which of several engines gets a request: the one that has most of its prompt in the prefix cache.
+#
+# The router reads the KV events that routers outside of the server get, too. A busy engine is
+# passed over, whatever it has cached.
+
+
+# An engine with more unfinished tokens than this many times the mean is busy, if it also has so
+# many more than the mean.
+BUSY_FACTOR, BUSY_TOKENS = 1.5, 8192
+
+
+class PrefixRouter:
+    """Knows what each engine has cached, by its number."""
+
+    def __init__(self, num_engines: int, page_size: int) -> None:
+        self._page_size = page_size
+        self._cached: list[set[int]] = [set() for _ in range(num_engines)]
+
+    def read(self, engine: int, payload: bytes) -> None:
+        """payload: a batch of KV events."""
+        cached = self._cached[engine]
+        _, events, _ = msgpack.unpackb(payload)
+        for event in events:
+            self._apply(cached, event)
+
+    def forget(self, engine: int) -> None:
+        """Forgets the cache of an engine that has ended."""
+        self._cached[engine].clear()
+
+    def hashes(self, tokens: Sequence[int], salt: str | None) -> list[int]:
+        """Hashes the prompt's pages, for `choose`."""
+        return block_hashes(tokens, self._page_size, salt)
+
+    def choose(self, hashes: Sequence[int], unfinished: Mapping[int, int]) -> int:
+        """unfinished: tokens of the requests that each engine has, of those that may be chosen.
+        Among equal prefixes the engine with the fewest gets the request, and among equally busy
+        engines the one that has the least cached."""
+        mean = sum(unfinished.values()) / len(unfinished)
+        limit = max(BUSY_FACTOR * mean, mean + BUSY_TOKENS)
+        free = [engine for engine, tokens in unfinished.items() if tokens <= limit]
+
+        def rank(engine: int) -> tuple[int, int, int]:
+            num_cached = self.num_cached(engine, hashes)
+            return -num_cached, unfinished[engine], len(self._cached[engine])
+
+        return min(free, key=rank)
+
+    def num_cached(self, engine: int, hashes: Sequence[int]) -> int:
+        """Pages of the prompt that the engine would reuse. Where layers see a window, pages before
+        the last one may be gone."""
+        cached = self._cached[engine]
+        for number in range(len(hashes), 0, -1):
+            if hashes[number - 1] in cached:
+                return number
+        return 0
+
+    @staticmethod
+    def _apply(cached: set[int], event: Mapping[str, Any]) -> None:
+        kind = event["type"]
+        if kind == "BlockStored":
+            cached.update(event["block_hashes"])
+        elif kind == "BlockRemoved":
+            cached.difference_update(event["block_hashes"])
+        else:
+            cached.clear()
+
 
 RETRY_SECONDS = 0.2
 NONE_RUNS = "no engine runs; they are being started again"
@@ -46,7 +115,8 @@ class Replicas:
         self._timeout = timeout
         self._router = PrefixRouter(len(paths), args.kv_cache_config.tokens_per_block)
         self._clients: dict[int, EngineClient] = {}
-        self._swaps = DraftSwaps(paths, lambda: list(self._running().values()))
+        first = str(getattr(args.speculative_config, "speculative_model", ""))
+        self._swaps = DraftSwaps(paths, first, lambda: list(self._running().values()))
         self._first = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._is_shut_down = False
@@ -162,6 +232,9 @@ class Replicas:
     def _swap_back(self, folder: str) -> None:
         threading.Thread(target=self._swaps.swap_back, args=[folder], daemon=True).start()
 
+    def _settle(self, engine: EngineClient) -> None:
+        threading.Thread(target=self._swaps.settle, args=[engine], daemon=True).start()
+
     async def _keep_connected(self, number: int) -> None:
         loop = asyncio.get_running_loop()
         while True:
@@ -180,7 +253,7 @@ class Replicas:
         # Engines on devices with less free memory have smaller caches.
         self.max_seq_len = min(self.max_seq_len, limits.max_seq_len)
         self._intake.limit_sequences(self.max_seq_len)
-        self._clients[number] = EngineClient(
+        client = self._clients[number] = EngineClient(
             self.args,
             self._tokenizer,
             connection,
@@ -189,5 +262,7 @@ class Replicas:
             self._intake,
             partial(self._router.read, number),
             self._swap_back,
+            f"engine {number}",
         )
+        self._settle(client)
         self._first.set()

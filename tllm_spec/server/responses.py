@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from tllm_spec.outputs import CompletionOutput, Logprob, RequestOutput
-from tllm_spec.server.events import TextEvent, event
-from tllm_spec.server.json_parts import large_event
+from tllm_spec.server.json_parts import TextEvent, event, large_event
 from tllm_spec.text.tokenizer import REPLACEMENT, Tokenizer, bytes_of_token
 
 MANY = 1000  # log probabilities, with which an answer is not made in the event loop

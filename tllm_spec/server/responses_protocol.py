@@ -10,10 +10,10 @@ from pydantic import AfterValidator, BeforeValidator
 
 from tllm_spec.config.config_base import ConfigError
 from tllm_spec.config.neighbours import Ignored
-from tllm_spec.config.option_checks import MAX_UNKNOWN, check_text, shown
-from tllm_spec.server.body_model import BodyModel, CacheSalt, as_json_type
+from tllm_spec.config.option_checks import MAX_UNKNOWN, shown
 from tllm_spec.server.chat_message import ChatMessage
 from tllm_spec.server.protocol import NOT_STORED, ChatCompletionRequest
+from tllm_spec.server.strict_body import BodyModel, CacheSalt, as_json_type
 
 TEXT_ONLY = "answers have text only"
 NO_TOOLS = "use /v1/chat/completions for tools"
@@ -35,12 +35,11 @@ TEXT_TYPES = ("input_text", "output_text", "text")
 
 
 def _check_plain(value: object) -> object:
-    """Raises ValueError for what an answer cannot repeat: NaN, infinities, half characters."""
+    """Raises ValueError for what an answer cannot repeat: NaN and infinities."""
     try:
-        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        json.dumps(value, allow_nan=False)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"the value cannot be written as JSON: {error}") from error
-    check_text(text, "its JSON")
     return value
 
 

@@ -18,8 +18,14 @@ from typing import Any, NamedTuple
 from tllm_spec.child_command import module_command
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.distributed.mpirun import mpirun_descriptors
-from tllm_spec.server.child import ENDS_SOON, SIGNALS, ChildSettings, engine_process, stop_listening
-from tllm_spec.server.host_limits import memory_note
+from tllm_spec.server.child import (
+    ENDS_SOON,
+    SIGNALS,
+    ChildSettings,
+    engine_process,
+    memory_note,
+    stop_listening,
+)
 from tllm_spec.server.wire import new_unpacker, pack
 
 logger = logging.getLogger(__name__)
@@ -28,8 +34,8 @@ logger = logging.getLogger(__name__)
 DOWN_SECONDS = 1.0
 # Seconds that the engine has to say why it failed, after a front has ended before it served.
 REASON_SECONDS = 1.0
-# Seconds until an engine is started again that has not served since it was.
-RESTART_SECONDS = 10.0
+# Seconds until an engine, or a front, is started again that has not served since it was.
+ENGINE_PAUSE, FRONT_PAUSE = 10.0, 1.0
 # Seconds after which a process that should have ended is killed.
 END_SECONDS = 10.0
 BACKLOG = 64
@@ -60,23 +66,28 @@ class Event(NamedTuple):
 
 class Child:
     """A process in a session of its own: Ctrl-C reaches the supervisor only. Closing `control`
-    asks it to end. variables: of its environment, where ours has none."""
+    asks it to end. pause: seconds until it is started again if it has not served. variables: of its
+    environment, where ours has none."""
 
     def __init__(
         self,
         name: str,
         module: str,
         listener: socket.socket,
+        pause: float,
         variables: Mapping[str, str] | None = None,
     ) -> None:
         self.name = name
         self.is_ready = False
+        self.pause = pause
         self._module = f"tllm_spec.server.{module}"
         self._listener = listener
         self._environment = {**(variables or {}), **os.environ}
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self, settings: ChildSettings, events: asyncio.Queue[Event]) -> None:
+        """Starts it for the first time, or again after it has ended."""
+        self.is_ready = False
         ours, theirs = socket.socketpair()
         passed = (theirs.fileno(), self._listener.fileno())
         self.process = await asyncio.create_subprocess_exec(
@@ -128,7 +139,7 @@ class Supervisor:
         self._listener = listener
         self._num_fronts = num_fronts
         self._shutdown_timeout = shutdown_timeout
-        self._num_engines = settings.server["dp_size"]
+        self._num_engines: int = settings.server["dp_size"]
         self._engines: list[Child] = []
         self._fronts: list[Child] = []
         self._events: asyncio.Queue[Event] = asyncio.Queue()
@@ -156,11 +167,14 @@ class Supervisor:
             try:
                 for number, listener in enumerate(listeners):
                     name = f"engine {number}" if self._num_engines > 1 else "the engine"
-                    engine = Child(name, "engine_process", listener)
-                    await self._start_engine(engine, number)
-                    self._engines.append(engine)
-                for _ in range(self._num_fronts):
-                    await self._start_front()
+                    engine = Child(name, "engine_process", listener, ENGINE_PAUSE)
+                    await self._start(engine, self._engines)
+                for number in range(self._num_fronts):
+                    name = f"front {number}" if self._num_fronts > 1 else "a front process"
+                    front = Child(
+                        name, "front_process", self._listener, FRONT_PAUSE, FRONT_VARIABLES
+                    )
+                    await self._start(front, self._fronts)
                 return await self._serve()
             finally:
                 children = (*self._engines, *self._fronts)
@@ -168,15 +182,15 @@ class Supervisor:
                     child.kill()
                 await asyncio.gather(*(child.process.wait() for child in children))
 
-    async def _start_engine(self, engine: Child, number: int) -> None:
-        """Starts the engine for the first time, or again after it has ended."""
-        engine.is_ready = False
-        await engine.start(replace(self._settings, number=number), self._events)
-
-    async def _start_front(self) -> None:
-        front = Child("a front process", "front_process", self._listener, FRONT_VARIABLES)
-        self._fronts.append(front)
-        await front.start(self._settings, self._events)
+    async def _start(self, child: Child, alike: list[Child]) -> None:
+        """Adds it to those that are alike, if it is new. Where there are several, it logs its
+        name."""
+        if child not in alike:
+            alike.append(child)
+        number = alike.index(child)
+        log_name = child.name if child.name.endswith(f" {number}") else ""
+        settings = replace(self._settings, number=number, log_name=log_name)
+        await child.start(settings, self._events)
 
     async def _serve(self) -> int:
         while True:
@@ -190,8 +204,9 @@ class Supervisor:
                 event.child.is_ready = True
                 self._report_ready(event.child)
             elif event.kind == "restart":
-                await self._start_engine(event.child, self._engines.index(event.child))
-            elif event.child in self._engines and self._is_serving and self._num_engines > 1:
+                is_engine = event.child in self._engines
+                await self._start(event.child, self._engines if is_engine else self._fronts)
+            elif self._is_serving and self._is_replaced(event):
                 self._restart_later(event)
             elif event.kind == "failed":
                 await self._fail(event.value)
@@ -200,33 +215,36 @@ class Supervisor:
                 await self._fail(f"{name} ended with {_status(event.value)}{memory_note()}")
             elif event.kind == "lost":
                 status = _status(event.value)
-                await self._fail(f"a front process ended with {status}{memory_note()}")
-            elif not event.child.is_ready:
+                await self._fail(f"{event.child.name} ended with {status}{memory_note()}")
+            else:
                 lost = event._replace(kind="lost")
                 asyncio.get_running_loop().call_later(REASON_SECONDS, self._events.put_nowait, lost)
-            else:
-                logger.error(
-                    "a front process ended with %s and is started again", _status(event.value)
-                )
-                self._fronts.remove(event.child)
-                await self._start_front()
+
+    def _is_replaced(self, event: Event) -> bool:
+        """Whether the server goes on when this child has ended, or says that it has failed: with
+        another engine, or without this front, unless none serves and this one cannot."""
+        if event.child in self._engines:
+            return self._num_engines > 1
+        others = any(front.is_ready for front in self._fronts if front is not event.child)
+        return others or event.kind == "exit"
 
     def _restart_later(self, event: Event) -> None:
-        """Event: what one of several engines says before it ends, or its end."""
-        engine = event.child
-        assert engine is not None
+        """Event: what a child says before it ends, or its end."""
+        child = event.child
+        assert child is not None
         if event.kind == "failed":
-            logger.error("%s: %s", engine.name, event.value)
+            logger.error("%s: %s", child.name, event.value)
             return
-        seconds = 0.0 if engine.is_ready else RESTART_SECONDS
+        seconds = 0.0 if child.is_ready else child.pause
+        child.is_ready = False
         logger.error(
             "%s ended with %s and is started again%s%s",
-            engine.name,
+            child.name,
             _status(event.value),
             f" in {seconds:g} s" if seconds else "",
             memory_note(),
         )
-        again = Event(engine, "restart")
+        again = Event(child, "restart")
         asyncio.get_running_loop().call_later(seconds, self._events.put_nowait, again)
 
     def _report_ready(self, child: Child) -> None:

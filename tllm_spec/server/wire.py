@@ -3,16 +3,18 @@
 From a front: `["submit", ids, seeds, tokens, rules, options, grammar]`, `["cancel", ids, reason]`,
 `["call", id, name]`, `["compile", id, kind, text]`, `["swap", id, step, its arguments…]`. From the
 engine: `["hello", limits]`, `["responses", number of unfinished requests, their tokens, responses]`
-once a round, `["load", number, tokens]`, `["answer", id, value, error]`, and `["down", reason]`; of
-an engine of several `["kv_events", batch]` and `["worse", folder]`, its draft weights. No message
-can make the other side run code.
+once a round, `["load", number, tokens]`, `["answer", id, value, error, whether it is the asker's
+mistake]`, and `["down", reason]`; of an engine of several `["kv_events", batch]` and `["worse",
+folder]`, its draft weights. No message can make the other side run code.
 
 msgspec does not serve: its decoder takes exactly one message and raises when a socket's read has
 more, so each connection would need frames of its own."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import socket
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -119,3 +121,87 @@ def _plain_logprobs(logprobs: Logprobs) -> list[dict[int, tuple[float, int | Non
 
 def _logprobs(entry: dict[int, Sequence[Any]] | None) -> dict[int, Logprob] | None:
     return None if entry is None else {token: Logprob(*found) for token, found in entry.items()}
+
+
+# A connection to one front process, at the engine's end: any thread sends, one thread reads.
+
+
+READ_BYTES = 1 << 20
+# A front that does not read is cut off beyond this.
+MAX_BACKLOG_BYTES = 256 << 20
+
+
+class Link:
+    """`on_backlog` is called when `flush` must be called once the socket can be written to."""
+
+    def __init__(self, connection: socket.socket, on_backlog: Callable[[], None]) -> None:
+        connection.setblocking(False)
+        self.socket = connection
+        self.is_open = True
+        self._on_backlog = on_backlog
+        self._unpacker = new_unpacker()
+        self._lock = threading.Lock()
+        self._backlog = bytearray()
+
+    @property
+    def has_backlog(self) -> bool:
+        return bool(self._backlog)
+
+    def send(self, message: Any) -> None:
+        """Sends without waiting. What the socket does not take is sent later."""
+        data = pack(message)
+        with self._lock:
+            if not self.is_open:
+                return
+            if self._backlog:
+                self._backlog += data
+                if len(self._backlog) > MAX_BACKLOG_BYTES:
+                    self._cut_off()
+                return
+            num_sent = self._send(data)
+            if num_sent == len(data):
+                return
+            self._backlog += memoryview(data)[num_sent:]
+        self._on_backlog()
+
+    def flush(self) -> None:
+        """Sends what the socket takes now."""
+        with self._lock:
+            if self.is_open and self._backlog:
+                del self._backlog[: self._send(self._backlog)]
+
+    def read(self) -> list[Any] | None:
+        """The messages that have arrived. None when the front has gone."""
+        try:
+            data = self.socket.recv(READ_BYTES)
+        except BlockingIOError:
+            return []
+        except OSError:
+            return None
+        if not data:
+            return None
+        self._unpacker.feed(data)
+        return list(self._unpacker)
+
+    def close(self) -> None:
+        with self._lock:
+            self.is_open = False
+            self._backlog.clear()
+            self.socket.close()
+
+    def _send(self, data: bytes | bytearray) -> int:
+        try:
+            return self.socket.send(data)
+        except BlockingIOError:
+            return 0
+        except OSError:  # the reader will find it closed, too
+            self._cut_off()
+            return len(data)
+
+    def _cut_off(self) -> None:
+        self.is_open = False
+        self._backlog.clear()
+        try:
+            self.socket.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            return  # it was closed by the other end

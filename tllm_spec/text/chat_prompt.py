@@ -13,17 +13,20 @@ from typing import Any
 
 from tllm_spec.config.option_checks import check_text
 from tllm_spec.executor.faults import described
-from tllm_spec.text.harmony import harmony_message, harmony_tokens
 from tllm_spec.text.messages import Messages, checked
-from tllm_spec.text.template_process import RenderTime, has_own_renderer, template_processes
 from tllm_spec.text.tokenizer import Tokenizer
-from tllm_spec.text.visible_messages import Tools, visible
+from tllm_spec.text.visible_messages import TemplateOverLimit, Tools, visible
+from tllm_spec.text.vocabulary import harmony_message, harmony_tokens
 
 logger = logging.getLogger(__name__)
 
 # Variables that the renderer sets itself. The parameters of `apply_chat_template` are not free,
 # either.
 RENDERED_NAMES = {"self", "conversations", "messages"}
+# A template is a program of the model's folder: its loops are over what a client sends.
+MAX_CHARS = 16 << 20  # of a rendered text
+MAX_MESSAGES = 4096  # templates may look at all messages for each of them
+TOO_LARGE = f"the chat template made more than {MAX_CHARS} characters"
 # Splits a control token's name until the text is tokenised. A noncharacter of Unicode: it has no
 # meaning in text, and a message that has one keeps it.
 SPLIT = "\ufdd0"
@@ -78,12 +81,11 @@ class ChatPrompts:
                 f"chat_template_kwargs = {sorted(taken)} are not variables of a template"
             )
         _check_texts([messages, variables, conversation.tools])
+        _check_sizes(len(messages), len(json.dumps(variables)))
         self._check_length("".join(str(message["content"]) for message in messages))
 
-        time = RenderTime()
-
         def rendered(messages: Messages, tools: Tools) -> str:
-            return self._rendered(replace(conversation, messages=messages, tools=tools), time)
+            return self._rendered(replace(conversation, messages=messages, tools=tools))
 
         shown = visible(messages, conversation.tools, rendered)
         if not shown.has_tools and conversation.needs_tools:
@@ -108,7 +110,7 @@ class ChatPrompts:
             )
         ]
 
-    def _rendered(self, conversation: Conversation, time: RenderTime) -> str:
+    def _rendered(self, conversation: Conversation) -> str:
         tools = conversation.tools
         messages = [self._escaped(message) for message in conversation.messages]
         options = {
@@ -116,14 +118,16 @@ class ChatPrompts:
             **({"tools": self._escaped(tools)} if tools else {}),
             **conversation.chat_template_kwargs,
         }
-        if not has_own_renderer(self._tokenizer):
-            return template_processes().render(self._tokenizer, messages, options, time)
         try:
             text: str = self._tokenizer.apply_chat_template(messages, tokenize=False, **options)
-        except Exception as error:  # a user's program: any exception can come out of it
+        except MemoryError:
+            raise TemplateOverLimit(TOO_LARGE) from None
+        except Exception as error:  # a template is a program: any exception can come out of it
             raise ValueError(
                 f"messages do not fit the model's chat template: {described(error)}"
             ) from error
+        if len(text) > MAX_CHARS:
+            raise TemplateOverLimit(TOO_LARGE)
         return text
 
     def _escaped(self, value: Any) -> Any:
@@ -140,6 +144,19 @@ class ChatPrompts:
         if self._control is None:
             return text
         return self._control.sub(lambda found: f"{found[0][0]}{SPLIT}{found[0][1:]}", text)
+
+
+def _check_sizes(num_messages: int, num_chars: int) -> None:
+    """num_chars: of the variables, which a template may show with every message."""
+    if num_messages > MAX_MESSAGES:
+        raise ValueError(
+            f"messages has {num_messages} entries; at most {MAX_MESSAGES} are accepted"
+        )
+    if num_messages * num_chars > MAX_CHARS:
+        raise ValueError(
+            f"chat_template_kwargs has {num_chars} characters for each of {num_messages} messages; "
+            f"at most {MAX_CHARS} together are accepted"
+        )
 
 
 def _check_texts(values: object) -> None:

@@ -12,6 +12,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
+from tllm_spec.progress import progress
 from tllm_spec.zoo.registry import is_gguf, resolve_model
 
 if TYPE_CHECKING:
@@ -70,7 +71,9 @@ def load_tokenizer(model: str | os.PathLike[str]) -> Tokenizer:
     none, and for files that transformers cannot read."""
     folder = resolve_model(os.fspath(model))
     try:
-        tokenizer = _of_gguf(folder) or _of_transformers(folder)
+        with progress("start", 1) as bar:
+            bar.begin("tokenizer")
+            tokenizer = _of_gguf(folder) or _of_transformers(folder)
         tokenizer.chat_template = tokenizer.chat_template or _template_of_processor(folder)
         # Its own length is no limit here, and it would warn of index errors that cannot occur.
         tokenizer.deprecation_warnings[LONG_TEXT] = True

@@ -12,11 +12,14 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from tllm_spec.text.messages import Messages
-from tllm_spec.text.template_process import TemplateOverLimit
 
 Tools = Sequence[Mapping[str, Any]] | None
 Rendered = Callable[[Messages, Tools], str]
 Change = Callable[[Messages], Messages]
+
+
+class TemplateOverLimit(ValueError):
+    """A chat template made too much."""
 
 
 class Visible(NamedTuple):

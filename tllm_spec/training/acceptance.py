@@ -17,9 +17,8 @@ from torch.nn import functional as F
 
 from tllm_spec.training.eagle3 import FeatureHead
 from tllm_spec.training.head_loss import steps_along
+from tllm_spec.training.language_model import TokenData, continuations
 from tllm_spec.training.mtp import NextnModules
-from tllm_spec.training.self_text import continuations
-from tllm_spec.training.token_data import TokenData
 
 BATCH = 64
 
@@ -114,6 +113,19 @@ def chain_rounds(num_matches: list[int], draft_len: int) -> list[int]:
         accepted.append(num_matches[position])
         position += accepted[-1] + 1
     return accepted
+
+
+def standard_error(accepted: list[list[int]]) -> float:
+    """That of the mean over the rounds of several texts. The rounds of a text resemble each other,
+    so a text is one observation; of a single text its rounds are taken as such."""
+    groups = [rounds for rounds in accepted if rounds]
+    groups = groups if len(groups) > 1 else [[each] for rounds in groups for each in rounds]
+    number = sum(map(len, groups))
+    if number == 0 or len(groups) < 2:
+        return 0.0
+    mean = sum(map(sum, groups)) / number
+    squares = sum((sum(group) - mean * len(group)) ** 2 for group in groups)
+    return float((squares * len(groups) / (len(groups) - 1)) ** 0.5 / number)
 
 
 def summary(accepted: list[int], draft_len: int) -> dict[str, Any]:

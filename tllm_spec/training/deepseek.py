@@ -17,8 +17,7 @@ from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 
-from tllm_spec.training.distill import target_loss
-from tllm_spec.training.token_data import TokenData
+from tllm_spec.training.language_model import TokenData, target_loss
 from tllm_spec.training.trainer import Settings, add_dropout
 from tllm_spec.zoo.registry import resolve_model
 

@@ -16,9 +16,101 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tllm_spec.attention.spec_metadata import default_capture_layers
+from tllm_spec.attention.interface import default_capture_layers
 from tllm_spec.models.eagle3_config import Eagle3Config
-from tllm_spec.training.head_layers import Layer, RMSNorm, rotary_rows
+
+# Layers of draft heads for training, in plain torch.
+
+
+class RMSNorm(nn.Module):
+    """In fp32, also under autocast."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        hidden = hidden.float()
+        return self.weight * hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + self.eps)
+
+
+class Attention(nn.Module):
+    def __init__(self, shape: Eagle3Config, input_size: int) -> None:
+        super().__init__()
+        self.head_dim = shape.head_dim
+        width, kv_width = (
+            count * shape.head_dim for count in (shape.num_heads, shape.num_kv_heads)
+        )
+        self.q_proj = nn.Linear(input_size, width, bias=False)
+        self.k_proj = nn.Linear(input_size, kv_width, bias=False)
+        self.v_proj = nn.Linear(input_size, kv_width, bias=False)
+        self.o_proj = nn.Linear(width, shape.hidden_size, bias=False)
+
+    def project(self, inputs: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """`[B, S, input_size]` -> rotated queries and keys, and values, `[B, heads, S, D]`;
+        `cos_sin` is `[2, S, D]`."""
+        query, key, value = (
+            projection(inputs).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        return rotate(query, cos_sin), rotate(key, cos_sin), value
+
+
+class MLP(nn.Module):
+    def __init__(self, shape: Eagle3Config) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        output: Tensor = self.down_proj(F.silu(self.gate_proj(hidden)) * self.up_proj(hidden))
+        return output
+
+
+class Layer(nn.Module):
+    """What the Llama layers of heads have in common. A head's first layer reads embeddings and
+    hidden states, the others hidden states only."""
+
+    def __init__(self, shape: Eagle3Config, index: int) -> None:
+        super().__init__()
+        size, eps = shape.hidden_size, shape.rms_norm_eps
+        self.input_layernorm = RMSNorm(size, eps)
+        self.hidden_norm = None if index else RMSNorm(size, eps)
+        self.self_attn = Attention(shape, size if index else 2 * size)
+        self.post_attention_layernorm = RMSNorm(size, eps)
+        self.mlp = MLP(shape)
+        self.norm_before_residual = shape.norm_before_residual
+
+    def inputs(self, hidden: Tensor, embeddings: Tensor) -> tuple[Tensor, Tensor]:
+        """What attention reads, `[B, S, H]` or `[B, S, 2H]`, and the residual `[B, S, H]`."""
+        if self.hidden_norm is None:
+            return self.input_layernorm(hidden), hidden
+        normed = self.hidden_norm(hidden)
+        both = torch.cat((self.input_layernorm(embeddings), normed), -1)
+        return both, normed if self.norm_before_residual else hidden
+
+    def outputs(self, residual: Tensor, mixed: Tensor) -> Tensor:
+        """The residual stream `[B, S, H]` after the layer; mixed: attention's result, `[B, heads,
+        S, D]`."""
+        hidden = residual + self.self_attn.o_proj(mixed.transpose(1, 2).flatten(2))
+        output: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
+        return output
+
+
+def rotary_rows(shape: Eagle3Config, positions: Tensor) -> Tensor:
+    """Cosines and sines `[2, S, D]` (RoFormer, arXiv 2104.09864), repeated for both halves of D as
+    in Llama."""
+    exponents = torch.arange(0, shape.head_dim, 2, device=positions.device).float() / shape.head_dim
+    angles = torch.outer(positions.float(), shape.rope.theta**-exponents).repeat(1, 2)
+    return torch.stack((angles.cos(), angles.sin()))
+
+
+def rotate(heads: Tensor, cos_sin: Tensor) -> Tensor:
+    """`[B, heads, S, D]`, in the dtype of `heads`."""
+    low, high = heads.chunk(2, -1)
+    return (heads * cos_sin[0] + torch.cat((-high, low), -1) * cos_sin[1]).to(heads.dtype)
+
 
 NUM_CAPTURED = 3
 
@@ -179,3 +271,86 @@ def target_states(
         layers = default_capture_layers(target.config.get_text_config().num_hidden_layers)
     # `hidden_states[0]` is the embedding: the output of layer i is `hidden_states[i + 1]`.
     return torch.cat([output.hidden_states[layer + 1] for layer in layers], -1), output.logits
+
+
+# A P-EAGLE head for training, in plain torch, with the tensor names of the speculators format. The
+# engine has its own implementation for inference.
+#
+# The head reads what an EAGLE-3 head does (`eagle3.py`), and drafts all tokens in one forward:
+# after the last pair (hidden states at p, token p+1) come mask rows at positions p+1, p+2, ...,
+# all with the embedding of the mask token and with `mask_hidden` instead of the target's states.
+# The row at position i predicts token i+2.
+#
+# In training such mask rows follow many positions of a text, the anchors. A mask row sees the
+# pairs up to its anchor, and the mask rows between the two.
+
+
+class Rows(NamedTuple):
+    """The rows of one forward over S pairs and the mask rows of A anchors, R in total: first the
+    pairs, then the first mask rows after all anchors, then the second ones, and so on."""
+
+    positions: Tensor
+    """`[R]`: of the rotary embedding, also of the row's hidden state in the text."""
+    sees: Tensor
+    """`[R, R]` bool: which rows each row attends to."""
+    sizes: list[int]
+    """S, then A for each of the mask rows after an anchor."""
+
+    @classmethod
+    def of(cls, num_pairs: int, anchors: Tensor, num_masks: int) -> "Rows":
+        """anchors `[A]`: positions of pairs that `num_masks` mask rows follow."""
+        pairs = torch.arange(num_pairs, device=anchors.device)
+        steps = torch.arange(1, num_masks + 1, device=anchors.device)
+        steps = steps.repeat_interleave(len(anchors))
+        of_masks = anchors.repeat(num_masks)
+        chains = torch.arange(len(anchors), device=anchors.device).repeat(num_masks)
+        last_pair = torch.cat((pairs, of_masks))
+        sees_pairs = pairs <= last_pair.unsqueeze(1)
+        own = (chains == chains.unsqueeze(1)) & (steps <= steps.unsqueeze(1))
+        sees_masks = torch.cat((own.new_zeros(num_pairs, len(steps)), own))
+        return cls(
+            torch.cat((pairs, of_masks + steps)),
+            torch.cat((sees_pairs, sees_masks), 1),
+            [num_pairs, *[len(anchors)] * num_masks],
+        )
+
+
+class MaskedLayer(Layer):
+    def forward(self, hidden: Tensor, embeddings: Tensor, cos_sin: Tensor, sees: Tensor) -> Tensor:
+        """`[B, R, H]` -> `[B, R, H]`."""
+        inputs, residual = self.inputs(hidden, embeddings)
+        query, key, value = self.self_attn.project(inputs, cos_sin)
+        each = query.shape[1] // key.shape[1]
+        key, value = (heads.repeat_interleave(each, 1) for heads in (key, value))
+        mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=sees)
+        return self.outputs(residual, mixed)
+
+
+class PEagleHead(FeatureHead):
+    """A P-EAGLE head."""
+
+    def __init__(self, shape: Eagle3Config, draft_ids: Tensor) -> None:
+        super().__init__(shape, draft_ids)
+        self.layers = nn.ModuleList(MaskedLayer(shape, index) for index in range(shape.num_layers))
+        self.mask_hidden = nn.Parameter(torch.zeros(1, 1, NUM_CAPTURED * shape.hidden_size))
+
+    def forward(
+        self, features: Tensor, embeddings: Tensor, mask_embedding: Tensor, rows: Rows
+    ) -> Tensor:
+        """The rows' states `[B, R, H]`, for `logits`.
+
+        Args:
+            features: `[B, S, 3H]` of the target.
+            embeddings: `[B, S, H]` of the token after each.
+            mask_embedding: `[H]` of the mask token.
+            rows: S pairs and their mask rows.
+        """
+        batch, num_pairs = embeddings.shape[:2]
+        num_masks = len(rows.positions) - num_pairs
+        masks = self.fuse(self.mask_hidden).expand(batch, num_masks, -1)
+        hidden = torch.cat((self.fuse(features), masks), 1)
+        embeddings = torch.cat((embeddings, mask_embedding.expand(batch, num_masks, -1)), 1)
+        cos_sin = rotary_rows(self.config, rows.positions)
+        for layer in self.layers:
+            hidden = layer(hidden, embeddings, cos_sin, rows.sees)
+        return self.recurrent(hidden)

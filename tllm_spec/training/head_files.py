@@ -11,13 +11,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tllm_spec.attention.spec_metadata import default_capture_layers
+from tllm_spec.attention.interface import default_capture_layers
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.eagle3_checkpoint import eagle3_tensors, target_ids
 from tllm_spec.models.eagle3_config import Eagle3Config
-from tllm_spec.training.eagle3 import NUM_CAPTURED, Eagle3Head, FeatureHead
-from tllm_spec.training.peagle import PEagleHead
-from tllm_spec.training.token_data import TokenData
+from tllm_spec.training.eagle3 import NUM_CAPTURED, Eagle3Head, FeatureHead, PEagleHead
+from tllm_spec.training.language_model import TokenData
 from tllm_spec.training.trainer import Settings, add_dropout
 
 Format = Literal["eagle", "speculators"]
@@ -40,6 +39,11 @@ def read_shape(folder: Path, target: ModelConfig) -> Eagle3Config:
             raise ValueError(f"{key} of the head in {folder} is {found!r}; {only!r} is trained")
     if shape.rope.kind != "default":
         raise ValueError(f"rope_type of the head in {folder} is {shape.rope.kind!r}: not trained")
+    if shape.hidden_size != target.hidden_size:
+        raise ValueError(
+            f"hidden_size of the head in {folder} is {shape.hidden_size}; the target's "
+            f"{target.hidden_size} is trained"
+        )
     return shape.for_target(target, NUM_CAPTURED)
 
 

@@ -12,15 +12,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tllm_spec.executor.device.transfer import to_device
-from tllm_spec.training.distill import (
+from tllm_spec.training.eagle3 import Eagle3Head, FeatureHead, PEagleHead, Rows, target_states
+from tllm_spec.training.language_model import (
     ARGMAX_SHARE,
     VALIDATION_LENGTH,
     VALIDATION_WINDOWS,
+    TokenData,
     mixed,
 )
-from tllm_spec.training.eagle3 import Eagle3Head, FeatureHead, target_states
-from tllm_spec.training.peagle import PEagleHead, Rows
-from tllm_spec.training.token_data import TokenData
 
 STEP_DECAY = 0.9
 """Ratio of a step's weight in the loss to the previous step's: a late draft matters only if the

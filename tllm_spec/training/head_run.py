@@ -1,5 +1,8 @@
 """Trains a head for any target that transformers loads: `tllm-train head`."""
 
+import json
+import math
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -7,13 +10,19 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import yaml
 from torch import Tensor
 
-from tllm_spec.attention.spec_metadata import default_capture_layers
+from tllm_spec.attention.interface import default_capture_layers
+from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.eagle3_config import Eagle3Config
-from tllm_spec.training.acceptance import chain_rounds, num_matches, summary
-from tllm_spec.training.checkpoint import FILE
+from tllm_spec.outputs import SpeculativeStats
+from tllm_spec.progress import progress
+from tllm_spec.recording.replay import replay
+from tllm_spec.recording.traffic_folder import states_files
+from tllm_spec.recording.traffic_record import TrafficRecord
+from tllm_spec.training.acceptance import chain_rounds, num_matches, standard_error, summary
 from tllm_spec.training.eagle3 import FeatureHead
 from tllm_spec.training.head_files import (
     Format,
@@ -25,11 +34,17 @@ from tllm_spec.training.head_files import (
     save_head,
 )
 from tllm_spec.training.head_loss import steps_along, unrolled, weighted
-from tllm_spec.training.language_model import load_language_model
-from tllm_spec.training.ranks import Ranks
-from tllm_spec.training.texts import Text, batches, draw, padded, read_texts, split
-from tllm_spec.training.token_data import TokenData
-from tllm_spec.training.trainer import Settings, train
+from tllm_spec.training.language_model import TokenData, load_language_model
+from tllm_spec.training.texts import (
+    Text,
+    batches,
+    draw,
+    padded,
+    read_texts,
+    split,
+    unseen_records,
+)
+from tllm_spec.training.trainer import FILE, Ranks, Settings, train
 from tllm_spec.zoo.registry import resolve_model
 
 Kind = Literal["eagle3", "peagle"]
@@ -37,6 +52,13 @@ DTYPES = {"bf16": torch.bfloat16, "float32": torch.float32}
 MAX_LENGTH = 2048  # tokens of a sequence
 VALIDATION_TOKENS = 2 * MAX_LENGTH  # of a batch
 MAX_DRAFT_VOCABULARY = 32_000
+BATCH_TOKENS = {"cuda": 16384, "cpu": 1024}
+NUM_CHECKPOINTS = {"cuda": 10, "cpu": 5}  # of a run; a CPU takes a while for each validation
+MIN_STEPS_OF_ALL = 8  # that read as many tokens as there are
+LEARNING_RATE = 5e-4  # of a new head, and of one that goes on with 16384 tokens a step
+NARROW, NARROW_RATE = 1024, 2e-3  # a new head of fewer channels
+FEW_HELD_OUT = 50  # texts, below which figures are too uncertain to compare heads
+FEW_STEPS = 50
 
 
 @dataclass(frozen=True)
@@ -53,14 +75,20 @@ class HeadOptions:
     layers: int | None
     norms: tuple[str, ...]
     unroll: int
+    steps: int | None
+    minutes: float | None
+    batch_tokens: int | None
+    learning_rate: float | None
+    checkpoint_steps: int | None
+    resume: bool
     dtype: Literal["bf16", "float32"]
     device: str
 
 
-def train_head(options: HeadOptions, settings: Settings) -> None:
+def train_head(options: HeadOptions) -> None:
     """Raises ValueError for options that do not fit each other, the target or the texts, and for a
     folder that has another run."""
-    if not settings.resume and (options.output / FILE).exists():
+    if not options.resume and (options.output / FILE).exists():
         raise ValueError(
             f"{options.output} has the checkpoint of a run: --resume goes on from it; a new run "
             "needs another folder"
@@ -68,20 +96,23 @@ def train_head(options: HeadOptions, settings: Settings) -> None:
     folder = resolve_model(options.model)
     config = ModelConfig.from_pretrained(folder)
     start = None if options.start is None else load_head(resolve_model(options.start), config)
-    length = min(MAX_LENGTH, config.max_positions, settings.windows * settings.length)
+    batch_tokens = options.batch_tokens or BATCH_TOKENS[options.device]
+    length = min(MAX_LENGTH, config.max_positions, batch_tokens)
     shape = _shape(options, config, start, length)
     config_file = _config_file(options, shape, config, start)
     layers = shape.capture_layers or default_capture_layers(config.num_layers)
-    texts = read_texts(options.data, options.model, length - options.unroll, options.unroll, layers)
-    training, held_out = split(texts, options.data, options.unroll)
-    ranks, device = Ranks.join(options.device)
-    num_with_states = sum(text.file is not None for text in training)
-    for number in (num_with_states, len(training) - num_with_states):
-        if 0 < number < ranks.size:
-            raise ValueError(f"{options.data} has {number} texts for {ranks.size} processes")
-    if ranks.is_first:
-        print(f"{len(training)} texts, {num_with_states} with states, {len(held_out)} held out")
-    target = load_language_model(folder, DTYPES[options.dtype], device)
+    with progress("start", 2) as bar:
+        bar.begin("texts")
+        longest = length - options.unroll
+        texts = read_texts(options.data, options.model, longest, options.unroll, layers)
+        training, held_out = split(texts, options.data, options.unroll)
+        ranks, device = Ranks.join(options.device)
+        _check_number(training, options, ranks)
+        settings = settings_of(options, training, shape.hidden_size)
+        if ranks.is_first:
+            _tell(settings, training, held_out, options.unroll)
+        bar.begin("target")
+        target = load_language_model(folder, DTYPES[options.dtype], device)
     torch.manual_seed(settings.seed)  # all ranks begin with the same weights
     ids = _vocabulary(training, shape) if start is None else start.draft_ids
     head = build_head(shape, target, ids.to(device), settings, start)
@@ -90,6 +121,118 @@ def train_head(options: HeadOptions, settings: Settings) -> None:
     save_best = partial(save_head, config=config_file, output=options.output)
     train(head, loss, validation, settings, options.output, save_best, ranks=ranks)
     ranks.leave()
+    if ranks.is_first:
+        del target, head, loss, validation
+        judge(options, unseen_records(training, held_out))
+        tell_how_to_serve(options, can_swap=start is not None and shape == start.config)
+
+
+def settings_of(options: HeadOptions, training: list[Text], hidden_size: int) -> Settings:
+    """What is not given follows from the device, the number of tokens and the head's width."""
+    num_tokens = sum(len(text.tokens) for text in training)
+    fitting = min(BATCH_TOKENS[options.device], max(1, num_tokens // MIN_STEPS_OF_ALL))
+    batch_tokens = options.batch_tokens or fitting
+    rate = LEARNING_RATE
+    if options.start is not None:
+        rate *= (batch_tokens / BATCH_TOKENS["cuda"]) ** 0.5
+    elif hidden_size < NARROW:
+        rate = NARROW_RATE
+    return Settings(
+        minutes=options.minutes or math.inf,
+        steps=options.steps or 10**9,
+        windows=batch_tokens,
+        length=1,
+        learning_rate=rate if options.learning_rate is None else options.learning_rate,
+        weight_decay=0.1,
+        dropout=0.0,
+        warmup_steps=200,
+        compile=False,
+        checkpoint_steps=options.checkpoint_steps or 500,
+        num_checkpoints=0 if options.checkpoint_steps else NUM_CHECKPOINTS[options.device],
+        seed=0,
+        resume=options.resume,
+    )
+
+
+def judge(options: HeadOptions, records: list[TrafficRecord]) -> None:
+    """Prints the tokens a round of held-out records in a replay, as they would be served: before,
+    with the head of `--init` or else as they were served, and after."""
+    run = json.loads((options.output / "metrics.json").read_text(encoding="utf-8"))
+    if run["history"][-1]["step"] < FEW_STEPS:
+        _warn("few steps were made: give more --minutes, or steps of fewer --batch_tokens")
+    if run["step"] == 0:
+        _warn(f"no step made the held-out loss lower: {options.output} has the head of step 0")
+    if not records:
+        _print({"replayed": 0, "reason": f"{options.data} has no held-out records of traffic"})
+        return
+    try:
+        if options.start is None:
+            before = sum((record.stats for record in records), SpeculativeStats())
+        else:
+            before = _replayed(options, resolve_model(options.start), records)
+        after = _replayed(options, options.output, records)
+    except (ValueError, torch.cuda.OutOfMemoryError) as error:
+        _print({"replayed": 0, "reason": str(error)})
+        return
+    lengths = {"before": before.acceptance_length, "after": after.acceptance_length}
+    _print({"replayed": len(records), "tokens_per_round": lengths})
+    if lengths["after"] < lengths["before"]:
+        _warn("the replay finds the drafts of before better: train on more texts before it serves")
+
+
+def _replayed(options: HeadOptions, head: Path, records: list[TrafficRecord]) -> SpeculativeStats:
+    spec = _served(head, options.unroll)
+    own = {"device": options.device, "skip_tokenizer_init": True}
+    args = LlmArgs.from_kwargs(options.model, speculative_config=spec, **own)
+    return replay(records, args, states_files(options.data)).total
+
+
+def _served(head: Path, draft_len: int) -> dict[str, Any]:
+    return {
+        "decoding_type": "Eagle3",
+        "speculative_model": str(head),
+        "max_draft_len": draft_len,
+    }
+
+
+def tell_how_to_serve(options: HeadOptions, *, can_swap: bool) -> None:
+    output, served = options.output, _served(options.output, options.unroll)
+    print(f"Serve it: tllm-serve {options.model} --config x.yaml, where x.yaml has")
+    print(yaml.safe_dump({"speculative_config": served}, sort_keys=False), end="")
+    if can_swap:
+        print(
+            f"or swapped into a server with --draft_model_root {output.parent or '.'}: POST "
+            f"/v1/draft_model {json.dumps({'folder': output.name})}"
+        )
+
+
+def _check_number(training: list[Text], options: HeadOptions, ranks: Ranks) -> None:
+    num_with_states = sum(text.file is not None for text in training)
+    for number in (num_with_states, len(training) - num_with_states):
+        if 0 < number < ranks.size:
+            raise ValueError(f"{options.data} has {number} texts for {ranks.size} processes")
+
+
+def _tell(settings: Settings, training: list[Text], held_out: list[Text], unroll: int) -> None:
+    num_with_states = sum(text.file is not None for text in training)
+    print(f"{len(training)} texts, {num_with_states} with states, {len(held_out)} held out")
+    print(
+        f"batch_tokens {settings.windows}, learning_rate {settings.learning_rate:.2g}, unroll "
+        f"{unroll}"
+    )
+    if len(held_out) < FEW_HELD_OUT:
+        _warn(
+            f"{len(held_out)} texts are held out, which is too few to tell a better head from a "
+            f"worse one: of every 20 texts one is, so record {20 * FEW_HELD_OUT} or more"
+        )
+
+
+def _print(row: dict[str, Any]) -> None:
+    print(json.dumps(row))
+
+
+def _warn(sentence: str) -> None:
+    print(f"Warning: {sentence}.", file=sys.stderr)
 
 
 def _shape(
@@ -156,19 +299,23 @@ def acceptance_of(
     """Figures over the outputs: the loss, and the acceptance of `unroll` greedy drafts a round
     where the target's best tokens are accepted."""
     sums = torch.zeros(2, unroll, device=target.device)
-    accepted: list[int] = []
-    for group in batches(texts, VALIDATION_TOKENS):
-        batch = padded(group, unroll, target.device)
-        steps = list(steps_along(head, target, batch.tokens, unroll, batch.states))
-        for index, step in enumerate(steps):
-            weights = batch.counts[:, step.rows].flatten().to(target.device)
-            sums[:, index] += torch.stack([(weights * step.losses).sum(), weights.sum()])
-        is_best = torch.stack([step.is_best.view(len(group), -1) for step in steps], -1)
-        for text, matches in zip(group, num_matches(is_best[:, :-1]).tolist(), strict=True):
-            accepted += chain_rounds(matches[text.start : len(text.tokens)], unroll)
-    figures = summary(accepted, unroll)
+    accepted: list[list[int]] = []
+    groups = batches(texts, VALIDATION_TOKENS)
+    with progress("validation", len(groups), "batches", every=5) as bar:
+        for group in groups:
+            batch = padded(group, unroll, target.device)
+            steps = list(steps_along(head, target, batch.tokens, unroll, batch.states))
+            for index, step in enumerate(steps):
+                weights = batch.counts[:, step.rows].flatten().to(target.device)
+                sums[:, index] += torch.stack([(weights * step.losses).sum(), weights.sum()])
+            is_best = torch.stack([step.is_best.view(len(group), -1) for step in steps], -1)
+            for text, matches in zip(group, num_matches(is_best[:, :-1]).tolist(), strict=True):
+                accepted.append(chain_rounds(matches[text.start : len(text.tokens)], unroll))
+            bar.advance()
+    figures = summary([each for rounds in accepted for each in rounds], unroll)
     return {
         "loss": weighted(sums[0] / sums[1]).item(),
         "acceptance_length": figures["acceptance_length"],
+        "standard_error": standard_error(accepted),  # of the acceptance length
         **{f"accepted_{k}": rate for k, rate in enumerate(figures["per_position"], start=1)},
     }

@@ -1,15 +1,56 @@
-"""A language model of transformers that is trained: its making, its logits and its checkpoint."""
+"""Training data and losses of whole models: windows of token files, texts that a model writes
+itself, the next token, and a teacher's distribution."""
 
+import math
 import shutil
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tllm_spec.training.trainer import Settings, add_dropout
 from tllm_spec.zoo.registry import is_gguf
+
+# Token arrays on the training device: random sequences for training, all sequences in order for
+# validation.
+
+
+@dataclass(frozen=True)
+class TokenData:
+    tokens: Tensor
+    """`[N]` int16, on the training device: the documents, concatenated."""
+    num_bytes: int
+    """Size of the text in bytes."""
+
+    @classmethod
+    def load(cls, file: Path, device: torch.device) -> "TokenData":
+        with np.load(file) as arrays:
+            tokens = torch.from_numpy(arrays["tokens"].astype(np.int16))
+            return cls(tokens.to(device), int(arrays["num_bytes"]))
+
+    def sample(self, num_windows: int, length: int) -> Tensor:
+        """`[num_windows, length]` int64: sequences from random offsets, which may span
+        documents."""
+        device = self.tokens.device
+        offsets = torch.randint(len(self.tokens) - length + 1, (num_windows, 1), device=device)
+        return self.tokens[offsets + torch.arange(length, device=device)].long()
+
+    def windows(self, length: int, num_windows: int) -> Iterator[Tensor]:
+        """Batches `[<= num_windows, length]` of consecutive sequences over all tokens, without a
+        tail shorter than one sequence."""
+        whole = self.tokens[: len(self.tokens) // length * length].view(-1, length)
+        for batch in torch.split(whole, num_windows):
+            yield batch.long()
+
+
+# A language model of transformers that is trained: its making, its logits and its checkpoint.
 
 
 def build_model(shape: Path, settings: Settings, device: torch.device) -> Any:
@@ -47,3 +88,133 @@ def save(model: Any, shape: Path, output: Path) -> None:
     # They replace the files just written, which have the spelling of the installed version.
     for name in ("config.json", "generation_config.json"):
         shutil.copyfile(shape / name, output / name)
+
+
+# Text that a model generates with transformers: half of it greedy, half sampled at T=1.
+
+
+PROMPT_LEN = 128
+
+
+@torch.inference_mode()
+def continuations(model: Any, prompts: Tensor, new_tokens: int, do_sample: bool) -> Tensor:
+    """`[B, P]` prompts -> `[B, P + new_tokens]`; the end token is ignored, so that all have the
+    same length."""
+    with torch.autocast("cuda", torch.bfloat16, enabled=prompts.is_cuda):
+        text: Tensor = model.generate(
+            prompts,
+            attention_mask=torch.ones_like(prompts),
+            max_new_tokens=new_tokens,
+            eos_token_id=None,
+            do_sample=do_sample,
+            temperature=1.0 if do_sample else None,
+            top_k=0 if do_sample else None,
+        )
+    return text
+
+
+def write_self_text(
+    model: Any, data: TokenData, minutes: float, batch: int, new_tokens: int
+) -> TokenData:
+    """At least one greedy and one sampled batch, and more until `minutes` have passed.
+
+    Prompts are cut from `data`. A text is a prompt and the target's continuation."""
+    deadline = time.monotonic() + 60 * minutes
+    texts: list[Tensor] = []
+    while len(texts) < 2 or time.monotonic() < deadline:
+        prompts = data.sample(batch, PROMPT_LEN)
+        texts.append(
+            continuations(model, prompts, new_tokens, do_sample=len(texts) % 2 == 1)
+            .flatten()
+            .short()
+        )
+    tokens = torch.cat(texts).clone()
+    print(f"the target wrote {len(texts) * batch * new_tokens} tokens", flush=True)
+    return TokenData(tokens, num_bytes=0)
+
+
+# Training losses: next-token cross entropy for the target, distillation from it for the draft.
+
+
+ARGMAX_SHARE = 0.3
+"""Weight of the cross entropy on the target's best token in the draft's loss; the rest is KL."""
+SELF_TEXT_SHARE = 0.5
+VALIDATION_WINDOWS = 16
+VALIDATION_LENGTH = 1024
+
+
+def target_loss(model: Any, data: TokenData) -> Callable[[int, int], Tensor]:
+    def loss(windows: int, length: int) -> Tensor:
+        tokens = data.sample(windows, length + 1)
+        return cross_entropy(logits_of(model, tokens[:, :-1]), tokens[:, 1:])
+
+    return loss
+
+
+def target_validation(model: Any, heldout: TokenData) -> Callable[[], dict[str, float]]:
+    def validate() -> dict[str, float]:
+        losses = [
+            cross_entropy(logits_of(model, tokens[:, :-1]), tokens[:, 1:])
+            for tokens in heldout.windows(VALIDATION_LENGTH, VALIDATION_WINDOWS)
+        ]
+        nats = torch.stack(losses).mean().item()
+        return {"loss": nats, "bits_per_byte": bits_per_byte(nats, heldout)}
+
+    return validate
+
+
+def draft_loss(
+    draft: Any, target: Any, data: TokenData, self_text: TokenData
+) -> Callable[[int, int], Tensor]:
+    """The loss of `mixed` sequences."""
+
+    def loss(windows: int, length: int) -> Tensor:
+        tokens = mixed(data, self_text, windows, length)
+        with torch.no_grad():
+            target_logits = logits_of(target, tokens)
+        return distillation_loss(logits_of(draft, tokens), target_logits)
+
+    return loss
+
+
+def mixed(data: TokenData, self_text: TokenData, windows: int, length: int) -> Tensor:
+    """`[windows, length]`: sequences of the training files and of text that the target wrote."""
+    own = int(windows * SELF_TEXT_SHARE)
+    return torch.cat([data.sample(windows - own, length), self_text.sample(own, length)])
+
+
+def draft_validation(draft: Any, target: Any, heldout: TokenData) -> Callable[[], dict[str, float]]:
+    """`agreement`: how often both models have the same best token on held-out text."""
+
+    def validate() -> dict[str, float]:
+        figures = []
+        for tokens in heldout.windows(VALIDATION_LENGTH, VALIDATION_WINDOWS):
+            draft_logits, target_logits = logits_of(draft, tokens), logits_of(target, tokens)
+            agreement = (draft_logits.argmax(-1) == target_logits.argmax(-1)).float().mean()
+            nats = cross_entropy(draft_logits[:, :-1], tokens[:, 1:])
+            figures.append(
+                torch.stack([distillation_loss(draft_logits, target_logits), agreement, nats])
+            )
+        loss, agreement_rate, nats_per_token = torch.stack(figures).mean(0).tolist()
+        return {"loss": loss, "agreement": agreement_rate, "nats_per_token": nats_per_token}
+
+    return validate
+
+
+def distillation_loss(draft_logits: Tensor, target_logits: Tensor) -> Tensor:
+    """Both `[B, T, V]`. Forward KL(target || draft) is for acceptance at T > 0, cross entropy on
+    the target's best token is for greedy acceptance."""
+    draft = F.log_softmax(draft_logits.float(), -1).flatten(0, 1)
+    target = F.log_softmax(target_logits.float(), -1).flatten(0, 1)
+    divergence = F.kl_div(draft, target, reduction="batchmean", log_target=True)
+    best = F.nll_loss(draft, target.argmax(-1))
+    return (1 - ARGMAX_SHARE) * divergence + ARGMAX_SHARE * best
+
+
+def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """Mean nats a token of `[B, T, V]` logits for `[B, T]` labels."""
+    return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
+
+
+def bits_per_byte(nats_per_token: float, data: TokenData) -> float:
+    return nats_per_token / math.log(2) * len(data.tokens) / data.num_bytes

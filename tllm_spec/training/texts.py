@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 
 from tllm_spec.executor.device.transfer import to_device
+from tllm_spec.models.config import ModelConfig
 from tllm_spec.recording.hidden_states import read_states_file
 from tllm_spec.recording.traffic_folder import read_records, states_files_of
 from tllm_spec.recording.traffic_record import TrafficRecord
 from tllm_spec.text.tokenizer import load_tokenizer
 from tllm_spec.training.head_loss import ALIGNMENT, Batch
+from tllm_spec.zoo.registry import resolve_model
 
 HELD_OUT_ONE_IN = 20
 MAX_HELD_OUT = 1 << 15  # tokens
@@ -30,6 +32,8 @@ class Text(NamedTuple):
     """Has the target's hidden states of the whole text; None: they were not recorded."""
     offset: int = 0
     """The place of a piece in the text."""
+    record: TrafficRecord | None = None
+    """None: of a text file."""
 
 
 def read_texts(
@@ -37,11 +41,16 @@ def read_texts(
 ) -> list[Text]:
     """The texts of a folder of recorded traffic, or of a text file, in pieces of `max_length`
     tokens or a few less. Those that have no whole round of `unroll` drafts are left out. Raises
-    ValueError for a file that cannot be read, or that has states of other layers."""
+    ValueError for a file that cannot be read, or that has tokens of another model or states of
+    other layers."""
     if data.is_dir():
-        known = dict(_with_states(file, layers) for file in states_files_of(data))
+        config = ModelConfig.from_pretrained(resolve_model(model))
+        known = dict(_with_states(file, layers, config) for file in states_files_of(data))
         others = (each for each in read_records(data) if each.id not in known)
-        texts = [*known.values(), *(_text(each.prompt + each.output, each) for each in others)]
+        texts = [*known.values()]
+        for each in others:
+            each.check_tokens(config.vocab_size)
+            texts.append(_text(each.prompt + each.output, each))
     else:
         texts = [Text(torch.tensor(load_tokenizer(model).encode(_read(data))), 1)]
     max_length = max(1, max_length // ALIGNMENT) * ALIGNMENT
@@ -67,6 +76,13 @@ def split(texts: list[Text], data: Path, unroll: int) -> tuple[list[Text], list[
             break
         held_out.append(text)
     return sorted(ordered[number:], key=lambda text: len(text.tokens)), held_out
+
+
+def unseen_records(training: Sequence[Text], held_out: Sequence[Text]) -> list[TrafficRecord]:
+    """The records of held-out texts of which no piece is trained on."""
+    seen = {text.record.id for text in training if text.record is not None}
+    found = {text.record.id: text.record for text in held_out if text.record is not None}
+    return [record for name, record in found.items() if name not in seen]
 
 
 def draw(
@@ -145,9 +161,15 @@ def _states_of(text: Text) -> tuple[Tensor, Tensor]:
     return found.captured[piece], found.hidden[piece]
 
 
-def _with_states(file: Path, layers: tuple[int, ...]) -> tuple[str, Text]:
+def _with_states(file: Path, layers: tuple[int, ...], config: ModelConfig) -> tuple[str, Text]:
     """With the id of its record."""
     found = read_states_file(file)
+    found.record.check_tokens(config.vocab_size)
+    if found.hidden.shape[1] != config.hidden_size:
+        raise ValueError(
+            f"{file} has hidden states of {found.hidden.shape[1]} values; the model has "
+            f"{config.hidden_size}"
+        )
     if found.layers != layers:
         raise ValueError(
             f"{file} has hidden states of the layers {list(found.layers)}; the head reads "
@@ -157,12 +179,16 @@ def _with_states(file: Path, layers: tuple[int, ...]) -> tuple[str, Text]:
 
 
 def _text(tokens: list[int], record: TrafficRecord) -> Text:
-    return Text(torch.tensor(tokens), max(1, len(record.prompt)))
+    return Text(torch.tensor(tokens), max(1, len(record.prompt)), record=record)
 
 
 def _pieces(text: Text, max_length: int) -> list[Text]:
     return [
-        Text(tokens, max(1, text.start - index * max_length), text.file, index * max_length)
+        text._replace(
+            tokens=tokens,
+            start=max(1, text.start - index * max_length),
+            offset=index * max_length,
+        )
         for index, tokens in enumerate(torch.split(text.tokens, max_length))
     ]
 

@@ -5,20 +5,127 @@ The caller passes loss, validation and a function that saves the weights."""
 
 import json
 import math
+import os
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 from tqdm import tqdm
 
-from tllm_spec.training.checkpoint import Checkpoint, Progress
-from tllm_spec.training.ranks import ALONE, Ranks
+from tllm_spec.progress import progress as shown_progress
 
+# A training run's state in a file, from which it is resumed.
+
+
+FILE = "checkpoint.pt"
+
+
+@dataclass
+class Progress:
+    """How far a run is."""
+
+    step: int = 0
+    seconds: float = 0.0
+    best: float = math.inf
+    """The lowest loss of a validation."""
+    history: list[dict[str, float]] = field(default_factory=list)
+
+
+class Checkpoint:
+    """A file in the folder `output`."""
+
+    def __init__(self, output: Path, model: Any, optimizer: torch.optim.Optimizer) -> None:
+        self._file, self._model, self._optimizer = output / FILE, model, optimizer
+
+    def save(self, progress: Progress) -> None:
+        """An interrupted run leaves the file before."""
+        state = {
+            "progress": asdict(progress),
+            "model": self._model.state_dict(),
+            "optimizer": self._optimizer.state_dict(),
+        }
+        written = self._file.with_suffix(".new")
+        torch.save(state, written)
+        written.replace(self._file)
+
+    def load(self) -> Progress:
+        """Raises ValueError if there is no file, or one of another model."""
+        if not self._file.is_file():
+            raise ValueError(f"there is no {self._file} to resume from")
+        state = torch.load(self._file, map_location="cpu", weights_only=True)
+        try:
+            self._model.load_state_dict(state["model"])
+        except RuntimeError as error:
+            raise ValueError(f"{self._file} is of another model: {error}") from error
+        self._optimizer.load_state_dict(state["optimizer"])
+        return Progress(**state["progress"])
+
+
+# The processes of a training run, started by `torchrun`: each has a device and a share of every
+# batch.
+
+
+@dataclass(frozen=True)
+class Ranks:
+    rank: int = 0
+    size: int = 1
+
+    @classmethod
+    def join(cls, device: str) -> "tuple[Ranks, torch.device]":
+        """This process's place, and its own device of the kind `device`."""
+        size = int(os.environ.get("WORLD_SIZE", "1"))
+        if size == 1:
+            return ALONE, torch.device(device)
+        own = torch.device(device)
+        if own.type == "cuda":
+            own = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+            torch.cuda.set_device(own)
+        dist.init_process_group("nccl" if own.type == "cuda" else "gloo")
+        return cls(dist.get_rank(), size), own
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def share(self) -> slice:
+        """This rank's sequences of a batch."""
+        return slice(self.rank, None, self.size)
+
+    def add_up(self, loss: Tensor, gradients: Sequence[Tensor]) -> Tensor:
+        """The sum of the ranks' losses; gradients become their sums, in place."""
+        if self.size == 1:
+            return loss
+        flat = torch.cat([loss.reshape(1), *(each.flatten() for each in gradients)])
+        dist.all_reduce(flat)
+        sizes = [each.numel() for each in gradients]
+        for gradient, total in zip(gradients, torch.split(flat[1:], sizes), strict=True):
+            gradient.copy_(total.view_as(gradient))
+        return flat[0]
+
+    def of_first(self, value: float, device: torch.device) -> float:
+        """The first rank's value."""
+        if self.size == 1:
+            return value
+        shared = torch.tensor(value, dtype=torch.float64, device=device)
+        dist.broadcast(shared, 0)
+        return shared.item()
+
+    def leave(self) -> None:
+        if self.size > 1:
+            dist.destroy_process_group()
+
+
+ALONE = Ranks()
+
+
+SHOWN_EVERY = 2.0  # seconds; reading the loss waits for the device
 LONG_WINDOWS_FROM = 0.85
 """After this part of the budget, sequences are twice as long and a batch has half as many."""
 
@@ -39,6 +146,8 @@ class Settings:
     checkpoint_steps: int
     """Steps from one validation and checkpoint to the next."""
     seed: int
+    num_checkpoints: int = 0
+    """Further ones, evenly over the budget."""
     resume: bool = False
 
 
@@ -57,7 +166,7 @@ def train(
     save_weights: Callable[[Any], None],
     ranks: Ranks = ALONE,
 ) -> None:
-    """Before the first step and after each `checkpoint_steps`, the weights are saved by
+    """Before the first step and at each checkpoint, the weights are saved by
     `save_weights(model)` if `validate()` has the lowest `loss` so far.
 
     Args:
@@ -73,24 +182,39 @@ def train(
     done = _done(progress, settings)
     if ranks.is_first and not progress.step:
         _note(_validation(model, validate), progress, output, lambda: save_weights(model))
-    with tqdm(total=100, unit="%", disable=None if ranks.is_first else True) as bar:
+    shown, shown_at, num_tokens = 0, time.monotonic(), 0
+    with shown_progress("training", 100, "%", every=5, is_shown=ranks.is_first) as bar:
         while done < 1.0:
             torch.manual_seed((settings.seed << 32) + progress.step)
             _set_learning_rate(optimizer, settings, progress.step, done)
-            loss = loss_of(*_sizes(model, settings, done))
+            sizes = _sizes(model, settings, done)
+            loss = loss_of(*sizes)
             torch.autograd.backward(loss)
             loss = _update(model, loss.detach(), optimizer, ranks)
             progress.step += 1
             if progress.step % 10 == 0 and loss.is_cuda:
                 torch.cuda.synchronize()  # otherwise the host's clock runs ahead of the device
-            progress.seconds = time.monotonic() - start
+            now, before = time.monotonic(), done
+            progress.seconds = now - start
             done = ranks.of_first(_done(progress, settings), loss.device)
-            bar.update(round(100 * min(done, 1.0), 1) - bar.n)
-            is_due = done >= 1.0 or progress.step % settings.checkpoint_steps == 0
-            if is_due and ranks.is_first:
+            num_tokens += sizes[0] * sizes[1]
+            if now - shown_at >= SHOWN_EVERY:
+                speed = num_tokens / (now - shown_at)
+                note = f"step {progress.step}, {speed:.0f} tokens/s, loss {loss.item():.3f}"
+                percent = int(100 * min(done, 1.0))
+                bar.advance(percent - shown, note)
+                shown, shown_at, num_tokens = percent, now, 0
+            if _is_due(progress, settings, before, done) and ranks.is_first:
                 figures = {"train_loss": round(loss.item(), 4), **_validation(model, validate)}
                 _note(figures, progress, output, lambda: save_weights(model))
                 checkpoint.save(progress)
+
+
+def _is_due(progress: Progress, settings: Settings, before: float, done: float) -> bool:
+    """Whether a validation and a checkpoint come now. before: what was done before the step."""
+    of_budget = settings.num_checkpoints
+    is_next = int(of_budget * before) < int(of_budget * done)
+    return done >= 1.0 or progress.step % settings.checkpoint_steps == 0 or is_next
 
 
 def _done(progress: Progress, settings: Settings) -> float:

@@ -20,7 +20,6 @@ from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.head_checkpoint import head_kind
 from tllm_spec.training.acceptance import evaluate as acceptance
 from tllm_spec.training.deepseek import SHAPE, balanced_loss, build_target, load_target, save_target
-from tllm_spec.training.distill import draft_loss, draft_validation, target_loss, target_validation
 from tllm_spec.training.eagle3 import FeatureHead
 from tllm_spec.training.head_files import (
     build_head,
@@ -30,11 +29,24 @@ from tllm_spec.training.head_files import (
     save_head,
 )
 from tllm_spec.training.head_loss import aligned_chains, eagle3_loss, eagle3_validation
-from tllm_spec.training.language_model import build_model, load_language_model, save
-from tllm_spec.training.mtp import NextnModules
-from tllm_spec.training.mtp_loss import build_modules, mtp_loss, mtp_validation, save_with_modules
-from tllm_spec.training.self_text import write_self_text
-from tllm_spec.training.token_data import TokenData
+from tllm_spec.training.language_model import (
+    TokenData,
+    build_model,
+    draft_loss,
+    draft_validation,
+    load_language_model,
+    save,
+    target_loss,
+    target_validation,
+    write_self_text,
+)
+from tllm_spec.training.mtp import (
+    NextnModules,
+    build_modules,
+    mtp_loss,
+    mtp_validation,
+    save_with_modules,
+)
 from tllm_spec.training.trainer import Settings, train
 from tllm_spec.zoo.registry import resolve_model
 

@@ -8,27 +8,37 @@ a tier needs on the device is prepared for all of `tiers` at start-up."""
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
-from tllm_spec.config.adaptive_config import AdaptiveConfig, EmaOptions, SlotOptions
+from tllm_spec.config.adaptive_config import (
+    AdaptiveConfig,
+    CostModelOptions,
+    EmaOptions,
+    SlotOptions,
+)
+from tllm_spec.config.draft_len_schedule import draft_len_table
 from tllm_spec.config.draft_shape import DraftShapes
 from tllm_spec.config.verify_budget import MAX_WHOLE_BATCH
-from tllm_spec.executor.speculative.draft_length.budget_slot import BudgetSlot
-from tllm_spec.executor.speculative.draft_length.cost_model import CostModelSlot, ladder_of
-from tllm_spec.executor.speculative.draft_length.decision_log import BucketLog, DecisionLog
-from tllm_spec.executor.speculative.draft_length.draft_len_limits import DraftLenLimits
-from tllm_spec.executor.speculative.draft_length.ema_policy import AdaptiveSpeculativeParams
-from tllm_spec.executor.speculative.draft_length.round_times import (
-    AssumedRoundTimes,
-    CorrectedRoundTimes,
-    RoundTimes,
+from tllm_spec.executor.speculative.draft_length.cost_model import CostModelSlot
+from tllm_spec.executor.speculative.draft_length.decisions import DecisionLog, ObservedRound
+from tllm_spec.executor.speculative.draft_length.draft_len_table import (
+    NO_LIMIT,
+    AcceptanceGate,
+    DraftLenTable,
 )
-from tllm_spec.executor.speculative.draft_length.tier_policy import (
-    FixedTier,
-    ObservedRound,
-    TierPolicy,
+from tllm_spec.executor.speculative.draft_length.ema_policy import AdaptiveSpeculativeParams
+from tllm_spec.executor.speculative.draft_length.estimates import estimate_of, ladder_of
+from tllm_spec.executor.speculative.draft_length.round_times import (
+    ASSUMED_TIMES,
+    CorrectedRoundTimes,
+    MeasuredRoundTimes,
 )
 
+if TYPE_CHECKING:  # it loads torch
+    from tllm_spec.config.speculative_config import DecodingBaseConfig
+
+TierPolicy = AdaptiveSpeculativeParams | CostModelSlot
 CONTEXT_MARGIN = 0.125  # relative change of the average context that does not count
 
 
@@ -38,8 +48,8 @@ class ContextBucket:
     bound."""
 
     slots: Sequence[TierPolicy]
-    times: CorrectedRoundTimes | None = None
-    context_len: int = 0
+    times: CorrectedRoundTimes
+    context_len: int
     # By batch size: padded, and its slot. Looked up twice a round.
     slot_of: dict[int, tuple[int, TierPolicy]] = field(default_factory=dict)
 
@@ -56,22 +66,22 @@ class AdaptiveController:
 
     def __init__(
         self,
-        buckets: Sequence[ContextBucket],
+        table: DraftLenTable | None = None,
+        buckets: Sequence[ContextBucket] = (),
         *,
-        tiers: Iterable[int],
+        tiers: Iterable[int] = (),
         graph_batch_sizes: Iterable[int] | None = None,
-        limits: DraftLenLimits | None = None,
         log: DecisionLog | None = None,
         name: Callable[[int], int | str] = lambda tier: tier,
     ) -> None:
-        """name: of a tier, for people."""
-        self._buckets, self.context_len = buckets, 0
+        """buckets: none where every round has the longest drafts of the table. tiers: of their
+        slots. name: of a tier, for people."""
+        self._table, self._buckets, self.context_len = table or DraftLenTable(), buckets, 0
         self._context_lens = [bucket.context_len for bucket in buckets]
-        self._bounds = [slot.lower_bound for slot in buckets[0].slots]
+        self._bounds = [slot.lower_bound for slot in buckets[0].slots] if buckets else []
         self._graph_batch_sizes = sorted(graph_batch_sizes or ())
-        self._limits = limits or DraftLenLimits()
         self._log, self._name = log or DecisionLog(), name
-        self.tiers = tuple(sorted({*tiers, *self._limits.reachable}))
+        self.tiers = tuple(sorted({*tiers, *self._table.reachable}))
 
     @classmethod
     def from_config(
@@ -80,8 +90,8 @@ class AdaptiveController:
         *,
         graph_batch_sizes: Iterable[int] | None = None,
         initial_steps: int | None = None,
-        round_times: RoundTimes | None = None,
-        limits: DraftLenLimits | None = None,
+        round_times: MeasuredRoundTimes | None = None,
+        table: DraftLenTable | None = None,
         shapes: DraftShapes | None = None,
     ) -> "AdaptiveController":
         """initial_steps: the first draft length of `strategy: ema`, where a ladder has it (SGLang's
@@ -93,41 +103,38 @@ class AdaptiveController:
         first = config.middle_draft_len if initial_steps is None else initial_steps
         log = DecisionLog()
         shapes = shapes or DraftShapes.chains(config.draft_lens[-1])
-        ladders = [ladder_of(options, shapes) for _, options in config.slots]
-        tiers = sorted({tier for ladder in ladders for tier in ladder} | {*shapes.budgeted_tiers})
+        tiers = sorted(_tiers_of(config, shapes))
         slots = list(config.slots)
         shared_from = 0 if shapes.has_trees else MAX_WHOLE_BATCH + 1  # batch size
         if shapes.budgeted_tiers and slots[-1][0] < shared_from:
             slots.append((shared_from, slots[-1][1]))
 
         def bucket(context_len: int) -> ContextBucket:
-            own_log = BucketLog(log, context_len) if context_len else log
-            times = CorrectedRoundTimes(round_times or AssumedRoundTimes(), tiers)
+            times = CorrectedRoundTimes(round_times or ASSUMED_TIMES, tiers)
+            record = partial(log.record, context_len=context_len)
 
-            def slot(lower_bound: int, options: SlotOptions) -> TierPolicy:
+            def slot(low: int, options: SlotOptions) -> TierPolicy:
                 if isinstance(options, EmaOptions):
-                    return AdaptiveSpeculativeParams(
-                        lower_bound, options, own_log, first, config.compat
-                    )
-                if shapes.budgeted_tiers and lower_bound >= shared_from:
-                    return BudgetSlot(lower_bound, options, own_log, times, shapes)
-                return CostModelSlot(lower_bound, options, own_log, times, shapes)
+                    return AdaptiveSpeculativeParams(low, options, record, first, config.compat)
+                shares_rows = bool(shapes.budgeted_tiers) and low >= shared_from
+                estimate = estimate_of(options, shapes, shares_rows=shares_rows)
+                return CostModelSlot(low, estimate, options, times, shapes, record)
 
             return ContextBucket([slot(*each) for each in slots], times, context_len)
 
         return cls(
+            table,
             [bucket(context_len) for context_len in (0, *config.context_buckets)],
             tiers=tiers,
             graph_batch_sizes=graph_batch_sizes,
-            limits=limits,
             log=log,
             name=shapes.name,
         )
 
     @classmethod
-    def fixed(cls, draft_len: int, *, limits: DraftLenLimits | None = None) -> "AdaptiveController":
-        """Without `adaptive`: one draft length, and the limits."""
-        return cls([ContextBucket([FixedTier(draft_len)])], tiers=[draft_len], limits=limits)
+    def fixed(cls, tier: int) -> "AdaptiveController":
+        """Every round has this tier."""
+        return cls(DraftLenTable({0: tier}))
 
     @property
     def knows_contexts(self) -> bool:
@@ -143,73 +150,46 @@ class AdaptiveController:
 
     def tier_for(self, batch_size: int) -> int:
         """The tier of a round of `batch_size` generating requests; 0 = plain decoding."""
+        most = self._table.max_tier(batch_size)
         padded, slot = self._slot_at(batch_size, self.context_len)
-        return slot.tier_for(padded, self._limits.max_tier(batch_size))
+        return slot.tier_for(padded, most) if slot else most
 
     def tiers_at(self, batch_size: int) -> set[int]:
         """All that `tier_for` may ever answer."""
+        most = self._table.max_tier_open(batch_size)
         padded, slot = self._slot_at(batch_size, 0)
-        tiers = slot.reachable(padded, self._limits.max_tier_open(batch_size))
-        return tiers | {0} if self._limits.has_gate else tiers
+        tiers = slot.reachable(padded, most) if slot else {most}
+        return tiers | {0} if self._table.has_gate else tiers
 
-    def observe(
-        self,
-        batch_size: int,
-        num_accepted: Sequence[int],
-        verified_tier: int | None = None,
-        seconds: float | None = None,
-        *,
-        num_requests: int | None = None,
-        num_drafted: int | None = None,
-        asked_draft_len: int | None = None,
-        ranks: Sequence[Sequence[int]] = (),
-        expected: Sequence[float] = (),
-        context_len: int = 0,
-    ) -> bool:
-        """What a round brought. Returns whether the tier changed for this batch size.
-
-        num_accepted: of every request that was drafted for, which may be fewer than the batch.
-        verified_tier: of the drafts that were verified, e.g. 0 in the round after plain decoding;
-        None: the present one. seconds: None if the round's time says nothing. num_requests: whose
-        results count, if some had ended already. num_drafted: drafts really proposed, if that is
-        not `verified_tier` for each of num_accepted. asked_draft_len: what the drafter was asked
-        for, if it had fewer than that. ranks: of every request of num_accepted, as `path_ranks`
-        shows them. expected: as `RoundOutcome`. context_len: the attribute when the round was
-        chosen."""
-        padded, slot = self._slot_at(batch_size, context_len)
-        max_tier = self._limits.max_tier(batch_size)
+    def observe(self, observed: ObservedRound) -> bool:
+        """Whether the tier changed for this batch size."""
+        batch_size, num_drafted = observed.batch_size, observed.num_drafted
+        max_tier = self._table.max_tier(batch_size)
+        padded, slot = self._slot_at(batch_size, observed.context_len)
         if num_drafted is None:
-            tier = slot.tier_for(padded, max_tier) if verified_tier is None else verified_tier
-            num_drafted = tier * len(num_accepted)
-        self._limits.observe(num_accepted, num_drafted)
-        alive = batch_size if num_requests is None else num_requests
-        return slot.observe(
-            ObservedRound(
-                alive,
-                padded,
-                num_accepted,
-                verified_tier,
-                seconds,
-                max_tier,
-                asked_draft_len,
-                ranks,
-                expected,
-            )
-        )
+            tier = observed.verified_tier
+            if tier is None:
+                tier = slot.tier_for(padded, max_tier) if slot else max_tier
+            num_drafted = tier * len(observed.num_accepted)
+        self._table.observe(observed.num_accepted, num_drafted)
+        return slot is not None and slot.observe(observed, padded, max_tier)
 
     @property
     def compares_times(self) -> bool:
         """Whether round times matter to what it decides."""
-        return any(isinstance(slot, CostModelSlot) for slot in self._buckets[0].slots)
+        slots = [slot for bucket in self._buckets for slot in bucket.slots]
+        return any(isinstance(slot, CostModelSlot) for slot in slots)
 
     def round_seconds(self, batch_size: int) -> dict[str, float]:
         """Expected seconds of a round of so many requests, by the name of the tier."""
-        times = self._buckets[0].times
-        assert times is not None
         padded, _ = self._slot_at(batch_size, 0)
-        return {str(self._name(tier)): each for tier, each in times.row(padded).items()}
+        row = self._buckets[0].times.row(padded)
+        return {str(self._name(tier)): seconds for tier, seconds in row.items()}
 
-    def _slot_at(self, batch_size: int, context_len: int) -> tuple[int, TierPolicy]:
+    def _slot_at(self, batch_size: int, context_len: int) -> tuple[int, TierPolicy | None]:
+        """The padded batch size and its slot, if there are slots."""
+        if not self._buckets:
+            return batch_size, None
         bucket = self._buckets[bisect_right(self._context_lens, context_len) - 1]
         if (found := bucket.slot_of.get(batch_size)) is not None:
             return found
@@ -223,17 +203,61 @@ class AdaptiveController:
     def state(self) -> dict[str, Any]:
         """Everything that decisions rest on, as plain values for /server_info."""
         buckets, name = self._buckets, self._name
-        times = [(bucket, bucket.times.state(name)) for bucket in buckets if bucket.times]
+        slots = {
+            bucket.named(slot.lower_bound): slot.state()
+            for bucket in buckets
+            for slot in bucket.slots
+        }
         return {
-            "draft_lens": list(map(self._name, self.tiers)),
-            "slots": {
-                bucket.named(slot.lower_bound): slot.state()
-                for bucket in buckets
-                for slot in bucket.slots
-            },
-            "limits": self._limits.state(),
+            "draft_lens": list(map(name, self.tiers)),
+            "slots": slots or {"1": {"steps": self.tiers[-1]}},
+            "limits": self._table.state(),
             "decisions": self._log.state(),
             "round_ms": {
-                bucket.named(size): row for bucket, rows in times for size, row in rows.items()
+                bucket.named(size): row
+                for bucket in buckets
+                for size, row in bucket.times.state(name).items()
             },
         }
+
+
+def _tiers_of(config: AdaptiveConfig, shapes: DraftShapes) -> set[int]:
+    """All that some slot may choose."""
+    cost_models = [own for _, own in config.slots if isinstance(own, CostModelOptions)]
+    whole = [tier for own in cost_models for tier in ladder_of(own, shapes)]
+    return {*config.draft_lens, *whole, *shapes.budgeted_tiers}
+
+
+def controller_for(
+    spec: "DecodingBaseConfig | None",
+    *,
+    graph_batch_sizes: Iterable[int] | None = None,
+    round_times: MeasuredRoundTimes | None = None,
+    max_num_tokens: int = NO_LIMIT,
+    max_batch_size: int = 0,
+    initial_steps: int | None = None,
+) -> AdaptiveController:
+    """None: plain decoding. initial_steps: as `AdaptiveController.from_config`."""
+    if spec is None:
+        return AdaptiveController.fixed(0)
+    gate = None
+    if spec.acceptance_rate_threshold is not None and spec.acceptance_rate_window_size is not None:
+        gate = AcceptanceGate(spec.acceptance_rate_threshold, spec.acceptance_rate_window_size)
+    fixed = spec.max_draft_len if spec.adaptive is None else None
+    table = DraftLenTable(
+        draft_len_table(fixed, spec.draft_len_schedule, spec.max_concurrency),
+        gate=gate,
+        max_num_tokens=max_num_tokens,
+        max_batch_size=max_batch_size,
+        tier_within=spec.shapes.tier_within,
+    )
+    if spec.adaptive is None:
+        return AdaptiveController(table)
+    return AdaptiveController.from_config(
+        spec.adaptive,
+        graph_batch_sizes=graph_batch_sizes,
+        initial_steps=initial_steps,
+        round_times=round_times,
+        table=table,
+        shapes=spec.shapes,
+    )

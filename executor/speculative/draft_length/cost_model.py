@@ -1,40 +1,26 @@
 """`strategy: cost_model`: the draft length, or tree, with the most expected tokens per second.
 
-Expected tokens come from the acceptance estimate of the slot, seconds from the round times of the
-batch size. Longer draft lengths than the current one are learned by probes: a few rounds of the
-next longer length, within a small share of the time. A tree is used when it is expected to win:
-chains give the evidence for it."""
+Expected tokens come from the slot's estimate, seconds from the round times of the batch size. What
+rounds do not show by themselves is learned by probes: a few rounds of another tier, within a small
+share of the time. For chains that is the next longer length. A tree is used when it is expected to
+win: chains give the evidence for it."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
 from math import ceil
-from typing import Any, Protocol
+from typing import Any
 
-from tllm_spec.config.adaptive_config import CostModelOptions, SlotOptions
+from tllm_spec.config.adaptive_config import CostModelOptions
 from tllm_spec.config.draft_shape import DraftShapes
-from tllm_spec.executor.speculative.draft_length.decision_log import DecisionLog, Switch
+from tllm_spec.executor.speculative.draft_length.decisions import ObservedRound, Switch
+from tllm_spec.executor.speculative.draft_length.estimates import Estimate
 from tllm_spec.executor.speculative.draft_length.round_times import CorrectedRoundTimes
-from tllm_spec.executor.speculative.draft_length.tier_estimate import TierEstimate
-from tllm_spec.executor.speculative.draft_length.tier_policy import ObservedRound
 
 PROBE_TRIALS = 8  # requests that a probe should see, over its rounds
 MAX_PROBE_ROUNDS = 4  # with drafts of the probed length
 SPARE_ROUNDS = 3  # of a probe: the first has no such drafts yet, and results are read late
 MAX_SAVED_ROUNDS = 40.0  # of the present length: time that quiet traffic may save up for probes
 SHARE_ROUNDS = 8  # memory of the share of requests that are drafted for
-
-
-class Estimate(Protocol):
-    """What a slot knows. `rates`: acceptance by position; `expected`: accepted drafts by tier."""
-
-    rates: list[float]
-    expected: list[float]
-
-    def observe(self, observed: ObservedRound, tier: int) -> None:
-        """tier: of the drafts that were verified."""
-
-    def state(self) -> dict[str, Any]:
-        """As plain values."""
 
 
 @dataclass
@@ -44,34 +30,21 @@ class _Probe:
     rounds_left: int  # of any kind
 
 
-def ladder_of(options: SlotOptions, shapes: DraftShapes) -> tuple[int, ...]:
-    """The tiers that a slot may choose, ascending: its draft lengths, and then trees."""
-    if not isinstance(options, CostModelOptions) or options.candidate_trees is None:
-        trees = list(shapes.tree_tiers)
-    else:
-        trees = sorted(shapes.tier_of(tree.shape) for tree in options.candidate_trees)
-    return (*options.candidate_steps, *trees)
-
-
 class CostModelSlot:
-    """Chooses the draft length with the most expected tokens per second. Every batch size has a
-    draft length of its own; acceptance is estimated from all batch sizes of the slot."""
+    """Chooses the tier with the most expected tokens per second. Every batch size has a tier of its
+    own; the estimate is of all batch sizes of the slot."""
 
     def __init__(
         self,
         lower_bound: int,
+        estimate: Estimate,
         options: CostModelOptions,
-        log: DecisionLog,
         times: CorrectedRoundTimes,
-        shapes: DraftShapes | None = None,
+        shapes: DraftShapes,
+        record: Callable[[Switch], None],
     ) -> None:
-        """shapes: None for chains of every length."""
-        self.lower_bound, self._log, self._times = lower_bound, log, times
-        self._shapes = shapes or DraftShapes.chains(options.candidate_steps[-1])
-        self._ladder = self._find_ladder(options)
-        lengths = options.candidate_steps
-        self._longer = dict(pairwise(lengths if len(lengths) > 1 else self._ladder))
-        self._estimate = self._new_estimate(options)
+        self.lower_bound, self._estimate, self._times = lower_bound, estimate, times
+        self._shapes, self._record = shapes, record
         # Attributes of the options are slow to read (pydantic), and each is needed in every round.
         self._margin, self._probe_share = 1 + options.switch_margin, options.probe_time_share
         self._drafted_share = 1.0  # of a batch's requests: those that pause gain nothing
@@ -80,18 +53,8 @@ class CostModelSlot:
         self._probe: _Probe | None = None
         self._saved_seconds = 0.0  # for probes
 
-    def _find_ladder(self, options: CostModelOptions) -> tuple[int, ...]:
-        return ladder_of(options, self._shapes)
-
-    def _longer_than(self, batch_size: int, tier: int) -> int | None:
-        """What a tier may try; a single length may try a tree."""
-        return self._longer.get(tier)
-
-    def _new_estimate(self, options: CostModelOptions) -> Estimate:
-        parts = options.prior_acceptance, options.window_trials
-        return TierEstimate(self._shapes, self._ladder, *parts)
-
     def tier_for(self, batch_size: int, max_tier: int) -> int:
+        """The tier, at most `max_tier`; 0 = plain decoding. Asking changes no later answer."""
         if self._decided.get(batch_size) != max_tier:
             self._decide(batch_size, max_tier)
         tier, probe = self._tiers[batch_size], self._probe
@@ -99,29 +62,26 @@ class CostModelSlot:
         if (
             probe is not None
             and probe.tier <= max_tier
-            and probe.tier == self._longer_than(batch_size, tier)
+            and probe.tier == self._estimate.probe_of(batch_size, tier)
         ):
             return probe.tier
         return tier
 
     def reachable(self, batch_size: int, max_tier: int) -> set[int]:
-        return {tier for tier in self._ladder_at(batch_size) if tier <= max_tier} or {0}
+        """All that `tier_for` may ever answer."""
+        return {tier for tier in self._estimate.compared_at(batch_size) if tier <= max_tier} or {0}
 
-    def _ladder_at(self, batch_size: int) -> tuple[int, ...]:
-        """Those of the tiers that rounds of this batch size may have."""
-        return self._ladder
-
-    def observe(self, observed: ObservedRound) -> bool:
-        num_requests, batch_size, num_accepted, verified_tier, seconds, max_tier, *_ = observed
+    def observe(self, observed: ObservedRound, batch_size: int, max_tier: int) -> bool:
+        """Whether the tier for this batch size changed."""
         before = self.tier_for(batch_size, max_tier)
-        tier = before if verified_tier is None else verified_tier
-        if seconds is not None:
-            self._times.observe(batch_size, tier, seconds)
-        is_own = tier in self._ladder or tier not in self._shapes.further_tiers
-        if num_requests and is_own:
+        tier = before if observed.verified_tier is None else observed.verified_tier
+        if observed.seconds is not None:
+            self._times.observe(batch_size, tier, observed.seconds)
+        is_own = tier in self._estimate.ladder or tier not in self._shapes.further_tiers
+        if observed.num_alive and is_own:
             self._estimate.observe(observed, tier)
             if tier:
-                share = len(num_accepted) / num_requests
+                share = len(observed.num_accepted) / observed.num_alive
                 self._drafted_share += (share - self._drafted_share) / SHARE_ROUNDS
         row, chosen = self._times.row(batch_size), self._tiers[batch_size]
         if self._probe is not None and before != chosen:
@@ -139,7 +99,7 @@ class CostModelSlot:
         self._decided[batch_size] = max_tier
 
     def _best(self, batch_size: int, max_tier: int) -> int:
-        allowed, present = self._ladder_at(batch_size), self._tiers.get(batch_size)
+        allowed, present = self._estimate.compared_at(batch_size), self._tiers.get(batch_size)
         if max_tier < allowed[-1]:
             allowed = tuple(tier for tier in allowed if tier <= max_tier)
         if not allowed:
@@ -167,7 +127,7 @@ class CostModelSlot:
             rates = " ".join(f"{rate:.2f}" for rate in self._estimate.rates)
             reason = f"{why}; acceptance given the drafts before {rates}"
             names = self._shapes.name(present), self._shapes.name(tier)
-            self._log.record(Switch(self.lower_bound, batch_size, *names, reason))
+            self._record(Switch(self.lower_bound, batch_size, *names, reason))
         return tier
 
     def _pay(self, probe: _Probe, extra_seconds: float, tier: int) -> None:
@@ -181,26 +141,27 @@ class CostModelSlot:
             if tier >= probe.tier or not probe.rounds_left or not probe.rounds_to_see:
                 self._probe = None
             return
-        longer = self._longer_than(batch_size, tier)
-        if longer is None or longer > max_tier:
+        probed = self._estimate.probe_of(batch_size, tier)
+        if probed is None or probed > max_tier:
             return
         num_rounds = min(MAX_PROBE_ROUNDS, ceil(PROBE_TRIALS / batch_size))
-        seconds = self._probe_seconds(row, tier, longer)
+        seconds = self._probe_seconds(row, tier, probed)
         is_paid = self._saved_seconds >= (num_rounds + 1) * seconds
-        if is_paid and self._may_win(row, tier, longer):
-            self._probe = _Probe(longer, num_rounds, num_rounds + SPARE_ROUNDS)
+        if is_paid and self._may_win(row, tier, probed):
+            self._probe = _Probe(probed, num_rounds, num_rounds + SPARE_ROUNDS)
 
-    def _probe_seconds(self, row: dict[int, float], tier: int, longer: int) -> float:
-        """What a round of a probe costs."""
-        return row[longer] - row[tier]
+    def _probe_seconds(self, row: dict[int, float], tier: int, probed: int) -> float:
+        """What a round of a probe costs. One with fewer rows may take less time and emit fewer
+        tokens, which take time, too."""
+        share, expected = self._drafted_share, self._estimate.expected
+        tokens = (1 + share * expected[probed]) / (1 + share * expected[tier])
+        return row[probed] - row[tier] * min(tokens, 1.0)
 
-    def _may_win(self, row: dict[int, float], tier: int, longer: int) -> bool:
-        """Whether the longer length would be better if all that it adds were accepted."""
-        expected = self._estimate.expected
-        reach = expected[tier] - expected[tier - 1] if tier else 1.0
-        at_best = 1 + expected[tier] + reach * (longer - tier)
-        now = 1 + self._drafted_share * expected[tier]
-        return bool(at_best / row[longer] > now / row[tier] * self._margin)
+    def _may_win(self, row: dict[int, float], tier: int, probed: int) -> bool:
+        """Whether the probed tier would be better if all that it adds were accepted."""
+        now = 1 + self._drafted_share * self._estimate.expected[tier]
+        at_best = self._estimate.at_best(tier, probed)
+        return at_best / row[probed] > now / row[tier] * self._margin
 
     def state(self) -> dict[str, Any]:
         return {

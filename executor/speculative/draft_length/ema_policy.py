@@ -3,12 +3,12 @@
 The mean number of accepted drafts of a round is smoothed. Every few rounds the draft length moves
 along the ladder until it is about one above that mean. Round times and batch sizes play no part."""
 
+from collections.abc import Callable
 from math import ceil
 from typing import Any
 
 from tllm_spec.config.adaptive_config import EmaOptions
-from tllm_spec.executor.speculative.draft_length.decision_log import DecisionLog, Switch
-from tllm_spec.executor.speculative.draft_length.tier_policy import ObservedRound
+from tllm_spec.executor.speculative.draft_length.decisions import ObservedRound, Switch
 
 
 class AdaptiveSpeculativeParams:
@@ -24,12 +24,13 @@ class AdaptiveSpeculativeParams:
         self,
         lower_bound: int,
         options: EmaOptions,
-        log: DecisionLog,
+        record: Callable[[Switch], None],
         initial_steps: int | None,
         compat: bool,
     ) -> None:
         ladder = options.candidate_steps
-        self.lower_bound, self._options, self._log, self._compat = lower_bound, options, log, compat
+        self.lower_bound, self._options = lower_bound, options
+        self._record, self._compat = record, compat
         self._ladder = ladder
         self._rung = ladder.index(initial_steps) if initial_steps in ladder else len(ladder) // 2
         self.ema = float(self.draft_len - 1)
@@ -47,9 +48,11 @@ class AdaptiveSpeculativeParams:
         return max((length for length in self._ladder if length <= max_tier), default=0)
 
     def reachable(self, batch_size: int, max_tier: int) -> set[int]:
+        """All that `tier_for` may ever answer."""
         return {length for length in self._ladder if length <= max_tier} or {0}
 
-    def observe(self, observed: ObservedRound) -> bool:
+    def observe(self, observed: ObservedRound, batch_size: int, max_tier: int) -> bool:
+        """Whether the draft length changed."""
         draft_len = self.draft_len
         num_accepted, produced_by = observed.num_accepted, observed.verified_tier
         if observed.asked_draft_len is not None and produced_by is not None:
@@ -71,9 +74,7 @@ class AdaptiveSpeculativeParams:
         if self.draft_len == draft_len:
             return False
         reason = f"smoothed accepted drafts {self.ema:.2f}"
-        self._log.record(
-            Switch(self.lower_bound, observed.batch_size, draft_len, self.draft_len, reason)
-        )
+        self._record(Switch(self.lower_bound, batch_size, draft_len, self.draft_len, reason))
         return True
 
     def _target(self) -> int:

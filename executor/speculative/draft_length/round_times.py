@@ -3,7 +3,7 @@ corrected while serving by what the present contexts add."""
 
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from tllm_spec.config.option_checks import shown
 
@@ -12,30 +12,15 @@ SMOOTHING = 0.05  # weight of a round's time in the correction
 MAX_CORRECTION = 0.5  # of the measured time: further off is a hiccup of the machine
 
 
-class RoundTimes(Protocol):
-    has_contexts: bool
-    """Whether contexts were read in these rounds, so that other contexts take another time."""
-
-    def round_time(self, batch_size: int, tier: int) -> float:
-        """Seconds of a round of this tier; 0 = plain decoding."""
-
-
-class AssumedRoundTimes(RoundTimes):
-    """Where nothing was measured: a draft takes the same share of a plain round everywhere."""
-
-    has_contexts = False
-
-    def round_time(self, batch_size: int, tier: int) -> float:
-        return 1 + ASSUMED_DRAFT_COST * tier
-
-
-class MeasuredRoundTimes(RoundTimes):
+class MeasuredRoundTimes:
     """Times at some batch sizes and tiers; straight lines between them and beyond."""
 
     def __init__(
         self, seconds: Mapping[int, Mapping[int, float]], *, has_contexts: bool = False
     ) -> None:
-        """Raises ValueError for an empty table or times that are not above 0."""
+        """seconds: by batch size and tier. has_contexts: whether contexts were read in these
+        rounds, so that other contexts take another time. Raises ValueError for an empty table or
+        times that are not above 0."""
         if not seconds or not all(row and min(row.values()) > 0 for row in seconds.values()):
             raise ValueError("round times need at least one batch size, each with times above 0")
         self.has_contexts = has_contexts
@@ -58,6 +43,7 @@ class MeasuredRoundTimes(RoundTimes):
         return cls(rows)
 
     def round_time(self, batch_size: int, tier: int) -> float:
+        """Seconds of a round of this tier; 0 = plain decoding."""
         by_size = [(size, _interpolated(row, tier)) for size, row in self._rows.items()]
         return _interpolated(by_size, batch_size)
 
@@ -74,13 +60,17 @@ def _interpolated(points: Sequence[tuple[int, float]], at: int) -> float:
     return y0 + (y1 - y0) * (at - x0) / (x1 - x0)
 
 
+# Where nothing was measured: a draft takes the same share of a plain round everywhere.
+ASSUMED_TIMES = MeasuredRoundTimes({1: {0: 1.0, 1: 1 + ASSUMED_DRAFT_COST}})
+
+
 class CorrectedRoundTimes:
     """Round times, corrected while serving. Contexts that differ from the measured ones add the
     same time to all tiers of a batch size. It is learned from the rounds that are run. Without
     contexts in the measured times there is no correction: a slower clock stretches all tiers alike,
     and comparisons are between ratios."""
 
-    def __init__(self, source: RoundTimes, tiers: Sequence[int]) -> None:
+    def __init__(self, source: MeasuredRoundTimes, tiers: Sequence[int]) -> None:
         self._source, self._tiers = source, tiers
         self._measured: dict[int, dict[int, float]] = {}
         self._rows: dict[int, dict[int, float]] = {}

@@ -14,18 +14,16 @@ from tllm_spec.executor.speculative.drafting.loaded_draft import (
 from tllm_spec.executor.speculative.modes import DraftPlan
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.config_file import read_config
+from tllm_spec.models.draft_kind import TYPES, check_kind
 from tllm_spec.models.eagle3_config import Eagle3Config
-from tllm_spec.models.head_checkpoint import HeadKind, head_kind
+from tllm_spec.models.head_checkpoint import head_kind
 from tllm_spec.models.mtp import check_nextn
-from tllm_spec.models.nextn_checkpoint import is_exported
 from tllm_spec.models.token_map import DraftTokens, read_token_map
 from tllm_spec.text.tokenizer import Tokenizer, has_vocabulary, load_tokenizer
 from tllm_spec.text.vocabulary import have_same_ids, shared_tokens
 from tllm_spec.zoo.registry import resolve_file
 
 logger = logging.getLogger(__name__)
-
-_TYPES: dict[HeadKind, str] = {"EAGLE-1/2": "Eagle", "EAGLE-3": "Eagle3", "DFlash": "DFlash"}
 
 
 def check_draft(
@@ -93,28 +91,13 @@ def _tokenizer_of(folder: Path) -> Tokenizer | None:
 
 
 def _check_kind(draft: DraftPlan, folder: Path) -> None:
-    option = f"speculative_config.speculative_model = {draft.path!r}"
-    if is_exported(read_config(folder)):
-        raise ValueError(f"{option} has MTP modules; use it with decoding_type: MTP")
     kind = head_kind(folder)
-    if kind is None:
-        # Some published heads have no more than a Llama's configuration of one layer.
-        num_layers = read_config(folder).get("num_hidden_layers", 1)
-        if draft.is_head and num_layers != 1:
-            raise ValueError(
-                f"{option} is a language model of {num_layers} layers, not an "
-                f"{draft.head_kinds[0]} head; use it with decoding_type: Draft_Target"
-            )
-    elif kind not in draft.head_kinds:
-        raise ValueError(
-            f"{option} is an {kind} head, which reads hidden states of the target; use it with "
-            f"decoding_type: {_TYPES[kind]}"
-        )
-    elif kind != draft.head_kinds[0]:
+    check_kind(str(draft.path), kind, read_config(folder), draft.head_kinds)
+    if kind is not None and kind != draft.head_kinds[0]:
         logger.warning(
             "decoding_type = %r is served as %s: the folder has an %s head",
-            _TYPES[draft.head_kinds[0]],
-            _TYPES[kind],
+            TYPES[draft.head_kinds[0]],
+            TYPES[kind],
             kind,
         )
 

@@ -9,9 +9,8 @@ from typing import ClassVar, Protocol
 
 import torch
 
-from tllm_spec.attention.interface import ForwardContext
-from tllm_spec.attention.spec_metadata import SpecMetadata
-from tllm_spec.distributed.vocab_shard import VocabShard
+from tllm_spec.attention.interface import ForwardContext, SpecMetadata
+from tllm_spec.distributed.communicator import VocabShard
 from tllm_spec.executor.device.transfer import to_device
 from tllm_spec.executor.engine.attention_groups import AttentionGroups
 from tllm_spec.executor.engine.rows import ContextChunk, RowBuilder, Windows

@@ -14,7 +14,6 @@ from tllm_spec.executor.device.transfer import to_device
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.interface import ResourceManager
 from tllm_spec.executor.resources.slot_state import SlotState
-from tllm_spec.executor.sampling.grammar_work import GrammarWork
 from tllm_spec.executor.speculative.drafting.drafter import Drafter
 from tllm_spec.executor.speculative.drafting.ready_drafts import improve, send_chains
 from tllm_spec.grammar.grammar_state import GrammarState
@@ -169,9 +168,7 @@ class HostDrafter(Drafter):
         resource_manager: ResourceManager | None,
         slots: SlotState,
         vocab_size: int,
-        work: GrammarWork,
     ) -> None:
-        self._work = work
         self._inner = inner
         self._resource_manager = resource_manager
         self._slots = slots
@@ -263,7 +260,7 @@ class HostDrafter(Drafter):
         drafts: list[list[int]] = [
             request.py_draft_tokens[:limit] for request, limit in zip(requests, wanted, strict=True)
         ]
-        improve(self._work, requests, drafts, wanted, GrammarState.better_drafts)
+        improve(requests, drafts, wanted, GrammarState.better_drafts)
         draft_len = batch.made_draft_len = max(map(len, drafts))
         batch.shape = self._slots.shapes.of(draft_len)
         for request, draft in zip(requests, drafts, strict=True):
@@ -285,9 +282,8 @@ class HostTreeDrafter(HostDrafter):
         resource_manager: ResourceManager | None,
         slots: SlotState,
         vocab_size: int,
-        work: GrammarWork,
     ) -> None:
-        super().__init__(inner, resource_manager, slots, vocab_size, work)
+        super().__init__(inner, resource_manager, slots, vocab_size)
         self._found: list[HostTree] = []  # a round's trees, in the requests' order
         # To the dummy slot: compiles the kernel before the first request.
         self._send([len(slots.kv_lens) - 1], [0], [HostTree.of_paths([])])
@@ -328,7 +324,7 @@ class HostTreeDrafter(HostDrafter):
     def _pad(self, batch: ScheduledBatch, wanted: list[int]) -> None:
         requests = batch.generation_requests
         trees = [tree.up_to(limit) for tree, limit in zip(self._found, wanted, strict=True)]
-        improve(self._work, requests, trees, wanted, _better)
+        improve(requests, trees, wanted, _better)
         depths = [tree.depth for tree in trees]
         for request, tree in zip(requests, trees, strict=True):
             request.py_draft_tokens, request.py_draft_parents = tree.tokens, None

@@ -1,12 +1,13 @@
 """Draft weights on the device, and the hidden states that a head needs from the target."""
 
+import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from tllm_spec.attention.spec_metadata import SpecMetadata, default_capture_layers
+from tllm_spec.attention.interface import SpecMetadata, default_capture_layers
 from tllm_spec.distributed.communicator import SINGLE, Communicator
 from tllm_spec.draft_network.network import ExternalDraft
 from tllm_spec.executor.engine.attention_groups import AttentionGroups
@@ -24,19 +25,21 @@ from tllm_spec.models.config_file import read_config
 from tllm_spec.models.dflash import DFlashHead, load_dflash_head
 from tllm_spec.models.dflash_config import DFlashConfig
 from tllm_spec.models.draft_head import DraftHead, HeadSource, target_modules
+from tllm_spec.models.draft_kind import HeadKind
 from tllm_spec.models.eagle import EagleHead, load_eagle_head
 from tllm_spec.models.eagle3 import Eagle3Head, load_eagle3_head
 from tllm_spec.models.eagle3_config import Eagle3Config
 from tllm_spec.models.eagle_config import EagleConfig
-from tllm_spec.models.head_checkpoint import MASK_TOKENS, HeadKind, head_kind, mask_token_in
+from tllm_spec.models.head_checkpoint import MASK_TOKENS, head_kind, mask_token_in
 from tllm_spec.models.llama import LlamaForCausalLM
 from tllm_spec.models.module import Placement
 from tllm_spec.models.mtp import NextnModules, load_nextn
 from tllm_spec.models.nextn_checkpoint import exported_config
 from tllm_spec.models.registry import LoadFormat, blank_placement
-from tllm_spec.models.tied_output import OUTPUT
 from tllm_spec.models.token_map import DraftTokens
 from tllm_spec.zoo.registry import resolve_model
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -206,6 +209,12 @@ def load_head(
     else:
         layers = (config.num_layers,)  # the final norm
         head = load_eagle_head(source)
+    if unknown := head.config.unknown_keys:
+        logger.warning(
+            "%s: unknown keys are taken to change nothing that the head computes: %s",
+            folder / "config.json",
+            ", ".join(unknown),
+        )
     keep_tokens(head, tokens, communicator)
     spec = SpecMetadata(layers, config.hidden_size, max_num_tokens, target.dtype, target.device)
     return LoadedDraft(plan, head, spec)
@@ -228,11 +237,9 @@ def blank_head(plan: DraftPlan, target: CausalLM, device: torch.device) -> nn.Mo
     num_captured = len(_captured_layers(plan, folder, config.num_layers))
     if kind_of_head(plan, folder) == "DFlash":
         of_dflash = dflash_config(plan, folder).for_target(config, num_captured)
-        has_output = {OUTPUT} if of_dflash.has_own_lm_head else set()
-        return DFlashHead(of_dflash, target, num_captured, 1, placement, has_output)
+        return DFlashHead(of_dflash, target, num_captured, 1, placement, of_dflash.own_modules)
     of_eagle3 = Eagle3Config.from_pretrained(folder).for_target(config, num_captured)
-    owns = {OUTPUT} if of_eagle3.has_own_lm_head else set()
-    return Eagle3Head(of_eagle3, target, num_captured, 1, placement, owns)
+    return Eagle3Head(of_eagle3, target, num_captured, 1, placement, of_eagle3.own_modules)
 
 
 def _captured_layers(plan: DraftPlan, folder: Path, num_layers: int) -> tuple[int, ...]:

@@ -3,7 +3,6 @@ better ones where a grammar forces text."""
 
 from array import array
 from collections.abc import Callable, Sequence
-from functools import partial
 from operator import attrgetter
 from typing import TypeVar
 
@@ -13,7 +12,6 @@ from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.device.transfer import ToHost, to_device
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.slot_state import SlotState
-from tllm_spec.executor.sampling.grammar_work import GrammarWork
 from tllm_spec.grammar.grammar_state import GrammarState
 from tllm_spec.kernels.slots.accept import Drafts
 
@@ -22,7 +20,6 @@ Own = TypeVar("Own")
 
 
 def improve(
-    work: GrammarWork,
     requests: Sequence[LlmRequest],
     drafts: list[Own],
     limits: Sequence[int],
@@ -30,19 +27,10 @@ def improve(
 ) -> None:
     """Replaces drafts of requests with grammars, which may know better ones, in place. limits: of
     each request's drafts."""
-
-    def job(number: int, grammar: GrammarState) -> None:
-        request = requests[number]
-        grammar.read(request.tokens, request.prompt_len)
-        drafts[number] = better(grammar, drafts[number], limits[number])
-
-    jobs = [
-        (request, partial(job, number, request.grammar))
-        for number, request in enumerate(requests)
-        if request.grammar is not None and limits[number]
-    ]
-    if jobs:
-        work.run(jobs)
+    for number, request in enumerate(requests):
+        if request.grammar is not None and limits[number]:
+            request.grammar.read(request.tokens, request.prompt_len)
+            drafts[number] = better(request.grammar, drafts[number], limits[number])
 
 
 def send_chains(
@@ -62,11 +50,11 @@ def send_chains(
 
 
 def take_ready(
-    batch: ScheduledBatch, slots: SlotState, work: GrammarWork | None, *, narrows: bool
+    batch: ScheduledBatch, slots: SlotState, *, knows_forced_text: bool, narrows: bool
 ) -> None:
     """Counts the drafts that the round before has left in the slots. The host knows how many a
     request may have, and reads no more, but for requests with grammars whose tokens it has read.
-    work: for these; None: their drafts stay as they are. narrows: windows become as long as the
+    knows_forced_text: False: their drafts stay as they are. narrows: windows become as long as the
     longest drafts, for which the device is waited for."""
     draft_len = batch.draft_len
     longest = max(map(_num_ready, batch.generation_requests), default=0)
@@ -78,13 +66,13 @@ def take_ready(
         request.py_num_draft_tokens = (
             draft_len if ready >= draft_len <= limit else min(ready, limit)
         )
-    if work is not None and draft_len:
-        _improve_ready(batch, slots, work)
+    if knows_forced_text and draft_len:
+        _improve_ready(batch, slots)
     if narrows and batch.made_draft_len and not batch.shape.is_ragged:
         _narrow(batch, slots)
 
 
-def _improve_ready(batch: ScheduledBatch, slots: SlotState, work: GrammarWork) -> None:
+def _improve_ready(batch: ScheduledBatch, slots: SlotState) -> None:
     """A tree is dropped where the grammar forces as many tokens as it is deep."""
     guided = [
         request
@@ -105,7 +93,7 @@ def _improve_ready(batch: ScheduledBatch, slots: SlotState, work: GrammarWork) -
     drafts: list[list[int]] = [
         [] if is_tree else row[:number] for row, number in zip(tokens, numbers, strict=True)
     ]
-    improve(work, guided, drafts, limits, GrammarState.better_drafts)
+    improve(guided, drafts, limits, GrammarState.better_drafts)
     better = [
         (request, draft)
         for request, draft, number in zip(guided, drafts, numbers, strict=True)

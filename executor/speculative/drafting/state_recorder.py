@@ -3,7 +3,7 @@
 
 import torch
 
-from tllm_spec.attention.spec_metadata import SpecMetadata
+from tllm_spec.attention.interface import SpecMetadata
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.device.transfer import ToHost, to_device
 from tllm_spec.executor.request import LlmRequest

@@ -11,15 +11,14 @@ import torch
 from tests.distributed.thread_ranks import RANKS, ThreadGroup
 from tests.executor.sampling.test_sampler import CPU, DRAFT_LEN, VOCAB, Bench
 from tllm_spec.config.draft_shape import chain_of
-from tllm_spec.distributed.communicator import Communicator
-from tllm_spec.distributed.vocab_shard import VocabShard
+from tllm_spec.distributed.communicator import Communicator, VocabShard
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.sampling.draft_sampling import DraftSampling
 from tllm_spec.executor.sampling.logprobs import LogprobRows
 from tllm_spec.executor.sampling.row_group import RowGroup
 from tllm_spec.executor.sampling.sampler import Sampler
 from tllm_spec.executor.sampling.sharded_sampler import ShardedDraftSampling, sampler_of
-from tllm_spec.grammar.grammar_state import DraftNodes, GrammarState
+from tllm_spec.grammar.grammar_state import GrammarState
 
 HALF = VOCAB // RANKS
 WAYS = ["greedy", "temperature", "temperature"]
@@ -89,12 +88,12 @@ class RandomMasks(GrammarState):
     """Allows about half of the tokens, others in each row."""
 
     def __init__(self) -> None:
-        self.compiled = None
+        pass
 
     def read(self, tokens: list[int], prompt_len: int) -> None:
         pass
 
-    def fill(self, nodes: DraftNodes, bitmask: torch.Tensor) -> None:
+    def fill(self, tokens: object, parents: object, bitmask: torch.Tensor) -> None:
         generator = torch.Generator().manual_seed(7)
         bitmask.random_(0, 1 << 31, generator=generator)
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from tllm_spec.outputs import CompletionOutput
 from tllm_spec.server.parsers.harmony import MARKS, MAX_HEADER, HarmonyParser, MarkedText
 from tllm_spec.server.parsers.pieces import Arguments, CallStart, Piece, Reasoning, Text, joined
-from tllm_spec.text.harmony import NAMES, harmony_ends, harmony_tokens
 from tllm_spec.text.tokenizer import load_tokenizer
+from tllm_spec.text.vocabulary import NAMES, harmony_ends, harmony_tokens
 
 FUNCTIONS = frozenset({"weather"})
 WHOLE = (

@@ -8,13 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tllm_spec.server.parsers.forced_calls import ForcedCall, ForcedCalls
 from tllm_spec.server.parsers.llama_calls import LlamaJsonCalls, PythonicCalls
 from tllm_spec.server.parsers.marked_calls import DeepSeekCalls, HermesCalls
 from tllm_spec.server.parsers.names import TOOL_PARSERS
 from tllm_spec.server.parsers.pieces import (
     Arguments,
     CallStart,
+    ForcedCall,
+    ForcedCalls,
     NewParser,
     Piece,
     Reasoning,

@@ -25,6 +25,13 @@ _GEMMA3 = _HEAD_NORMS | {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+# llama.cpp's name of the frequencies' base in layers with a window, and those of other converters.
+_LOCAL_BASES = (
+    "rope.freq_base_swa",
+    "rope.local.freq_base",
+    "rope.local_freq_base",
+    "rope.freq_base_local",
+)
 
 
 @dataclass(frozen=True)
@@ -50,7 +57,11 @@ ARCHITECTURES = {
     "gemma3": GgufArchitecture(
         "Gemma3ForCausalLM",
         _OF_LAYERS | _GEMMA3,
-        own_keys={"attention.sliding_window": "sliding_window"},
+        own_keys={
+            "attention.sliding_window": "sliding_window",
+            "rope.global.freq_base": "rope_theta",
+            **dict.fromkeys(_LOCAL_BASES, "rope_local_base_freq"),
+        },
         norms_are_added_to_one=True,
     ),
 }

@@ -1,5 +1,5 @@
-"""The keys of `config.json` that the metadata of a GGUF file stands for. Every key of the
-architecture is used or refused."""
+"""The keys of `config.json` that the metadata of a GGUF file stands for. A key of the architecture
+that is not known is refused if it would change what the model computes; a warning names others."""
 
 import math
 from collections.abc import Mapping
@@ -12,6 +12,7 @@ from tllm_spec.models.formats.gguf_file import GgufFile
 
 EMBEDDING, OUTPUT = "token_embd.weight", "output.weight"
 ROPE_FACTORS = "rope_freqs.weight"
+PATTERN = "attention.sliding_window_pattern"
 GEMMA3_27B_LAYERS = 62
 # Metadata after the architecture's name, and what config.json calls it.
 _SIZES = {
@@ -23,9 +24,40 @@ _SIZES = {
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
 }
 _OPTIONAL = {"attention.head_count_kv": "num_key_value_heads", "rope.freq_base": "rope_theta"}
-_HEAD_SIZES = ("attention.key_length", "attention.value_length", "rope.dimension_count")
-_WITHOUT_EFFECT = ("vocab_size", "tensor_data_layout")
-_ROPE = {"factor": "factor", "original_context_length": "original_max_position_embeddings"}
+_SIZES_OF_HEADS = ("attention.key_length", "attention.value_length", "rope.dimension_count")
+_HEAD_SIZES = (*_SIZES_OF_HEADS, *(f"{key}_swa" for key in _SIZES_OF_HEADS))
+_WITHOUT_EFFECT = ("vocab_size", "tensor_data_layout", "rope.dimension_sections")
+_ROPE = {
+    "factor": "factor",
+    "original_context_length": "original_max_position_embeddings",
+    "yarn_beta_fast": "beta_fast",
+    "yarn_beta_slow": "beta_slow",
+    "yarn_attn_factor": "attention_factor",
+}
+# Keys that change what a model computes without a tensor that shows it, with the values that mean
+# that it does not.
+_MATTERS: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(
+        """
+        attention.sliding_window attention.sliding_window_pattern rope.freq_base_swa
+        attention.scale attention.clamp_kqv attention.max_alibi_bias attention.shared_kv_layers
+        attention.temperature_length attention.temperature_scale attn_logit_softcapping
+        final_logit_softcapping router_logit_softcapping swiglu_clamp_exp
+        activation_sparsity_scale use_parallel_residual expert_count full_attention_interval
+        rope.scaling.alpha rope.scaling.yarn_log_multiplier
+        """.split(),  # noqa: SIM905 (a list of one key a line would fill the file)
+        (0,),
+    ),
+    **dict.fromkeys(
+        """
+        logit_scale residual_scale embedding_scale attention.output_scale rope.scale_linear
+        rope.freq_scale rope.scaling.attn_factor
+        """.split(),  # noqa: SIM905 (a list of one key a line would fill the file)
+        (0, 1),
+    ),
+    "attention.causal": (True,),
+    "rope.scaling.yarn_ext_factor": (1, -1),
+}
 _END_TOKENS = ("eos", "eot", "eom")
 # Llama 3.1's scaling, of which files have the resulting factors: its lengths of context are fixed.
 _LLAMA3 = {
@@ -50,7 +82,12 @@ def gguf_config(file: GgufFile) -> dict[str, Any]:
     if EMBEDDING not in file.tensors:
         raise ValueError(f"{file.path} has no tensor {EMBEDDING}.")
     keys = {**_SIZES, **_OPTIONAL, **architecture.own_keys}
-    raw = {name: own[key] for key, name in keys.items() if key in own}
+    raw: dict[str, Any] = {}
+    for key, name in keys.items():
+        if key in own and raw.setdefault(name, own[key]) != own[key]:
+            raise ValueError(
+                f"{file.path}: {prefix + key} is {own[key]}, and another key says {raw[name]}."
+            )
     raw["architectures"] = [architecture.architecture]
     raw["dtype"] = "bfloat16"
     raw["vocab_size"] = file.tensors[EMBEDDING].shape[0]
@@ -61,18 +98,26 @@ def gguf_config(file: GgufFile) -> dict[str, Any]:
     raw["rope_scaling"] = _rope(file, own, raw)
     if prefix == "gemma3.":
         raw["query_pre_attn_scalar"] = _gemma3_scalar(raw)
-    if surplus := own.keys() - keys.keys() - _other_keys():
-        raise ValueError(
-            f"{file.path}: {', '.join(prefix + key for key in sorted(surplus))} of its metadata "
-            "is not served."
-        )
+        raw |= _gemma3_layers(file, own, raw)
+    wrong = [
+        prefix + key
+        for key in unknown_keys(file)
+        if key in _MATTERS and own[key] not in _MATTERS[key]
+    ]
+    if wrong:
+        raise ValueError(f"{file.path}: {', '.join(wrong)} of its metadata is not served.")
     return raw
 
 
-def _other_keys() -> set[str]:
-    """That are read otherwise, or have no effect."""
+def unknown_keys(file: GgufFile) -> list[str]:
+    """Of the architecture's metadata, without its name: that are not used, and are not known to
+    have no effect."""
+    prefix = file.metadata["general.architecture"] + "."
+    own = {key.removeprefix(prefix) for key in file.metadata if key.startswith(prefix)}
+    pattern = {PATTERN} if prefix == "gemma3." else set()
     scaling = {f"rope.scaling.{key}" for key in ("type", "finetuned", *_ROPE)}
-    return {*_HEAD_SIZES, *_WITHOUT_EFFECT, *scaling}
+    used = {*_SIZES, *_OPTIONAL, *architecture_of(file).own_keys, *pattern, *scaling}
+    return sorted(own - used - {*_HEAD_SIZES, *_WITHOUT_EFFECT})
 
 
 def _head_size(file: GgufFile, own: Mapping[str, Any]) -> dict[str, Any]:
@@ -92,9 +137,28 @@ def _gemma3_scalar(raw: Mapping[str, Any]) -> int:
     return by_heads if raw["num_hidden_layers"] == GEMMA3_27B_LAYERS else size
 
 
+def _gemma3_layers(
+    file: GgufFile, own: Mapping[str, Any], raw: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The key `layer_types`, if the file says which layers have a window: those that are true in a
+    list, or, by a number n, all but every n-th."""
+    pattern, number = own.get(PATTERN), raw["num_hidden_layers"]
+    if type(pattern) is int and pattern > 0:
+        pattern = [layer % pattern > 0 for layer in range(1, number + 1)]
+    elif pattern is None:
+        return {}
+    elif not isinstance(pattern, tuple) or len(pattern) != number:
+        raise ValueError(
+            f"{file.path}: {PATTERN} is {pattern}; it must be a number above 0, or a list for "
+            f"{number} layers."
+        )
+    return {"layer_types": [f"{'sliding' if each else 'full'}_attention" for each in pattern]}
+
+
 def _rope(file: GgufFile, own: Mapping[str, Any], raw: Mapping[str, Any]) -> dict[str, Any]:
-    """`rope_scaling`."""
-    kind = own.get("rope.scaling.type", "none")
+    """`rope_scaling`. A factor without a type is linear."""
+    is_scaled = own.get("rope.scaling.factor", 0) not in (0, 1)
+    kind = own.get("rope.scaling.type", "linear" if is_scaled else "none")
     if ROPE_FACTORS in file.tensors:
         return _llama3(file, raw)
     if kind == "none":

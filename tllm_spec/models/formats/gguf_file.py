@@ -31,6 +31,7 @@ _NUMBERS = {
     12: "d",
 }
 MAX_DIMENSIONS = 4
+MAX_KEPT = 1 << 10  # numbers of an array: one for each layer
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,8 @@ TYPES = {
 
 @dataclass(frozen=True)
 class ArraySize:
-    """An array in the metadata, of which only the number of elements is kept."""
+    """A large array in the metadata, or one of strings, of which only the number of elements is
+    kept."""
 
     size: int
 
@@ -105,6 +107,8 @@ class GgufFile:
             raise ValueError(
                 f"{what} has rows of {last} elements; {kind.name} has blocks of {kind.elements}."
             )
+        if not num_rows * row_bytes:
+            raise ValueError(f"{what} has no elements.")
         if place.offset + num_rows * row_bytes > self.path.stat().st_size:
             raise ValueError(f"{what} ends after the end of the file, which is incomplete.")
         return np.memmap(self.path, np.uint8, "c", place.offset, (num_rows, row_bytes))
@@ -165,9 +169,16 @@ class _Header:
         return value
 
     def text(self) -> str:
-        size = self.number("Q")
-        start, self.position = self.position, self.position + size
+        start = self.skip(self.number("Q"))
         return self.data[start : self.position].decode("utf-8")
+
+    def skip(self, num_bytes: int) -> int:
+        """Returns where they start. Raises ValueError where the file ends before they do."""
+        start = self.position
+        if num_bytes > len(self.data) - start:
+            raise ValueError(f"{num_bytes} bytes from {start} on end after the end of the file")
+        self.position += num_bytes
+        return start
 
     def value(self, kind: int) -> Any:
         if kind == STRING:
@@ -178,13 +189,14 @@ class _Header:
             raise ValueError(f"a value has the unknown type {kind}")
         return self.number(_NUMBERS[kind])
 
-    def array(self, kind: int, size: int) -> ArraySize:
+    def array(self, kind: int, size: int) -> ArraySize | tuple[Any, ...]:
+        if kind in _NUMBERS and size <= MAX_KEPT:
+            return tuple(self.number(_NUMBERS[kind]) for _ in range(size))
         if kind == STRING:
             for _ in range(size):
-                length = self.number("Q")
-                self.position += length
+                self.skip(self.number("Q"))
         elif kind in _NUMBERS:
-            self.position += size * struct.calcsize(_NUMBERS[kind])
+            self.skip(size * struct.calcsize(_NUMBERS[kind]))
         else:
             raise ValueError(f"an array has elements of type {kind}")
         return ArraySize(size)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from tllm_spec.kernels.gemm.int4_weights import group_words
 from tllm_spec.models.formats.gguf_architectures import architecture_of, stored_name
-from tllm_spec.models.formats.gguf_config import ROPE_FACTORS
+from tllm_spec.models.formats.gguf_config import ROPE_FACTORS, unknown_keys
 from tllm_spec.models.formats.gguf_file import TYPES, GgufFile, TensorPlace, read_gguf
 from tllm_spec.models.formats.int4_packings import SYMMETRIC_ZERO
 from tllm_spec.models.formats.int4_tensor import Int4Tensor
@@ -127,6 +127,12 @@ def _log(file: GgufFile) -> None:
     counts = Counter(TYPES[place.type_number].name for place in file.tensors.values())
     shown = ", ".join(f"{number} of {name}" for name, number in counts.most_common())
     logger.info("%s: layers may keep Q4_0, all else is dequantised at load: %s", file.path, shown)
+    if unknown := unknown_keys(file):
+        logger.warning(
+            "%s: unknown metadata of the architecture is taken to change nothing: %s",
+            file.path,
+            ", ".join(unknown),
+        )
 
 
 def _num_pairs_heads(file: GgufFile) -> dict[str, int]:

@@ -59,6 +59,8 @@ class Int4Format:
     """Modules without 4-bit weights."""
     targets: ModuleNames | None = None
     """Other modules have none either; None: any may have them."""
+    is_symmetric: bool | None = field(default=None, compare=False)
+    """Whether the settings of AWQ and GPTQ say that zero points are 8; None: they do not say."""
     unused: tuple[str, ...] = field(default=(), compare=False)
     """As in `Fp8Format`."""
 

@@ -112,6 +112,13 @@ def _unpack_modelopt(tensors: Tensors) -> Unpacked:
     return Unpacked(e2m1_codes(tensors["weight"]), scales, None)
 
 
+# The numbers that mean a zero point of 8, with the version that has them.
+_GPTQ_EIGHTS: Mapping[int, Packing] = {7: "gptq", 8: "gptq_v2"}
+EIGHTS: Mapping[Packing, Mapping[int, Packing]] = {
+    "awq": {8: "awq"},
+    "gptq": _GPTQ_EIGHTS,
+    "gptq_v2": _GPTQ_EIGHTS,
+}
 _GPTQ = "qweight", "scales", ("qzeros", "g_idx")
 PACKINGS: dict[Packing, PackedTensors] = {
     "awq": PackedTensors("qweight", "scales", ("qzeros",), _unpack_awq),

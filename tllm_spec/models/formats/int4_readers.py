@@ -85,7 +85,8 @@ def _read_awq(settings: Mapping[str, Any], reasons: list[str]) -> Int4Format:
     size = _group_size(settings, key, reasons)
     listed = list(settings.get("modules_to_not_convert") or ())
     ignored = module_names(listed, "ignored modules", reasons)
-    return Int4Format(Int4Groups(size), "awq", ignored)
+    is_symmetric = None if settings.get("zero_point", True) else True
+    return Int4Format(Int4Groups(size), "awq", ignored, is_symmetric=is_symmetric)
 
 
 def _read_gptq(settings: Mapping[str, Any], reasons: list[str]) -> Int4Format:
@@ -97,7 +98,9 @@ def _read_gptq(settings: Mapping[str, Any], reasons: list[str]) -> Int4Format:
     listed = [*_skipped(settings, reasons), *(settings.get("modules_to_not_convert") or ())]
     ignored = module_names(listed, "ignored modules", reasons)
     packing: Packing = "gptq_v2" if settings.get(key) == "gptq_v2" else "gptq"
-    return Int4Format(Int4Groups(size, is_ordered), packing, ignored)
+    groups, sym = Int4Groups(size, is_ordered), settings.get("sym")
+    is_symmetric = None if sym is None else bool(sym)
+    return Int4Format(groups, packing, ignored, is_symmetric=is_symmetric)
 
 
 def _skipped(settings: Mapping[str, Any], reasons: list[str]) -> Iterator[str]:
@@ -154,7 +157,7 @@ def _read_compressed(settings: Mapping[str, Any], reasons: list[str]) -> Int4For
     ignored = module_names(list(settings.get("ignore") or ()), "ignored modules", reasons)
     is_ordered = actorder in ("group", True) and size > 0
     own = Int4Groups(size, is_ordered, written != _PACKED)
-    return Int4Format(own, packing, ignored, targets, unused)
+    return Int4Format(own, packing, ignored, targets, unused=unused)
 
 
 def _modelopt(settings: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -172,7 +175,7 @@ def _read_modelopt(settings: Mapping[str, Any], reasons: list[str]) -> Int4Forma
     listed = [*(settings.get("exclude_modules") or ()), *(settings.get("ignore") or ())]
     ignored = module_names(listed, "ignored modules", reasons)
     groups = Int4Groups(NVFP4_GROUP, is_float=True)
-    return Int4Format(groups, "modelopt", ignored, None, (UNUSED_ACTIVATIONS,))
+    return Int4Format(groups, "modelopt", ignored, unused=(UNUSED_ACTIVATIONS,))
 
 
 NVFP4_GROUP = 16

@@ -1,7 +1,7 @@
 """The tensors of a checkpoint with 4-bit weights, joined with their scales and zero points."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -9,8 +9,14 @@ import torch
 from tllm_spec.kernels.gemm.int4_weights import group_words
 from tllm_spec.models.checkpoint import checkpoint_tensors, listed
 from tllm_spec.models.formats.fp8_formats import is_left_out
-from tllm_spec.models.formats.int4_formats import Int4Format, Int4Groups
-from tllm_spec.models.formats.int4_packings import PACKINGS, SYMMETRIC_ZERO, Unpacked
+from tllm_spec.models.formats.int4_formats import Int4Format, Int4Groups, Packing
+from tllm_spec.models.formats.int4_packings import (
+    EIGHTS,
+    PACKINGS,
+    SYMMETRIC_ZERO,
+    Unpacked,
+    four_bits,
+)
 from tllm_spec.models.formats.int4_tensor import Int4Tensor
 
 
@@ -34,6 +40,7 @@ def int4_tensors(
         path, lambda name: _kind(name) in kinds and is_wanted(name)
     ):
         parts[_module(name)][_kind(name)] = tensor
+    packing = PACKINGS[_stored_packing(path, form, parts)]
     for name, tensor in checkpoint_tensors(
         path, lambda name: _kind(name) not in kinds and is_wanted(name)
     ):
@@ -57,6 +64,31 @@ def int4_tensors(
     if parts:
         names = [f"{module}.{kind}" for module, own in parts.items() for kind in own]
         raise ValueError(f"{path} has tensors next to no {packing.codes}: {listed(names)}.")
+
+
+def _stored_packing(
+    path: Path, form: Int4Format, parts: Mapping[str, Mapping[str, torch.Tensor]]
+) -> Packing:
+    """The format's packing. If the zero points of all modules are 8 in one version of GPTQ, it is
+    that one, since folders of either version say that they are of the other: only `sym: false`
+    says that the declared one counts. Raises ValueError where all must be 8 and are not."""
+    eights = EIGHTS.get(form.packing, {})
+    if form.is_symmetric is False or not eights:
+        return form.packing
+    found: set[int] = set()
+    for own in parts.values():
+        words = own.get("qzeros")
+        if words is not None and words.dtype == torch.int32 and words.dim() == 2:
+            found.update(four_bits(words).flatten().bincount().nonzero().flatten().tolist())
+    if len(found) == 1 and found <= eights.keys():
+        return eights[found.pop()]
+    if found and form.is_symmetric:
+        raise ValueError(
+            f"{path}: its quantisation is symmetric (sym, zero_point), so all zero points are 8; "
+            f"its qzeros hold {', '.join(map(str, sorted(found)))}, and only one number may be "
+            f"there, {' or '.join(map(str, eights))}."
+        )
+    return form.packing
 
 
 def checked(found: Unpacked, groups: Int4Groups, module: str) -> Int4Tensor:

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Set
 
 from tllm_spec.outputs import CompletionOutput
 from tllm_spec.server.parsers.pieces import Arguments, CallStart, Piece, Reasoning, Text
-from tllm_spec.text.harmony import NAMES
 from tllm_spec.text.tokenizer import REPLACEMENT, IncrementalDetokenizer, Tokenizer
+from tllm_spec.text.vocabulary import NAMES
 
 # Noncharacters of Unicode.
 MARKS: Mapping[str, str] = {name: chr(0xFDD8 + place) for place, name in enumerate(NAMES)}

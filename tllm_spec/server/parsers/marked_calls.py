@@ -5,8 +5,15 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 
-from tllm_spec.server.parsers.json_call import JsonCall
-from tllm_spec.server.parsers.pieces import Arguments, CallStart, JsonEnd, Piece, Text, num_held
+from tllm_spec.server.parsers.pieces import (
+    Arguments,
+    CallStart,
+    JsonCall,
+    JsonEnd,
+    Piece,
+    Text,
+    num_held,
+)
 
 # DeepSeek's text before the arguments of a call. A longer one is not a call.
 HEAD = re.compile(r"(.*?)<｜tool▁sep｜>([^{]*)\{", re.DOTALL)

@@ -1,0 +1,76 @@
+"""What a policy is told of a round, and the log of what policies decide.
+
+A tier is one of `DraftShapes`: a draft length, or where trees may be chosen one of these."""
+
+import logging
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, NamedTuple
+
+NUM_KEPT = 32  # switches
+
+logger = logging.getLogger(__name__)
+
+
+class ObservedRound(NamedTuple):
+    """What came of a round in which every request had the same tier."""
+
+    batch_size: int  # generating requests
+    num_accepted: Sequence[int]  # of every request that was drafted for, which may be fewer
+    # Of the drafts that were verified, e.g. 0 in the round after plain decoding; None: the present
+    # one.
+    verified_tier: int | None = None
+    seconds: float | None = None  # None: the round's time says nothing, e.g. it had context chunks
+    num_requests: int | None = None  # whose results count, if some had ended already
+    num_drafted: int | None = None  # really proposed, if not `verified_tier` for each
+    asked_draft_len: int | None = None  # drafts that the drafter was asked for, if it had fewer
+    ranks: Sequence[Sequence[int]] = ()  # see `path_ranks`, where there are trees to choose from
+    expected: Sequence[float] = ()  # see `RoundOutcome`
+    context_len: int = 0  # of the controller when the round was chosen
+
+    @property
+    def num_alive(self) -> int:
+        """Requests whose results count."""
+        return self.batch_size if self.num_requests is None else self.num_requests
+
+
+@dataclass(frozen=True)
+class Switch:
+    """A draft length of one batch size was replaced."""
+
+    slot: int  # smallest batch size of the slot
+    batch_size: int  # as padded to a graph
+    old_steps: int | str  # see `DraftShapes.name`
+    new_steps: int | str
+    reason: str
+
+
+class DecisionLog:
+    """The latest switches; each is also a line in the log."""
+
+    def __init__(self) -> None:
+        self._last: deque[Switch] = deque(maxlen=NUM_KEPT)
+        self.num_switches = 0
+
+    def record(self, switch: Switch, context_len: int = 0) -> None:
+        """context_len: of the bucket that the switch belongs to."""
+        if context_len:
+            reason = f"contexts of {context_len} tokens or more; {switch.reason}"
+            switch = replace(switch, reason=reason)
+        self.num_switches += 1
+        self._last.append(switch)
+        logger.info(
+            "draft length %s -> %s at batch size %d (slot %d): %s",
+            switch.old_steps,
+            switch.new_steps,
+            switch.batch_size,
+            switch.slot,
+            switch.reason,
+        )
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "num_switches": self.num_switches,
+            "last": [asdict(switch) for switch in self._last],
+        }

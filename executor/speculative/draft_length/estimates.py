@@ -1,0 +1,416 @@
+"""Expected accepted drafts by tier: of chains from acceptance by position, of trees from acceptance
+by depth and rank, of rounds that share their rows from what the device expects."""
+
+from collections import Counter
+from collections.abc import Sequence
+from functools import cache
+from heapq import heappop, heappush
+from itertools import accumulate, pairwise
+from math import prod
+from operator import mul
+from typing import Any, Protocol
+
+from tllm_spec.config.adaptive_config import CostModelOptions
+from tllm_spec.config.draft_shape import END, NOTHING, OFF_CHAIN, DraftShape, DraftShapes
+from tllm_spec.config.verify_budget import may_have
+from tllm_spec.executor.speculative.draft_length.decisions import ObservedRound
+
+MIN_RATE, MAX_RATE = 0.001, 0.999  # an estimate never becomes certain
+PRIOR_TRIALS = 4.0  # drafts that the prior counts for, and that an old estimate fades to
+PRIOR_ROUNDS = 64.0  # after which the prior is about what was seen, even if that is old by now
+SHARED_TRIALS = 8.0  # drafts that the average of all positions counts for at each of them
+MIN_ROUNDS = 8  # memory in rounds, where few rounds fill the window
+UNSEEN_SHARE = 0.25  # of the window, that positions beyond the present draft length fade to
+IDLE_REQUESTS = 8  # a round without drafts ages an estimate as so many requests do
+MAX_WEIGHT = 0.125  # of a round
+
+RANK_TRIALS = 8.0  # nodes that the prior of a rank counts for
+FIRST_PRIOR = 0.7  # over the rank's number from 1 on, e.g. 0.35 for the second child
+REFRESH_ROUNDS = 8  # that predictions of trees may be old: they take long
+GAIN_DRAFTS = 128.0  # accepted drafts that the assumption of no gain counts for
+GAIN_WINDOWS = 4.0  # memory of the gain, which changes less than acceptance does
+SETTLING_TRIALS = 64  # requests in trees before predictions are compared: priors are far off
+FADING_ROUNDS = 256  # memory of the gain in rounds without trees, which are then tried again
+MIN_GAIN, MAX_GAIN = 0.5, 2.0
+
+MAX_PROBE_WEIGHT = 0.5  # of a round that shows a tier that shares rows again
+MIN_EXPECTED = 0.01  # accepted drafts of a request
+
+# By drafts on the path so far, then by rank: the probability that it continues to that child.
+RankRates = Sequence[Sequence[float]]
+Columns = Sequence[Counter[int]]  # by depth: how often each value of `path_ranks` was seen
+
+
+class Estimate(Protocol):
+    """What a slot of the cost model knows about its tiers, which are `ladder`. `rates`: acceptance
+    by position; `expected`: accepted drafts of a request by tier."""
+
+    ladder: tuple[int, ...]
+    rates: list[float]
+    expected: list[float]
+
+    def compared_at(self, batch_size: int) -> tuple[int, ...]:
+        """Those of the ladder that rounds of this batch size may have, ascending."""
+
+    def probe_of(self, batch_size: int, tier: int) -> int | None:
+        """What rounds of that tier may try, because it would show more than they do."""
+
+    def at_best(self, tier: int, probed: int) -> float:
+        """Tokens of a request in a round of `probed`, if all that it adds to `tier` were
+        accepted."""
+
+    def observe(self, observed: ObservedRound, tier: int) -> None:
+        """tier: of the drafts that were verified."""
+
+    def state(self) -> dict[str, Any]:
+        """As plain values."""
+
+
+def ladder_of(options: CostModelOptions, shapes: DraftShapes) -> tuple[int, ...]:
+    """The tiers of whole windows that a slot may choose, ascending: its draft lengths, and then
+    trees."""
+    if options.candidate_trees is None:
+        trees = list(shapes.tree_tiers)
+    else:
+        trees = sorted(shapes.tier_of(tree.shape) for tree in options.candidate_trees)
+    return (*options.candidate_steps, *trees)
+
+
+def estimate_of(options: CostModelOptions, shapes: DraftShapes, *, shares_rows: bool) -> Estimate:
+    """shares_rows: whether the slot also compares rounds that share their rows."""
+    memory = options.prior_acceptance, options.window_trials
+    if shares_rows:
+        return BudgetEstimate(shapes, options.candidate_steps, *memory)
+    ladder = ladder_of(options, shapes)
+    if ladder == options.candidate_steps:
+        return ChainEstimate(ladder, *memory)
+    return TreeEstimate(shapes, ladder, *memory)
+
+
+class ChainEstimate:
+    """How likely a draft at each position of the window is accepted, given that all before it were.
+
+    A round of K drafts of which n were accepted shows positions 1 to min(n + 1, K). Each position
+    has a decayed count; one with little evidence follows the average of the others. The memory is
+    `window` drafts per position. Without new drafts a count's weight fades and its value stays: an
+    old bad estimate is not retried for its age, but one probe then moves it far."""
+
+    def __init__(
+        self, ladder: Sequence[int], prior: float, window: float, num_positions: int | None = None
+    ) -> None:
+        """num_positions: None: as many as the longest of the ladder has."""
+        self.ladder = tuple(ladder)
+        self._longer = dict(pairwise(self.ladder))
+        number = ladder[-1] if num_positions is None else num_positions
+        self._prior, self._window = prior, window
+        self._reached, self._accepted = [0.0] * number, [0.0] * number
+        self.rates = [prior] * number
+        self.expected: list[float] = list(accumulate(accumulate(self.rates, mul), initial=0.0))
+
+    def compared_at(self, batch_size: int) -> tuple[int, ...]:
+        return self.ladder
+
+    def probe_of(self, batch_size: int, tier: int) -> int | None:
+        """The next longer length."""
+        return self._longer.get(tier)
+
+    def at_best(self, tier: int, probed: int) -> float:
+        reach = self.expected[tier] - self.expected[tier - 1] if tier else 1.0
+        return 1 + self.expected[tier] + reach * (probed - tier)
+
+    def observe(self, observed: ObservedRound, tier: int) -> None:
+        if observed.ranks:
+            counts = chain_counts(columns_of(observed.ranks))
+            self._observe_counts(observed.num_alive, counts)
+        else:
+            self.observe_lengths(observed.num_alive, observed.num_accepted, tier)
+
+    def observe_lengths(
+        self, num_requests: int, num_accepted: Sequence[int], draft_len: int
+    ) -> None:
+        """num_accepted: of every request that was drafted for, with `draft_len` drafts each."""
+        has_drafts = draft_len > 0 and len(num_accepted) > 0
+        if has_drafts:
+            self._age(num_requests, max(PRIOR_TRIALS, UNSEEN_SHARE * self._window))
+        else:
+            self._age(max(num_requests, IDLE_REQUESTS), PRIOR_TRIALS)
+        if has_drafts and self.rates:
+            self._count(num_accepted, min(draft_len, len(self.rates)))
+            self._combine()
+
+    def _observe_counts(self, num_requests: int, counts: Sequence[tuple[int, int]]) -> None:
+        """counts: by position, requests that reached it and those whose draft was accepted."""
+        self._age(num_requests, max(PRIOR_TRIALS, UNSEEN_SHARE * self._window))
+        for position, (reached, accepted) in enumerate(counts[: len(self.rates)]):
+            self._reached[position] += reached
+            self._accepted[position] += accepted
+        self._combine()
+
+    def _age(self, num_requests: int, least: float) -> None:
+        keep = 1 - 1 / max(self._window / num_requests, MIN_ROUNDS)
+        for position, reached in enumerate(self._reached):
+            if reached > least:
+                factor = max(keep, least / reached)
+                self._reached[position] *= factor
+                self._accepted[position] *= factor
+
+    def _count(self, num_accepted: Sequence[int], draft_len: int) -> None:
+        # `bytes.count` takes a tenth of a list's time; a byte holds at most 255.
+        lengths = bytes(num_accepted) if max(num_accepted) < 256 else num_accepted
+        reached = len(num_accepted)
+        for position in range(draft_len):
+            if not reached:
+                break
+            self._reached[position] += reached
+            reached -= lengths.count(position)
+            self._accepted[position] += reached
+
+    def _combine(self) -> None:
+        trials = sum(self._reached) + PRIOR_TRIALS
+        level = (sum(self._accepted) + PRIOR_TRIALS * self._prior) / trials
+        self._prior += (level - self._prior) / PRIOR_ROUNDS
+        probability, expected = 1.0, 0.0
+        for position, reached in enumerate(self._reached):
+            rate = (self._accepted[position] + SHARED_TRIALS * level) / (reached + SHARED_TRIALS)
+            rate = min(max(rate, MIN_RATE), MAX_RATE)
+            self.rates[position] = rate
+            probability *= rate
+            expected += probability
+            self.expected[position + 1] = expected
+
+    def state(self) -> dict[str, Any]:
+        return {"acceptance": [round(rate, 4) for rate in self.rates]}
+
+
+class TreeEstimate(ChainEstimate):
+    """Trees next to chains. `rates` are those of first children.
+
+    A dynamic tree adapts to each token, and paths of later children go on worse. `gain` is what
+    trees had accepted over what depth and rank alone predict."""
+
+    def __init__(
+        self, shapes: DraftShapes, ladder: Sequence[int], prior: float, window: float
+    ) -> None:
+        depth = max(shapes.of(tier).depth for tier in ladder)
+        super().__init__(ladder, prior, window, depth)
+        lengths = [tier for tier in ladder if tier not in shapes.tree_tiers]
+        if len(lengths) > 1:  # a single length may try a tree
+            self._longer = dict(pairwise(lengths))
+        self._trees = {tier: shapes.of(tier) for tier in ladder if tier in shapes.tree_tiers}
+        self.expected += [0.0] * (1 + max(self._trees) - len(self.expected))
+        self._ranks = RankEstimate(max(tree.topk for tree in self._trees.values()), window)
+        self.gain, self._seen, self._predicted = 1.0, 0.0, 0.0
+        self._rounds = self._num_trials = 0
+        self._predict()
+        self._apply_gain()
+
+    def observe(self, observed: ObservedRound, tier: int) -> None:
+        number, is_tree = observed.num_alive, tier in self._trees
+        if not is_tree:
+            self._seen -= self._seen / FADING_ROUNDS
+            self._predicted -= self._predicted / FADING_ROUNDS
+        if observed.ranks:
+            columns = columns_of(observed.ranks)
+            self._observe_counts(number, chain_counts(columns))
+            if is_tree:
+                self._ranks.observe(number, columns)
+                self._compare(tier, observed.num_accepted)
+        elif not is_tree:
+            self.observe_lengths(number, observed.num_accepted, tier)
+        self._rounds += 1
+        if self._rounds % REFRESH_ROUNDS == 0:
+            self._predict()
+        self._apply_gain()
+
+    def _compare(self, tier: int, num_accepted: Sequence[int]) -> None:
+        self._num_trials += len(num_accepted)
+        if self._num_trials <= SETTLING_TRIALS:
+            return
+        keep = 1 - min(len(num_accepted) / (GAIN_WINDOWS * self._window), MAX_WEIGHT)
+        self._seen = keep * self._seen + sum(num_accepted)
+        self._predicted = keep * self._predicted + len(num_accepted) * self._predictions[tier]
+
+    def _predict(self) -> None:
+        shares = self._ranks.shares
+        rates = [by_rank(rate, shares) for rate in self.rates]
+        self._predictions = {
+            tier: expected_accepted(tree, rates) for tier, tree in self._trees.items()
+        }
+
+    def _apply_gain(self) -> None:
+        gain = (self._seen + GAIN_DRAFTS) / (self._predicted + GAIN_DRAFTS)
+        self.gain = min(max(gain, MIN_GAIN), MAX_GAIN)
+        for tier, predicted in self._predictions.items():
+            self.expected[tier] = self.gain * predicted
+
+    def state(self) -> dict[str, Any]:
+        shares = [round(share, 4) for share in self._ranks.shares[1:]]
+        return super().state() | {"further_children": shares, "tree_gain": round(self.gain, 4)}
+
+
+class RankEstimate:
+    """How likely each of up to K children of a node is accepted, given that those before it were
+    not; all depths share the estimate. `shares` `[K]`: by rank; that of rank 0 means nothing."""
+
+    def __init__(self, topk: int, window: float) -> None:
+        self._window = window
+        self._tried, self._accepted = [0.0] * topk, [0.0] * topk
+        self._prior = [FIRST_PRIOR / (rank + 1) for rank in range(topk)]
+
+    def observe(self, num_requests: int, columns: Columns) -> None:
+        keep = 1 - 1 / max(self._window / num_requests, MIN_ROUNDS)
+        for counts in (self._tried, self._accepted):
+            counts[:] = [keep * count for count in counts]
+        for column in columns:
+            for value, number in column.items():
+                if value != NOTHING:
+                    self._count(value % OFF_CHAIN, number)
+
+    @property
+    def shares(self) -> list[float]:
+        counts = zip(self._accepted, self._tried, self._prior, strict=True)
+        return [
+            (accepted + RANK_TRIALS * prior) / (tried + RANK_TRIALS)
+            for accepted, tried, prior in counts
+        ]
+
+    def _count(self, value: int, number: int) -> None:
+        most = len(self._tried)
+        if value < END:
+            num_tried = min(value + 1, most)
+            if 0 < value < most:
+                self._accepted[value] += number
+        else:
+            num_tried = min(value - END, most)
+        for rank in range(1, num_tried):
+            self._tried[rank] += number
+
+
+def columns_of(ranks: Sequence[Sequence[int]]) -> list[Counter[int]]:
+    """ranks: by request, as `path_ranks` shows them."""
+    return [Counter(column) for column in zip(*ranks, strict=True)]
+
+
+def chain_counts(columns: Columns) -> list[tuple[int, int]]:
+    """By depth: paths of first children that tried one more, and those whose first child was
+    accepted. These are what a chain would have shown."""
+    counts = []
+    for column in columns:
+        own = {value: number for value, number in column.items() if NOTHING < value < OFF_CHAIN}
+        counts.append((sum(own.values()) - own.get(END, 0), own.get(0, 0)))
+    return counts
+
+
+def by_rank(first: float, shares: Sequence[float]) -> list[float]:
+    """The probability of each child of a node. first: of its first; shares: of RankEstimate."""
+    found, left = [first], 1 - first
+    for share in shares[1:]:
+        found.append(left * share)
+        left *= 1 - share
+    return found
+
+
+def expected_accepted(shape: DraftShape, rates: RankRates) -> float:
+    """Drafts of a round that are accepted on average. rates: of `shape.depth` depths and
+    `shape.topk` ranks.
+
+    A node counts with the probability that the accepted path has it. A dynamic tree has the
+    likeliest nodes, as if a draft network knew these rates and nothing else; a real one knows more
+    about each token."""
+    if shape.choices:
+        return sum(
+            prod(rates[depth][rank] for depth, rank in enumerate(path)) for path in shape.choices
+        )
+    if not shape.num_nodes:
+        return 0.0
+    expected = 0.0
+    heap = [(-rates[0][0], 0, 0, 1.0)]  # minus a node's probability, depth, rank, its parent's
+    for _ in range(shape.num_nodes):
+        if not heap:
+            break
+        negative, depth, rank, parent = heappop(heap)
+        expected -= negative
+        if depth + 1 < shape.depth:
+            heappush(heap, (negative * rates[depth + 1][0], depth + 1, 0, -negative))
+        if rank + 1 < shape.topk:
+            heappush(heap, (-parent * rates[depth][rank + 1], depth, rank + 1, parent))
+    return expected
+
+
+class BudgetEstimate:
+    """Rounds that share their rows next to whole windows.
+
+    In every round that shares its rows the device says what it expects of each tier, from the
+    values of the drafts that are in the slots. Whole windows show what shorter ones would have had
+    accepted. All other tiers keep the share that they had. `rates`: the accepted share of the
+    shortest drafts. A round counts for a tier as all rounds since the tier was seen last: probes
+    are rare."""
+
+    def __init__(
+        self, shapes: DraftShapes, lengths: Sequence[int], prior: float, window: float
+    ) -> None:
+        """lengths: of whole windows that may be chosen."""
+        self.ladder = (*lengths, *shapes.budgeted_tiers)
+        self.compared_at = cache(self._find_compared)  # it is asked in every round
+        self._shapes, self._window, self._tiers = shapes, window, shapes.compared_tiers
+        self.expected = [0.0] * (1 + max(self._tiers))
+        # Rounds since each tier was seen. The first round counts as a probe.
+        self._unseen = dict.fromkeys(self._tiers, int(window))
+        for tier in self._tiers:
+            self.expected[tier] = sum(prior**n for n in range(1, 1 + shapes.of(tier).depth))
+        for tier in shapes.budgeted_tiers:  # all accepted: the first rounds show all tiers
+            self.expected[tier] = shapes.of(tier).tokens_each - 1
+        self.rates = [prior]
+
+    def _find_compared(self, batch_size: int) -> tuple[int, ...]:
+        return tuple(tier for tier in self.ladder if may_have(batch_size, self._shapes.of(tier)))
+
+    def probe_of(self, batch_size: int, tier: int) -> int | None:
+        """The longest drafts, unless rounds of that tier show what all tiers would bring."""
+        own, longest = self._shapes.of(tier), self.compared_at(batch_size)[-1]
+        shows_all = own.is_ragged and own.contains(self._shapes.of(longest))
+        return longest if tier < longest and not shows_all else None
+
+    def at_best(self, tier: int, probed: int) -> float:
+        return self._shapes.of(probed).tokens_each
+
+    def observe(self, observed: ObservedRound, tier: int) -> None:
+        number = len(observed.num_accepted)
+        if not number or not tier:
+            return
+        weight = min(number / self._window, MAX_WEIGHT)
+        if any(observed.expected):
+            shown = dict(zip(self._tiers, observed.expected, strict=False))
+            of = self._shapes.of
+            known = [each for each in self._tiers if of(tier).contains(of(each))]
+            found = [shown[each] / number for each in known]
+        else:  # whole windows
+            known = [each for each in self._tiers if each <= tier]
+            counts = Counter(observed.num_accepted).items()
+            found = [sum(min(n, depth) * times for n, times in counts) / number for depth in known]
+        self._follow(known, found, weight)
+
+    def _follow(self, known: list[int], found: list[float], weight: float) -> None:
+        """Updates the `known` tiers with what was `found`. The other tiers keep their ratio to the
+        last of these, and trees next to chains their ratio to the first: short chains tell more of
+        a tree than long ones do."""
+        if not known:
+            return
+        first, last, before = known[0], known[-1], list(self.expected)
+        for tier, value in zip(known, found, strict=False):
+            own = max(weight, min(weight * (1 + self._unseen[tier]), MAX_PROBE_WEIGHT))
+            step = own * (value - self.expected[tier])
+            self.expected[tier] = max(self.expected[tier] + step, MIN_EXPECTED)
+            self._unseen[tier] = 0
+        for tier in self._tiers:
+            if tier not in known:
+                is_alike = self._shapes.of(tier).topk <= self._shapes.of(last).topk
+                reference = last if is_alike else first
+                self.expected[tier] *= self.expected[reference] / before[reference]
+                self._unseen[tier] += 1
+        shortest = self._tiers[0]
+        self.rates[0] = self.expected[shortest] / self._shapes.of(shortest).depth
+
+    def state(self) -> dict[str, Any]:
+        named = {str(self._shapes.name(tier)): self.expected[tier] for tier in self._tiers}
+        return {"expected": {name: round(value, 4) for name, value in named.items()}}

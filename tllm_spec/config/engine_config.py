@@ -1,0 +1,238 @@
+"""The options of the KV cache and its events, of CUDA graphs and of the scheduler."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from enum import Enum
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field, NonNegativeInt, PositiveInt, Strict, field_validator
+
+from tllm_spec.config.config_base import ConfigModel, check
+from tllm_spec.config.neighbours import (
+    CUDA_GRAPH_IGNORED,
+    CUDA_GRAPH_RENAMED,
+    KV_CACHE_IGNORED,
+    KV_EVENTS_IGNORED,
+    SCHEDULER_IGNORED,
+    Ignored,
+    Renamed,
+)
+
+# The options of KV events, named as in vLLM.
+
+
+NO_KV_EVENTS = "KV cache events are published by kv_cache_config.kv_events_config"
+OWN_ADDRESS = re.compile(r"tcp://(\*|localhost|127\.[\d.]+|0\.0\.0\.0|\[::1?\]):\d+|ipc://.+")
+
+
+class KVEventsConfig(ConfigModel):
+    """Reports what enters and leaves the prefix cache over ZeroMQ, for routers. The events contain
+    token ids of prompts."""
+
+    enable_kv_cache_events: bool = True
+    """false: as if the section were not there."""
+    endpoint: str = "tcp://127.0.0.1:5557"
+    """Where batches are published. `*`, a loopback address or `ipc://` is bound; any other address
+    is connected to, as in vLLM. Engine i of `--dp_size` has the port plus i."""
+    replay_endpoint: str | None = None
+    """Where a subscriber asks for batches that it has missed; bound. null: nowhere."""
+    buffer_steps: PositiveInt = 10_000
+    """Batches that are kept for that."""
+    topic: str = ""
+    """First frame of each message, which subscribers may filter by."""
+    data_parallel_rank: NonNegativeInt = 0
+    """The engine's number in its batches."""
+    publisher: Literal["zmq", "null"] = "zmq"
+    """`null` publishes nothing: events go to the router of `--dp_size` only."""
+
+    ignored: ClassVar[Ignored] = KV_EVENTS_IGNORED
+
+    @field_validator("endpoint", "replay_endpoint")
+    @classmethod
+    def _check_endpoint(cls, endpoint: str | None) -> str | None:
+        if endpoint is not None and not re.fullmatch(r"tcp://.+:\d+|ipc://.+", endpoint):
+            raise ValueError("tcp://ADDRESS:PORT or ipc://PATH is needed")
+        return endpoint
+
+    @property
+    def binds(self) -> bool:
+        return OWN_ADDRESS.fullmatch(self.endpoint) is not None
+
+    def of_engine(self, number: int) -> KVEventsConfig:
+        """The options of engine `number` of several."""
+        replay = self.replay_endpoint
+        changed = {
+            "endpoint": _moved(self.endpoint, number),
+            "replay_endpoint": None if replay is None else _moved(replay, number),
+            "data_parallel_rank": self.data_parallel_rank + number,
+        }
+        return self.model_copy(update=changed)
+
+
+def _moved(endpoint: str, number: int) -> str:
+    if not endpoint.startswith("tcp://"):
+        return f"{endpoint}_{number}" if number else endpoint
+    address, _, port = endpoint.rpartition(":")
+    return f"{address}:{int(port) + number}"
+
+
+# The options of the KV cache, named as in TensorRT-LLM.
+
+
+FRACTION = "free_gpu_memory_fraction"
+KVCacheType = Literal["auto", "fp8", "model"]
+
+
+class KvCacheConfig(ConfigModel):
+    """The paged KV cache and its prefix reuse."""
+
+    enable_block_reuse: bool = True
+    """Requests whose prompts begin alike share pages."""
+    enable_partial_reuse: bool = True
+    """A page of which only a part matches is copied and used up to there."""
+    max_tokens: PositiveInt | None = None
+    """Tokens that the cache holds, at most. null: no limit but the memory."""
+    free_gpu_memory_fraction: Annotated[float, Field(gt=0, le=1)] = 0.9
+    """Share that the cache may take of the GPU memory that is free after loading the models. No
+    effect on a CPU."""
+    tokens_per_block: PositiveInt = 32
+    """Tokens of one page, a power of two."""
+    state_snapshot_tokens: PositiveInt = 1024
+    """Models with recurrent states copy them after so many tokens of a prompt, and each multiple; a
+    prefix is reused up to a copy. A multiple of `tokens_per_block`."""
+    dtype: KVCacheType = "auto"
+    """Type of keys, values and MLA's latents. `fp8` (E4M3) takes half of 16 bits, with the
+    checkpoint's scales or 1.0. `model`: the model's own type. `auto`: `fp8` where the checkpoint
+    asks for it, otherwise `model`. See `docs/quantization.md`."""
+
+    host_cache_size: NonNegativeInt = 0
+    """Bytes of host memory, on each rank, for pages that are evicted from the device; pinned on
+    CUDA. They come back when a prompt begins with them. Only where every layer keeps all keys."""
+    kv_events_config: KVEventsConfig | None = None
+    """Events of the prefix cache for routers, in vLLM's form. null: none. See
+    `docs/deploying.md`."""
+
+    ignored: ClassVar[Ignored] = KV_CACHE_IGNORED
+
+    @field_validator("free_gpu_memory_fraction", mode="before")
+    @classmethod
+    def _null_means_default(cls, fraction: object) -> object:
+        return cls.model_fields[FRACTION].default if fraction is None else fraction
+
+    @field_validator("host_cache_size", mode="before")
+    @classmethod
+    def _null_means_none(cls, size: object) -> object:
+        return 0 if size is None else size
+
+    @check
+    def _check_host_cache(self) -> Iterator[str]:
+        if self.host_cache_size and not self.enable_block_reuse:
+            yield (
+                f"host_cache_size = {self.host_cache_size} keeps pages for reuse and "
+                "enable_block_reuse is false: leave one of them out"
+            )
+
+    @field_validator("tokens_per_block")
+    @classmethod
+    def _check_power_of_two(cls, tokens_per_block: int) -> int:
+        if tokens_per_block & (tokens_per_block - 1):
+            raise ValueError("must be a power of two")
+        return tokens_per_block
+
+
+# For which batch sizes a decoding round is captured as a CUDA graph.
+
+
+DEFAULT_LARGEST_GRAPH = 128  # requests, as in TensorRT-LLM
+
+
+class CudaGraphConfig(ConfigModel):
+    """Batch sizes for which a decoding round is captured as a CUDA graph. No effect on a CPU."""
+
+    batch_sizes: Annotated[tuple[PositiveInt, ...], Strict(False)] | None = None
+    """Batch sizes to capture. null: 1, 2, 4, then steps of 8 up to 128 and of 64 above; without
+    padding 1 to 32 and powers of two."""
+    max_batch_size: NonNegativeInt | None = None
+    """Largest batch size to capture if `batch_sizes` is null. null or 0 is 128."""
+    enable_padding: bool = True
+    """A batch between two captured sizes runs as the next larger one. False, TensorRT-LLM's
+    default, runs it without a graph."""
+
+    ignored: ClassVar[Ignored] = CUDA_GRAPH_IGNORED
+    renamed: ClassVar[Mapping[str, Renamed]] = CUDA_GRAPH_RENAMED
+
+    @field_validator("batch_sizes")
+    @classmethod
+    def _sort_sizes(cls, sizes: tuple[int, ...] | None) -> tuple[int, ...] | None:
+        if sizes is not None and not sizes:
+            raise ValueError(
+                "it has no entry; null means the default sizes, cuda_graph_config: null no graphs"
+            )
+        return None if sizes is None else tuple(sorted(set(sizes)))
+
+    @check
+    def _check_largest(self) -> Iterator[str]:
+        if self.batch_sizes and self.max_batch_size and self.max_batch_size != self.batch_sizes[-1]:
+            yield (
+                f"max_batch_size = {self.max_batch_size} contradicts batch_sizes = "
+                f"{self.batch_sizes}; leave it out, or give the largest of them, "
+                f"{self.batch_sizes[-1]}"
+            )
+
+    def sizes(self, limit: int, also: Iterable[int] = ()) -> tuple[int, ...]:
+        """The batch sizes to capture, ascending.
+
+        limit: the most requests that a round can have; a larger size is captured as this one.
+        also: further sizes, such as the keys of `draft_len_schedule`; those above the largest are
+        left out."""
+        assert limit > 0
+        largest = self.max_batch_size or DEFAULT_LARGEST_GRAPH
+        wanted = self.batch_sizes or _default_sizes(largest, self.enable_padding)
+        sizes = {min(size, limit) for size in wanted}
+        return tuple(sorted(sizes | {size for size in also if 0 < size < max(sizes)}))
+
+
+def _default_sizes(largest: int, enable_padding: bool) -> list[int]:
+    """TensorRT-LLM's batch sizes up to `largest`, which is always one of them. Without padding a
+    size that is not listed has no graph, so all small sizes are listed."""
+    if enable_padding:
+        sizes = [1, 2, 4, *range(8, 129, 8), *range(192, largest, 64)]
+    else:
+        sizes = [*range(1, 32), *(2**power for power in range(5, largest.bit_length()))]
+    return [*(size for size in sizes if size < largest), largest]
+
+
+# Which requests run, and which wait: options of the scheduler.
+
+
+class SchedulerConfig(ConfigModel):
+    """Which requests run, and which wait."""
+
+    capacity_scheduler_policy: Literal["GUARANTEED_NO_EVICT", "MAX_UTILIZATION"] = (
+        "GUARANTEED_NO_EVICT"
+    )
+    """GUARANTEED_NO_EVICT reserves pages for the full length of a request. MAX_UTILIZATION admits
+    requests while there are pages, and pauses the youngest when pages run out."""
+    waiting_queue_policy: Literal["fcfs", "priority"] = "fcfs"
+    """Order of waiting requests: by their clients' turns and by arrival, or by their `priority`
+    first."""
+    fair_preemption: bool = False
+    """Whether a client that has more running requests than another gives up its newest one, for one
+    of the other's that waits; once in 64 rounds at most. Needs MAX_UTILIZATION."""
+
+    ignored: ClassVar[Ignored] = SCHEDULER_IGNORED
+
+    @check
+    def _check_preemption(self) -> Iterator[str]:
+        if self.fair_preemption and self.capacity_scheduler_policy != "MAX_UTILIZATION":
+            yield (
+                "fair_preemption = True needs capacity_scheduler_policy = MAX_UTILIZATION: under "
+                "GUARANTEED_NO_EVICT a request that runs is never preempted"
+            )
+
+    @field_validator("capacity_scheduler_policy", mode="before")
+    @classmethod
+    def _value_of_enum(cls, policy: object) -> object:
+        return policy.value if isinstance(policy, Enum) else policy

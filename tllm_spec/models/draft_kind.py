@@ -1,0 +1,107 @@
+"""What draft weights are, by the JSON of their folder: a kind that does not fit the decoding type
+is refused before torch is loaded."""
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from tllm_spec.models.config_file import read_config
+from tllm_spec.models.json_file import read_json
+from tllm_spec.zoo.registry import resolve_model
+
+HeadKind = Literal["EAGLE-1/2", "EAGLE-3", "DFlash"]
+# By decoding_type: the heads that it takes, the first one where a folder does not say; none: it
+# takes a language model.
+ACCEPTED: Mapping[str, tuple[HeadKind, ...]] = {
+    "Draft_Target": (),
+    "PARD": (),
+    "DFlash": ("DFlash",),
+    "Eagle": ("EAGLE-1/2", "EAGLE-3"),
+    "Eagle3": ("EAGLE-3",),
+}
+TYPES: Mapping[HeadKind, str] = {"EAGLE-1/2": "Eagle", "EAGLE-3": "Eagle3", "DFlash": "DFlash"}
+MODULES = "NextN"  # after the target's architecture, of exported MTP modules
+# Keys of config.json that only EAGLE-3 heads have.
+_EAGLE3_KEYS = frozenset({"draft_vocab_size", "eagle_config", "speculators_model_type"})
+# Each kind has the first tensor, and only EAGLE-3 has the second.
+_FC, _HIDDEN_NORM = "fc.weight", "hidden_norm.weight"
+MAX_HEADER_BYTES = 1 << 27
+
+
+def kind_by(config: Mapping[str, Any], names: Callable[[], Iterable[str]]) -> HeadKind | None:
+    """The kind by config.json, or else by the names of the tensors. None: a language model, or
+    neither says so."""
+    architectures = [str(name).lower() for name in config.get("architectures") or []]
+    kinds = [*architectures, _text(config, "speculators_model_type")]
+    if "dflash_config" in config or any("dflash" in name for name in kinds):
+        return "DFlash"
+    if _EAGLE3_KEYS & config.keys() or any("eagle3" in name for name in architectures):
+        return "EAGLE-3"
+    if any("eagle" in name for name in architectures):
+        return "EAGLE-1/2"
+    found = [name for name in names() if name.endswith((_FC, _HIDDEN_NORM))]
+    if any(name.endswith(_HIDDEN_NORM) for name in found):
+        return "EAGLE-3"
+    return "EAGLE-1/2" if any(name.endswith(_FC) for name in found) else None
+
+
+def check_kind(
+    path: str, kind: HeadKind | None, config: Mapping[str, Any], accepted: tuple[HeadKind, ...]
+) -> None:
+    """Raises ValueError for draft weights that are not accepted."""
+    option = f"speculative_config.speculative_model = {path!r}"
+    if is_exported(config):
+        raise ValueError(f"{option} has MTP modules; use it with decoding_type: MTP")
+    if kind is None:
+        # Some published heads have no more than a Llama's configuration of one layer.
+        num_layers = config.get("num_hidden_layers", 1)
+        if accepted and num_layers != 1:
+            raise ValueError(
+                f"{option} is a language model of {num_layers} layers, not an {accepted[0]} head; "
+                "use it with decoding_type: Draft_Target"
+            )
+    elif kind not in accepted:
+        raise ValueError(
+            f"{option} is an {kind} head, which reads hidden states of the target; use it with "
+            f"decoding_type: {TYPES[kind]}"
+        )
+
+
+def is_exported(config: Mapping[str, Any]) -> bool:
+    """Whether a parsed config.json is of a folder of exported MTP modules."""
+    names = config.get("architectures") or []
+    return len(names) == 1 and str(names[0]).endswith(MODULES)
+
+
+def check_folders(model: str, draft: str | None, decoding_type: str) -> None:
+    """What the JSON of both folders says, before the weights are loaded and checked. Raises
+    ValueError."""
+    read_config(resolve_model(model))
+    if draft is None or decoding_type not in ACCEPTED:
+        return
+    try:
+        folder = resolve_model(draft)
+    except ValueError as error:
+        raise ValueError(f"speculative_config.speculative_model: {error}") from None
+    config, names = read_config(folder), _names_in(folder)
+    if names is not None:
+        kind = kind_by(config, lambda: names)
+        check_kind(draft, kind, config, ACCEPTED[decoding_type])
+
+
+def _names_in(folder: Path) -> list[str] | None:
+    """The names of the tensors by headers of safetensors; None where these do not say."""
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    try:
+        if not single.is_file():
+            return list(read_json(index)["weight_map"])
+        with single.open("rb") as content:
+            size = int.from_bytes(content.read(8), "little")
+            return list(json.loads(content.read(min(size, MAX_HEADER_BYTES))))
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        return None
+
+
+def _text(config: Mapping[str, Any], key: str) -> str:
+    return str(config.get(key) or "")

@@ -1,0 +1,167 @@
+"""The bodies of requests: each is read when its route wants it, within limits of size, time and
+number of values, and within its client's share of what the server keeps."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import re
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from typing import Any
+
+from tllm_spec.server.options import ServerOptions
+from tllm_spec.server.refusals import RequestRefused
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+
+LARGE_BODY = 1 << 20  # bytes; only one such body is parsed and tokenised at a time
+NUM_SMALL = 32  # bodies of this size that one client may have at a time, besides large ones
+NUM_CLIENTS = 4  # that may have their whole share at a time; of more each has less
+# A body's text is cheap, its values are not: a parsed one takes up to 200 bytes.
+MAX_VALUES = 1 << 19
+SEPARATORS = (b",", b":", b"[", b"{")
+# Python stores a text that has one such character with two or four bytes for each of all its
+# characters.
+WIDE = re.compile(rb"[\xc4-\xff]|\\u")
+WIDTH = 4
+
+
+class Disconnected(Exception):
+    """The client has gone before its body was complete."""
+
+
+class Bodies:
+    """Reads bodies. The first `LARGE_BODY` bytes of each have a share of their own, so that small
+    bodies never wait for large ones, of another client or of the same."""
+
+    def __init__(self, options: ServerOptions) -> None:
+        self._options = options
+        self._shares = _Shares(NUM_SMALL * LARGE_BODY), _Shares(options.max_body_bytes)
+        self._one_large = asyncio.Lock()
+
+    async def read(self, state: Any, headers: Mapping[bytes, bytes], receive: Receive) -> None:
+        """Reads a body to its end. In the scope's state it leaves
+
+        - `take_body`, which returns the body: what parses it empties it.
+        - `body_size`, and `release_body`, which a route may call when it is done with the body. It
+          is also called when the answer begins.
+
+        Raises RequestRefused, and Disconnected."""
+        self._check_head(headers)
+        body, held = bytearray(), _Held(state["client"], self._shares)
+        state["at_end"].append(held.release)
+        seconds = self._options.body_timeout
+        try:
+            await asyncio.wait_for(self._read(body, held, receive), seconds)
+            if len(body) > LARGE_BODY:
+                await held.wait_for(self._one_large)
+            state |= {"take_body": lambda: body, "body_size": len(body)}
+            state["release_body"] = held.release
+        except asyncio.TimeoutError:
+            raise RequestRefused(408, f"the body has not arrived within {seconds:g} s") from None
+        finally:
+            if "release_body" not in state:
+                body.clear()  # a traceback of this frame would keep it
+                held.release()
+
+    def _check_head(self, headers: Mapping[bytes, bytes]) -> None:
+        encoding = headers.get(b"content-encoding", b"").decode("latin-1").strip().lower()
+        if encoding not in ("", "identity"):
+            raise RequestRefused(
+                415, f"Content-Encoding = {encoding[:100]!r} is not served; send the body as it is"
+            )
+        if int(headers.get(b"content-length", b"0")) > self._options.max_body_bytes:
+            raise self._too_large()
+
+    async def _read(self, body: bytearray, held: _Held, receive: Receive) -> None:
+        more, num_values, is_wide = True, 0, False
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise Disconnected
+            piece, more = message.get("body", b""), message.get("more_body", False)
+            body += piece
+            if len(body) > self._options.max_body_bytes:
+                raise self._too_large()
+            held.grow_to(len(body))
+            # Each piece is counted as it comes, since counting the whole would take long.
+            num_values += sum(map(piece.count, SEPARATORS))
+            is_wide = is_wide or bool(WIDE.search(body, max(0, len(body) - len(piece) - 1)))
+        self._check_parsed_size(len(body), num_values, is_wide=is_wide)
+
+    def _check_parsed_size(self, num_bytes: int, num_values: int, *, is_wide: bool) -> None:
+        if num_values > MAX_VALUES:
+            raise RequestRefused(
+                413, f"the body has more than {MAX_VALUES} JSON values; send several bodies"
+            )
+        longest = self._options.max_body_bytes // WIDTH
+        if num_bytes > longest and is_wide:
+            raise RequestRefused(
+                413,
+                f"the body is too large: at most {longest} bytes are accepted of a text with "
+                "characters that are not Latin; send several bodies",
+            )
+
+    def _too_large(self) -> RequestRefused:
+        limit = self._options.max_body_bytes
+        return RequestRefused(413, f"the body is too large: at most {limit} bytes are accepted")
+
+
+class _Shares:
+    """Bytes that are kept for clients. share: of one client."""
+
+    def __init__(self, share: int) -> None:
+        self._share = share
+        self._num_bytes = 0
+        self._of_clients: Counter[str] = Counter()
+
+    def take(self, client: str, num_bytes: int) -> None:
+        """Counts bytes, also when it raises RequestRefused because they are too many."""
+        self._num_bytes += num_bytes
+        self._of_clients[client] += num_bytes
+        share, limit = self._share, NUM_CLIENTS * self._share
+        if self._num_bytes > limit:
+            share = min(share, limit // len(self._of_clients))
+        if self._of_clients[client] > share:
+            raise RequestRefused(503, "too many large bodies at once", "overloaded", retry_after=1)
+
+    def give_back(self, client: str, num_bytes: int) -> None:
+        self._num_bytes -= num_bytes
+        self._of_clients[client] -= num_bytes
+        if not self._of_clients[client]:
+            del self._of_clients[client]
+
+
+class _Held:
+    """What one body takes of its client's shares, for its small part and for the rest, and of the
+    turns of large bodies."""
+
+    def __init__(self, client: str, shares: tuple[_Shares, _Shares]) -> None:
+        self._client, self._shares = client, shares
+        self._taken = [0, 0]
+        self._turn: asyncio.Lock | None = None
+
+    def grow_to(self, size: int) -> None:
+        """size: bytes of the body so far. Raises RequestRefused."""
+        parts = min(size, LARGE_BODY), max(0, size - LARGE_BODY)
+        for number, (shares, part) in enumerate(zip(self._shares, parts, strict=True)):
+            if more := part - self._taken[number]:
+                self._taken[number] = part
+                shares.take(self._client, more)
+
+    async def wait_for(self, turn: asyncio.Lock) -> None:
+        await turn.acquire()
+        self._turn = turn
+
+    def release(self) -> None:
+        """Gives everything back. May be called twice."""
+        for number, shares in enumerate(self._shares):
+            taken, self._taken[number] = self._taken[number], 0
+            if taken:
+                shares.give_back(self._client, taken)
+        if self._turn is not None:
+            gc.collect()  # cycles of exceptions and frames may hold what was parsed
+            self._turn.release()
+            self._turn = None
