@@ -103,8 +103,8 @@ class PyExecutor:
             manager.prepare_resources(batch)
         drafter = self.parts.drafter
         if drafter.drafts_ahead:
-            knows = drafter.knows_forced_text
-            take_ready(batch, self.parts.slots, knows_forced_text=knows, narrows=self._narrows)
+            forced = drafter.knows_forced_text
+            take_ready(batch, self.parts.slots, knows_forced_text=forced, narrows=self._narrows)
         drafter.prepare_draft_tokens(batch)
         self._note_tiers(batch)
         launched = self.parts.runner.launch(batch)

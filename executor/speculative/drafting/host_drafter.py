@@ -152,7 +152,7 @@ def _check_number(num_tokens: int) -> None:
         raise ValueError(f"a tree has at most {MAX_NODES - 1} tokens, not {num_tokens}")
 
 
-Drafts = TypeVar("Drafts")
+Draft = TypeVar("Draft")
 
 
 class HostDrafter(Drafter):

@@ -54,8 +54,8 @@ def take_ready(
 ) -> None:
     """Counts the drafts that the round before has left in the slots. The host knows how many a
     request may have, and reads no more, but for requests with grammars whose tokens it has read.
-    knows_forced_text: False: these drafts stay as they are, too. narrows: windows become as long as
-    the longest drafts, for which the device is waited for."""
+    knows_forced_text: False: their drafts stay as they are. narrows: windows become as long as the
+    longest drafts, for which the device is waited for."""
     draft_len = batch.draft_len
     longest = max(map(_num_ready, batch.generation_requests), default=0)
     batch.made_draft_len = batch.asked_draft_len = min(draft_len, longest)
