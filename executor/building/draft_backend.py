@@ -14,15 +14,15 @@ from tllm_spec.draft_network.tensorrt_package import find_tensorrt
 from tllm_spec.executor.building.plan import BuildPlan
 from tllm_spec.executor.device.device_choice import cpu_threads, pick_dtype
 from tllm_spec.executor.speculative.drafting.draft_backlog import BACKLOG_LEN
-from tllm_spec.executor.speculative.drafting.loaded_draft import (
-    LoadedDraft,
+from tllm_spec.executor.speculative.drafting.heads import (
+    HEADS,
+    DraftPlan,
     draft_folder,
     kind_of_head,
 )
-from tllm_spec.executor.speculative.modes import DraftPlan
+from tllm_spec.executor.speculative.drafting.loaded_draft import LoadedDraft
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.eagle3 import Eagle3Head
-from tllm_spec.models.eagle3_config import Eagle3Config
 from tllm_spec.models.llama import LlamaForCausalLM
 from tllm_spec.models.registry import load_model
 
@@ -38,8 +38,9 @@ def check_draft_backend(plan: BuildPlan) -> None:
     reasons, config = [], plan.config
     if draft.is_head:
         kind = kind_of_head(draft, folder)
-        if kind == "EAGLE-3":
-            config = Eagle3Config.from_pretrained(folder)
+        head = HEADS[kind]
+        if head.runs_outside:
+            config = head.read_config(draft, folder)
             if config.mask_token is not None:
                 reasons.append(
                     "its network makes one draft after the other, and a P-EAGLE head all at once"
@@ -81,7 +82,7 @@ def load_network(plan: BuildPlan, draft: DraftPlan, folder: Path) -> ExternalDra
         folder,
         dtype=pick_dtype(plan.args.dtype, config.dtype, plan.device),
         device=torch.device("cpu"),
-        load_format=draft.load_format,
+        load_format=draft.load_format or plan.args.load_format,
         max_positions=plan.max_len,
         fp8_activations=False,  # the network multiplies dequantised weights
     )

@@ -42,18 +42,17 @@ from tllm_spec.executor.speculative.drafting.external_nets import (
     ExternalHeadNet,
     ExternalModelNet,
 )
+from tllm_spec.executor.speculative.drafting.heads import DraftPlan, draft_folder
 from tllm_spec.executor.speculative.drafting.loaded_draft import (
     LoadedDraft,
-    draft_folder,
     keep_tokens,
     load_head,
-    load_mtp,
 )
 from tllm_spec.executor.speculative.drafting.model_drafter import DraftKVManager
-from tllm_spec.executor.speculative.modes import DraftPlan
 from tllm_spec.kernels.attention.visible_keys import KeySpan
 from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.config import ModelConfig
+from tllm_spec.models.draft_head import DraftHead, HeadSource
 from tllm_spec.models.registry import LoadFormat, load_model
 from tllm_spec.models.token_map import DraftTokens
 from tllm_spec.zoo.registry import resolve_model
@@ -142,31 +141,21 @@ def load_draft(
 ) -> LoadedDraft:
     """Never batch-invariant: with `deterministic` drafts may depend on the batch, the text does
     not. Raises ValueError for weights and options that are not served."""
-    if draft.num_modules:
-        return load_mtp(
-            draft,
-            target,
-            resolve_model(plan.args.model) if draft.path is None else draft_folder(draft),
-            plan.args.load_format,
-            max_num_tokens=plan.args.max_num_tokens,
-            communicator=plan.communicator,
-            fp8_activations=plan.args.fp8_activations,
-        )
+    args, load_format = plan.args, draft.load_format or plan.args.load_format
+    folder = resolve_model(args.model) if draft.path is None else draft_folder(draft)
     if not draft.is_head:
-        folder = draft_folder(draft)
         if draft.backend != "torch":
             return LoadedDraft(draft, load_network(plan, draft, folder), None)
-        model = _load(plan, folder, draft.load_format)
+        model = _load(plan, folder, load_format)
         keep_tokens(model, tokens, plan.communicator)
         return LoadedDraft(draft, model, None).windowed(plan.max_seq_len)
-    loaded = load_head(
-        draft,
-        target,
-        tokens,
-        max_positions=plan.max_len,
-        max_num_tokens=plan.args.max_num_tokens,
-        communicator=plan.communicator,
-    ).windowed(plan.max_seq_len)
+    source = HeadSource(
+        folder, target, load_format, plan.max_len, plan.communicator, args.fp8_activations
+    )
+    loaded = load_head(draft, source, tokens, args.max_num_tokens)
+    if not isinstance(loaded.model, DraftHead):  # modules have the target's windows
+        return loaded
+    loaded = loaded.windowed(plan.max_seq_len)
     return loaded if draft.backend == "torch" else load_head_network(plan, loaded)
 
 

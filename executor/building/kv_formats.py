@@ -10,7 +10,8 @@ from tllm_spec.attention.kv_pool import KVFormat
 from tllm_spec.config.engine_config import KVCacheType
 from tllm_spec.draft_network.network import ExternalDraft
 from tllm_spec.executor.building.plan import BuildPlan
-from tllm_spec.executor.speculative.drafting.loaded_draft import LoadedDraft, draft_folder
+from tllm_spec.executor.speculative.drafting.heads import draft_folder
+from tllm_spec.executor.speculative.drafting.loaded_draft import LoadedDraft
 from tllm_spec.kernels.attention.kv_codes import UNSCALED, KVScales
 from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.config import ModelConfig
@@ -48,7 +49,8 @@ def draft_format(plan: BuildPlan, draft: LoadedDraft, of_target: KVFormat) -> KV
         return KVFormat(net.dtype)
     if isinstance(net, CausalLM):
         wanted = own.kv_cache_dtype or plan.args.kv_cache_config.dtype
-        return _own_format(plan, net, draft_folder(own), wanted, own.load_format)
+        load_format = own.load_format or plan.args.load_format
+        return _own_format(plan, net, draft_folder(own), wanted, load_format)
     if of_target.scales is None:
         return KVFormat(net.dtype)
     groups = net.config.layer_groups(plan.mapping)

@@ -12,10 +12,11 @@ from tllm_spec.executor.device.device_choice import pick_dtype
 from tllm_spec.executor.engine.memory_plan import BYTES_A_GRAPH, GIB, GroupPlan, free_bytes
 from tllm_spec.executor.sampling.grammar_masks import mask_words
 from tllm_spec.executor.speculative.drafting.draft_backlog import DraftBacklog
+from tllm_spec.executor.speculative.drafting.drafter import When
+from tllm_spec.executor.speculative.drafting.heads import draft_folder
 from tllm_spec.executor.speculative.drafting.loaded_draft import (
     LoadedDraft,
     blank_head,
-    draft_folder,
 )
 from tllm_spec.executor.speculative.modes import text_bytes_of
 from tllm_spec.kernels.attention.paged_prefill import PLAN_BYTES
@@ -57,7 +58,7 @@ def check_free_memory(plan: BuildPlan) -> None:
     target = _blank_model(plan, resolve_model(plan.args.model))
     num_bytes, what = _bytes_with_table(plan, target), ""
     draft = plan.draft_plan
-    if draft is not None and not draft.is_head and not draft.num_modules:
+    if draft is not None and not draft.is_head:
         what = " and the draft model's"
         num_bytes += _bytes_with_table(plan, _blank_model(plan, draft_folder(draft)))
     elif draft is not None:
@@ -108,7 +109,7 @@ def _graph_bytes(plan: BuildPlan, draft: LoadedDraft | None) -> int:
     keys, splits_rounds = plan.round_keys(plan.graph_sizes), False
     num_graphs = len({(key.batch_size, key.shape) for key in keys})
     if draft is not None:
-        splits_rounds = draft.plan.splits_rounds
+        splits_rounds = draft.plan.when is When.TAIL
         if draft.plan.shares_pages:
             num_graphs += len({key.batch_size for key in keys})
         else:

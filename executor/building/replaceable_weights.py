@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from tllm_spec.executor.building.engines import Engines, load_draft
@@ -24,7 +23,7 @@ def replaceable_weights(
     of_draft = draft.plan
 
     def load(folder: str) -> Any:
-        new = replace(of_draft, path=folder)
+        new = of_draft.from_folder(folder)
         tokens = check_draft(new, tokenizer, plan.config)
         with on_device(plan.device):
             return load_draft(plan, target, new, tokens).model

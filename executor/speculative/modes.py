@@ -7,23 +7,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from tllm_spec.config.draft_tree_config import MatchedDraftsConfig
-from tllm_spec.config.engine_config import KVCacheType
 from tllm_spec.config.option_checks import find_class, import_path_of
 from tllm_spec.config.speculative_config import (
     DecodingBaseConfig,
     DFlashDecodingConfig,
-    DraftBackend,
     DraftTargetDecodingConfig,
     Eagle3DecodingConfig,
     EagleDecodingConfig,
-    EagleHeadDecodingConfig,
     MTPDecodingConfig,
     NGramDecodingConfig,
     PARDDecodingConfig,
     SADecodingConfig,
     UserProvidedDecodingConfig,
 )
-from tllm_spec.executor.engine.attention_groups import SinkWindow
 from tllm_spec.executor.resources.interface import ResourceManager
 from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.sampling.sampler import Sampler
@@ -31,13 +27,13 @@ from tllm_spec.executor.sampling.sharded_sampler import draft_sampling_of
 from tllm_spec.executor.speculative.drafting.draft_backlog import DraftBacklog
 from tllm_spec.executor.speculative.drafting.draft_net import DraftNet
 from tllm_spec.executor.speculative.drafting.drafter import Drafter, When
+from tllm_spec.executor.speculative.drafting.heads import DraftPlan
 from tllm_spec.executor.speculative.drafting.host_drafter import HostDrafter, HostTreeDrafter
 from tllm_spec.executor.speculative.drafting.match_or_network import DraftChoice, MatchOrNetwork
 from tllm_spec.executor.speculative.drafting.model_drafter import DraftKVManager, ModelDrafter
 from tllm_spec.executor.speculative.drafting.network_drafter import NetworkDrafter
 from tllm_spec.executor.speculative.drafting.suffix_match import SuffixMatch
 from tllm_spec.models.draft_kind import ACCEPTED, HeadKind
-from tllm_spec.models.registry import LoadFormat
 
 
 @dataclass(frozen=True)
@@ -74,49 +70,13 @@ class Speculation:
 
 
 @dataclass(frozen=True)
-class DraftPlan:
-    """Which draft weights are to be loaded, and where their KV goes."""
-
-    path: str | None  # None: MTP modules in the target's checkpoint
-    load_format: LoadFormat
-    is_head: bool  # reads hidden states of the target
-    # Layers of the target that a head reads; None: the head's own choice or the default.
-    capture_layers: tuple[int, ...] | None = None
-    shares_pages: bool = True  # its layers are extra layers of the target's pages
-    splits_rounds: bool = False  # it drafts in the tails of split rounds, on the two-model path
-    num_modules: int = 0  # of MTP, which are loaded as the target is
-    backend: DraftBackend = "torch"
-    # Kinds of heads with a folder of their own; a folder that does not say has the first.
-    head_kinds: tuple[HeadKind, ...] = ()
-    token_map: str | None = None  # a file: the tokens that are drafted; None: all
-    # A draft model's own cache has this type; None: as kv_cache_config says.
-    kv_cache_dtype: KVCacheType | None = None
-    drafts_at_once: bool = False  # a draft model reads mask tokens and drafts all tokens at once
-    mask_token: int | None = None  # None: what the model's config.json says
-    num_filled: int = 0  # drafts that a head fills in at once, at most; 0: it does not
-    window_size: int | None = None  # tokens that it sees; None: as its own config.json says
-    sink_size: int | None = None  # first tokens that it sees besides those; None: none
-
-    @property
-    def sees(self) -> SinkWindow | None:
-        """The part of a text that it sees; None: as its configuration says."""
-        if self.window_size is None or self.sink_size is None:
-            return None
-        return SinkWindow(self.sink_size, self.window_size)
-
-    @property
-    def rows_before(self) -> int:
-        """Entries that drafting writes besides those of drafts, on the target's pages: a model's
-        of the newest token, and a block's of its last mask, too."""
-        return 2 if self.num_filled else 0 if self.is_head else 1
-
-
-@dataclass(frozen=True)
 class Mode:
-    """One `decoding_type`. `draft_plan`: which draft weights it loads; None: none."""
+    """One `decoding_type`. kinds: as in `DraftPlan`; None: it loads no draft weights. one_model:
+    the option that chooses the path of its network; None: it has the one-model path only."""
 
     build: Callable[[DecodingBaseConfig, Surroundings], Speculation]
-    draft_plan: Callable[[DecodingBaseConfig], DraftPlan] | None = None
+    kinds: tuple[HeadKind, ...] | None = None
+    one_model: str | None = None
 
 
 def _build_user_provided(config: DecodingBaseConfig, around: Surroundings) -> Speculation:
@@ -163,8 +123,7 @@ def _build_network(config: DecodingBaseConfig, around: Surroundings) -> Speculat
         drafter = ModelDrafter(net, kv, slots, groups, sampling, max_num_tokens, choice)
         return Speculation(drafter, [kv, *_shared_texts(match)])
     backlog = DraftBacklog(net, slots, around.max_num_tokens)
-    when = When.TAIL if draft.splits_rounds else When.GRAPH
-    parts = net, slots, sampling, backlog, when
+    parts = net, slots, sampling, backlog, draft.when
     drafter = network = NetworkDrafter(*parts, scores_trees=choice is not None)
     if choice is not None:
         drafter = MatchOrNetwork(network, choice)
@@ -198,90 +157,17 @@ def _draws(config: DecodingBaseConfig) -> str:
     return "greedy" if config.drafts_trees else "independent"
 
 
-def _draft_target_model(config: DecodingBaseConfig) -> DraftPlan:
-    assert isinstance(config, DraftTargetDecodingConfig)
-    return DraftPlan(
-        config.speculative_model,
-        config.load_format,
-        is_head=False,
-        shares_pages=config.draft_target_one_model,
-        kv_cache_dtype=config.kv_cache_dtype,
-        backend=config.draft_backend,
-        window_size=config.draft_window_size,
-        sink_size=config.draft_sink_size,
-        token_map=config.speculative_token_map,
-    )
-
-
-def _pard_model(config: DecodingBaseConfig) -> DraftPlan:
-    assert isinstance(config, PARDDecodingConfig)
-    return DraftPlan(
-        config.speculative_model,
-        config.load_format,
-        is_head=False,
-        shares_pages=config.draft_target_one_model,
-        window_size=config.draft_window_size,
-        sink_size=config.draft_sink_size,
-        token_map=config.speculative_token_map,
-        drafts_at_once=True,
-        mask_token=config.mask_token_id,
-    )
-
-
-def _dflash_head(config: DecodingBaseConfig) -> DraftPlan:
-    assert isinstance(config, DFlashDecodingConfig)
-    return DraftPlan(
-        config.speculative_model,
-        config.load_format,
-        is_head=True,
-        capture_layers=config.target_layer_ids,
-        head_kinds=ACCEPTED[config.decoding_type],
-        window_size=config.draft_window_size,
-        sink_size=config.draft_sink_size,
-        token_map=config.speculative_token_map,
-        mask_token=config.mask_token_id,
-        num_filled=config.max_draft_len,
-    )
-
-
-def _eagle_head(config: DecodingBaseConfig) -> DraftPlan:
-    """TensorRT-LLM serves EAGLE-3 heads under both names."""
-    assert isinstance(config, EagleHeadDecodingConfig)
-    return DraftPlan(
-        config.speculative_model,
-        config.load_format,
-        is_head=True,
-        capture_layers=config.eagle3_layers_to_capture,
-        splits_rounds=not config.eagle3_one_model,
-        backend=config.draft_backend,
-        head_kinds=ACCEPTED[config.decoding_type],
-        window_size=config.draft_window_size,
-        sink_size=config.draft_sink_size,
-        token_map=config.speculative_token_map,
-    )
-
-
-def _mtp_module(config: DecodingBaseConfig) -> DraftPlan:
-    assert isinstance(config, MTPDecodingConfig)
-    return DraftPlan(
-        config.speculative_model,
-        "auto",
-        is_head=True,
-        splits_rounds=not config.mtp_eagle_one_model,
-        num_modules=config.max_draft_len if config.use_mtp_vanilla else 1,
-    )
-
-
 _MODES: dict[type[DecodingBaseConfig], Mode] = {
     NGramDecodingConfig: Mode(_build_suffix_match),
     UserProvidedDecodingConfig: Mode(_build_user_provided),
-    DraftTargetDecodingConfig: Mode(_build_network, draft_plan=_draft_target_model),
-    PARDDecodingConfig: Mode(_build_network, draft_plan=_pard_model),
-    DFlashDecodingConfig: Mode(_build_network, draft_plan=_dflash_head),
-    Eagle3DecodingConfig: Mode(_build_network, draft_plan=_eagle_head),
-    EagleDecodingConfig: Mode(_build_network, draft_plan=_eagle_head),
+    DraftTargetDecodingConfig: Mode(_build_network, (), "draft_target_one_model"),
+    PARDDecodingConfig: Mode(_build_network, (), "draft_target_one_model"),
+    DFlashDecodingConfig: Mode(_build_network, ACCEPTED["DFlash"]),
+    Eagle3DecodingConfig: Mode(_build_network, ACCEPTED["Eagle3"], "eagle3_one_model"),
+    # TensorRT-LLM serves EAGLE-3 heads under both names.
+    EagleDecodingConfig: Mode(_build_network, ACCEPTED["Eagle"], "eagle3_one_model"),
     SADecodingConfig: Mode(_build_suffix_match),
-    MTPDecodingConfig: Mode(_build_network, draft_plan=_mtp_module),
+    MTPDecodingConfig: Mode(_build_network, ("MTP",), "mtp_eagle_one_model"),
 }
 
 
@@ -298,9 +184,14 @@ def check_code(config: DecodingBaseConfig) -> None:
 
 
 def draft_plan_of(config: DecodingBaseConfig | None) -> DraftPlan | None:
-    """The draft model that the mode needs, if it needs one."""
-    row = _MODES[type(config)] if config is not None else None
-    return row.draft_plan(config) if row and row.draft_plan and config else None
+    """The draft weights that the mode loads, if it loads any."""
+    if config is None or (mode := _MODES[type(config)]).kinds is None:
+        return None
+    if mode.one_model is None or getattr(config, mode.one_model):
+        when = When.GRAPH
+    else:
+        when = When.TAIL if mode.kinds else When.DEVICE
+    return DraftPlan(config, mode.kinds, when)
 
 
 def text_bytes_of(

@@ -36,6 +36,8 @@ class HeadSource:
     on is not a limit."""
     communicator: Communicator = SINGLE
     """This rank's, with its place."""
+    fp8_activations: bool = True
+    """Of exported MTP modules, as in `load_model`."""
 
     @property
     def placement(self) -> Placement:

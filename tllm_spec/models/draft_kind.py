@@ -10,7 +10,7 @@ from tllm_spec.models.config_file import read_config
 from tllm_spec.models.json_file import read_json
 from tllm_spec.zoo.registry import resolve_model
 
-HeadKind = Literal["EAGLE-1/2", "EAGLE-3", "DFlash"]
+HeadKind = Literal["EAGLE-1/2", "EAGLE-3", "DFlash", "MTP"]
 # By decoding_type: the heads that it takes, the first one where a folder does not say; none: it
 # takes a language model.
 ACCEPTED: Mapping[str, tuple[HeadKind, ...]] = {
@@ -20,7 +20,12 @@ ACCEPTED: Mapping[str, tuple[HeadKind, ...]] = {
     "Eagle": ("EAGLE-1/2", "EAGLE-3"),
     "Eagle3": ("EAGLE-3",),
 }
-TYPES: Mapping[HeadKind, str] = {"EAGLE-1/2": "Eagle", "EAGLE-3": "Eagle3", "DFlash": "DFlash"}
+TYPES: Mapping[HeadKind, str] = {
+    "EAGLE-1/2": "Eagle",
+    "EAGLE-3": "Eagle3",
+    "DFlash": "DFlash",
+    "MTP": "MTP",
+}
 MODULES = "NextN"  # after the target's architecture, of exported MTP modules
 # Keys of config.json that only EAGLE-3 heads have.
 _EAGLE3_KEYS = frozenset({"draft_vocab_size", "eagle_config", "speculators_model_type"})

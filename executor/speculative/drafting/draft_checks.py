@@ -5,13 +5,13 @@ from pathlib import Path
 
 import torch
 
-from tllm_spec.executor.speculative.drafting.loaded_draft import (
-    dflash_config,
+from tllm_spec.executor.speculative.drafting.heads import (
+    HEADS,
+    DraftPlan,
     draft_folder,
     kind_of_head,
-    mask_token,
 )
-from tllm_spec.executor.speculative.modes import DraftPlan
+from tllm_spec.executor.speculative.drafting.loaded_draft import mask_token
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.config_file import read_config
 from tllm_spec.models.draft_kind import TYPES, check_kind
@@ -92,11 +92,11 @@ def _tokenizer_of(folder: Path) -> Tokenizer | None:
 
 def _check_kind(draft: DraftPlan, folder: Path) -> None:
     kind = head_kind(folder)
-    check_kind(str(draft.path), kind, read_config(folder), draft.head_kinds)
-    if kind is not None and kind != draft.head_kinds[0]:
+    check_kind(str(draft.path), kind, read_config(folder), draft.kinds)
+    if kind is not None and kind != draft.kinds[0]:
         logger.warning(
             "decoding_type = %r is served as %s: the folder has an %s head",
-            TYPES[draft.head_kinds[0]],
+            TYPES[draft.kinds[0]],
             TYPES[kind],
             kind,
         )
@@ -115,16 +115,15 @@ def _ids_of_head(draft: DraftPlan, folder: Path, target: ModelConfig) -> torch.T
 
 
 def _head_mistakes(draft: DraftPlan, folder: Path, target: ModelConfig) -> list[str]:
-    if (kind := kind_of_head(draft, folder)) == "EAGLE-1/2":
+    kind = kind_of_head(draft, folder)
+    own = HEADS[kind].read_config(draft, folder)
+    if not isinstance(own, Eagle3Config):
         if draft.capture_layers is None:
             return []
         return [
-            f"eagle3_layers_to_capture = {list(draft.capture_layers)} is refused: an EAGLE-1/2 "
-            "head reads the target's last hidden state only; accepted: null"
+            f"eagle3_layers_to_capture = {list(draft.capture_layers)} is refused: an {kind} head "
+            "reads the target's last hidden state only; accepted: null"
         ]
-    own: Eagle3Config = (
-        dflash_config(draft, folder) if kind == "DFlash" else Eagle3Config.from_pretrained(folder)
-    )
     size = own.output_size if draft.token_map else None
     if size in (None, target.vocab_size):
         return []

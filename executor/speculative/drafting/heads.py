@@ -1,0 +1,331 @@
+"""The kinds of heads, in one table: no other module asks which kind a head is.
+
+A head reads hidden states of the target. Its row says how its configuration is read, which layers
+of the target it reads, how its weights are loaded, and how it drafts."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from tllm_spec.attention.interface import SpecMetadata, default_capture_layers
+from tllm_spec.config.engine_config import KVCacheType
+from tllm_spec.config.speculative_config import DecodingBaseConfig, DraftBackend
+from tllm_spec.executor.engine.attention_groups import AttentionGroups, SinkWindow
+from tllm_spec.executor.speculative.drafting.draft_net import (
+    DFlashNet,
+    DraftNet,
+    HeadNet,
+    NextnNet,
+)
+from tllm_spec.executor.speculative.drafting.drafter import When
+from tllm_spec.models.causal_lm import CausalLM
+from tllm_spec.models.dflash import DFlashHead, load_dflash_head
+from tllm_spec.models.dflash_config import DFlashConfig
+from tllm_spec.models.draft_head import DraftHead, HeadSource, target_modules
+from tllm_spec.models.draft_kind import HeadKind
+from tllm_spec.models.eagle import EagleHead, load_eagle_head
+from tllm_spec.models.eagle3 import Eagle3Head, load_eagle3_head
+from tllm_spec.models.eagle3_config import Eagle3Config
+from tllm_spec.models.eagle_config import EagleConfig
+from tllm_spec.models.head_checkpoint import head_kind
+from tllm_spec.models.llama import LlamaForCausalLM
+from tllm_spec.models.module import Placement
+from tllm_spec.models.mtp import NextnModules, load_nextn
+from tllm_spec.models.nextn_checkpoint import exported_config
+from tllm_spec.models.registry import LoadFormat, blank_placement
+from tllm_spec.zoo.registry import resolve_model
+
+
+@dataclass(frozen=True)
+class DraftPlan:
+    """Which draft weights are to be loaded, and when their network drafts.
+
+    config: the options of the mode. kinds: of heads that it takes, of which a folder that does not
+    say has the first one; none: it takes a language model."""
+
+    config: DecodingBaseConfig
+    kinds: tuple[HeadKind, ...]
+    when: When
+
+    def from_folder(self, folder: str) -> "DraftPlan":
+        """The same with the weights of another folder."""
+        return replace(self, config=self.config.model_copy(update={"speculative_model": folder}))
+
+    def _option(self, name: str) -> Any:
+        """None where it is null, or the decoding type has no such option."""
+        return getattr(self.config, name, None)
+
+    @property
+    def path(self) -> str | None:
+        """None: the target's checkpoint has the weights."""
+        path: str | None = self._option("speculative_model")
+        return path
+
+    @property
+    def load_format(self) -> LoadFormat | None:
+        """None: as the target's."""
+        load_format: LoadFormat | None = self._option("load_format")
+        return load_format
+
+    @property
+    def backend(self) -> DraftBackend:
+        return self._option("draft_backend") or "torch"
+
+    @property
+    def token_map(self) -> str | None:
+        """A file: the tokens that are drafted; None: all."""
+        file: str | None = self._option("speculative_token_map")
+        return file
+
+    @property
+    def kv_cache_dtype(self) -> KVCacheType | None:
+        """Type of a draft model's own cache; None: as kv_cache_config says."""
+        dtype: KVCacheType | None = self._option("kv_cache_dtype")
+        return dtype
+
+    @property
+    def mask_token(self) -> int | None:
+        """None: what config.json says, if the network has one."""
+        token: int | None = self._option("mask_token_id")
+        return token
+
+    @property
+    def capture_layers(self) -> tuple[int, ...] | None:
+        """Layers of the target that a head reads; None: the head's own choice or the default."""
+        own = self._option("eagle3_layers_to_capture"), self._option("target_layer_ids")
+        return next((layers for layers in own if layers is not None), None)
+
+    @property
+    def window_size(self) -> int | None:
+        """Tokens that the network sees; None: as its own config.json says."""
+        size: int | None = self._option("draft_window_size")
+        return size
+
+    @property
+    def sees(self) -> SinkWindow | None:
+        """First and last tokens that it sees; None: as its own config.json says, or the last ones
+        of `window_size`."""
+        sink = self._option("draft_sink_size")
+        if self.window_size is None or sink is None:
+            return None
+        return SinkWindow(sink, self.window_size)
+
+    @property
+    def is_head(self) -> bool:
+        return bool(self.kinds)
+
+    @property
+    def num_modules(self) -> int:
+        """Of MTP, one for all drafts or one for each; 0: the network is no such module."""
+        if self.kinds != ("MTP",):
+            return 0
+        return self.config.max_draft_len if self._option("use_mtp_vanilla") else 1
+
+    @property
+    def drafts_at_once(self) -> bool:
+        """Whether a draft model reads mask tokens and drafts all tokens at once."""
+        return not self.kinds and hasattr(self.config, "mask_token_id")
+
+    @property
+    def shares_pages(self) -> bool:
+        """Whether its layers are extra layers of the target's pages."""
+        return self.when is not When.DEVICE
+
+    @property
+    def rows_before(self) -> int:
+        """Entries that drafting writes besides those of drafts, on the target's pages: a model's
+        of the newest token, and a block's of its last mask, too."""
+        return HEADS[self.kinds[0]].rows_before if self.kinds else 1
+
+
+@dataclass(frozen=True)
+class Head:
+    """A row of the table.
+
+    read_config: of the head in a folder, with the options of the plan. layers: those of the target
+    that it reads, by the plan, that configuration and how many layers there are; this number stands
+    for the final norm. load: from a source, with the configuration and the number of these layers.
+    blank: for a blank target of a device, with the same; it has the weights that are not the
+    target's, as far as config.json tells of them. net: the head over KV pages. All raise ValueError
+    for what is not served.
+
+    rows_before: see `DraftPlan`. runs_outside: its layers can be a network outside torch."""
+
+    read_config: Callable[[DraftPlan, Path], Any]
+    layers: Callable[[DraftPlan, Any, int], tuple[int, ...]]
+    load: Callable[[DraftPlan, HeadSource, Any, int], DraftHead | NextnModules]
+    blank: Callable[[DraftPlan, CausalLM, Any, int, torch.device], nn.Module]
+    net: Callable[[AttentionGroups, Any, SpecMetadata], DraftNet]
+    rows_before: int = 0
+    runs_outside: bool = False
+
+
+def draft_folder(plan: DraftPlan) -> Path:
+    """The folder of draft weights that are not the target's. Raises ValueError with the option's
+    name if it does not exist."""
+    assert plan.path is not None
+    try:
+        return resolve_model(plan.path)
+    except ValueError as error:
+        raise ValueError(f"speculative_config.speculative_model: {error}") from None
+
+
+def kind_of_head(plan: DraftPlan, folder: Path) -> HeadKind:
+    """What the head in the folder is; one that does not say is of the mode's first kind."""
+    if plan.num_modules:
+        return plan.kinds[0]
+    return head_kind(folder) or plan.kinds[0]
+
+
+def _final_norm(plan: DraftPlan, config: Any, num_layers: int) -> tuple[int, ...]:
+    return (num_layers,)
+
+
+def _read_eagle(plan: DraftPlan, folder: Path) -> EagleConfig:
+    return EagleConfig.from_pretrained(folder)
+
+
+def _load_eagle(
+    plan: DraftPlan, source: HeadSource, config: EagleConfig, num_captured: int
+) -> DraftHead:
+    return load_eagle_head(source)
+
+
+def _blank_eagle(
+    plan: DraftPlan,
+    target: CausalLM,
+    config: EagleConfig,
+    num_captured: int,
+    device: torch.device,
+) -> EagleHead:
+    config.check_target(target.config)
+    placement = _placement_of(target)
+    return EagleHead(config, target, 1, placement, has_bias=False, has_input_norm=False)
+
+
+def _read_eagle3(plan: DraftPlan, folder: Path) -> Eagle3Config:
+    return Eagle3Config.from_pretrained(folder)
+
+
+def _eagle3_layers(plan: DraftPlan, config: Eagle3Config, num_layers: int) -> tuple[int, ...]:
+    own = plan.capture_layers or config.capture_layers or default_capture_layers(num_layers)
+    return _within("eagle3_layers_to_capture", own, num_layers)
+
+
+def _load_eagle3(
+    plan: DraftPlan, source: HeadSource, config: Eagle3Config, num_captured: int
+) -> DraftHead:
+    return load_eagle3_head(source, num_captured)
+
+
+def _blank_eagle3(
+    plan: DraftPlan,
+    target: CausalLM,
+    config: Eagle3Config,
+    num_captured: int,
+    device: torch.device,
+) -> Eagle3Head:
+    own = config.for_target(target.config, num_captured)
+    return Eagle3Head(own, target, num_captured, 1, _placement_of(target), own.own_modules)
+
+
+def read_dflash(plan: DraftPlan, folder: Path) -> DFlashConfig:
+    """The mode's mask token and layers go before. Raises ValueError if there is no mask token, or
+    the head was not trained for so many drafts."""
+    config = DFlashConfig.from_pretrained(folder)
+    token = plan.mask_token if plan.mask_token is not None else config.mask_token
+    if token is None:
+        raise ValueError(
+            f"speculative_config.mask_token_id is needed, since config.json of {plan.path} names "
+            "none"
+        )
+    if (longest := plan.config.max_draft_len) >= config.block_size:
+        raise ValueError(
+            f"max_draft_len = {longest} is refused: the DFlash head in {plan.path} has "
+            f"block_size {config.block_size}, of which one is no draft"
+        )
+    layers = plan.capture_layers or config.capture_layers
+    return replace(config, mask_token=token, capture_layers=layers)
+
+
+def _dflash_layers(plan: DraftPlan, config: DFlashConfig, num_layers: int) -> tuple[int, ...]:
+    own = config.capture_layers or config.default_layers(num_layers)
+    return _within("target_layer_ids", own or default_capture_layers(num_layers), num_layers)
+
+
+def _load_dflash(
+    plan: DraftPlan, source: HeadSource, config: DFlashConfig, num_captured: int
+) -> DraftHead:
+    return load_dflash_head(source, config, num_captured)
+
+
+def _blank_dflash(
+    plan: DraftPlan,
+    target: CausalLM,
+    config: DFlashConfig,
+    num_captured: int,
+    device: torch.device,
+) -> DFlashHead:
+    own = config.for_target(target.config, num_captured)
+    return DFlashHead(own, target, num_captured, 1, _placement_of(target), own.own_modules)
+
+
+def _load_modules(
+    plan: DraftPlan, source: HeadSource, config: None, num_captured: int
+) -> NextnModules:
+    assert isinstance(source.target, LlamaForCausalLM)
+    return load_nextn(
+        source.path,
+        source.target,
+        source.load_format,
+        plan.num_modules,
+        source.communicator,
+        is_exported=plan.path is not None,
+        fp8_activations=source.fp8_activations,
+    )
+
+
+def _blank_modules(
+    plan: DraftPlan,
+    target: CausalLM,
+    config: None,
+    num_captured: int,
+    device: torch.device,
+) -> NextnModules:
+    assert isinstance(target, LlamaForCausalLM)
+    own = target.config
+    if plan.path is not None:
+        own = exported_config(draft_folder(plan), own)
+    mapping = _placement_of(target).mapping
+    placement = blank_placement(own, target.dtype, device, mapping)
+    return NextnModules(target, plan.num_modules, placement)
+
+
+def _placement_of(target: CausalLM) -> Placement:
+    return Placement(target.dtype, target.device, target_modules(target)[1].mapping)
+
+
+def _within(option: str, layers: tuple[int, ...], num_layers: int) -> tuple[int, ...]:
+    """Raises ValueError if the target lacks some of the layers."""
+    if outside := [layer for layer in layers if not 0 <= layer < num_layers]:
+        raise ValueError(
+            f"{option} = {list(layers)}: the target has layers 0 to {num_layers - 1}, and not "
+            f"{outside}"
+        )
+    return layers
+
+
+HEADS: Mapping[HeadKind, Head] = {
+    "EAGLE-1/2": Head(_read_eagle, _final_norm, _load_eagle, _blank_eagle, HeadNet),
+    "EAGLE-3": Head(
+        _read_eagle3, _eagle3_layers, _load_eagle3, _blank_eagle3, HeadNet, runs_outside=True
+    ),
+    "DFlash": Head(
+        read_dflash, _dflash_layers, _load_dflash, _blank_dflash, DFlashNet, rows_before=2
+    ),
+    "MTP": Head(lambda *_: None, _final_norm, _load_modules, _blank_modules, NextnNet),
+}
