@@ -5,6 +5,7 @@ of the target it reads, how its weights are loaded, and how it drafts."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -181,20 +182,6 @@ def kind_of_head(plan: DraftPlan, folder: Path) -> HeadKind:
     return head_kind(folder) or plan.kinds[0]
 
 
-def _final_norm(plan: DraftPlan, config: Any, num_layers: int) -> tuple[int, ...]:
-    return (num_layers,)
-
-
-def _read_eagle(plan: DraftPlan, folder: Path) -> EagleConfig:
-    return EagleConfig.from_pretrained(folder)
-
-
-def _load_eagle(
-    plan: DraftPlan, source: HeadSource, config: EagleConfig, num_captured: int
-) -> DraftHead:
-    return load_eagle_head(source)
-
-
 def _blank_eagle(
     plan: DraftPlan,
     target: CausalLM,
@@ -207,33 +194,12 @@ def _blank_eagle(
     return EagleHead(config, target, 1, placement, has_bias=False, has_input_norm=False)
 
 
-def _read_eagle3(plan: DraftPlan, folder: Path) -> Eagle3Config:
-    return Eagle3Config.from_pretrained(folder)
-
-
 def _eagle3_layers(plan: DraftPlan, config: Eagle3Config, num_layers: int) -> tuple[int, ...]:
     own = plan.capture_layers or config.capture_layers or default_capture_layers(num_layers)
     return _within("eagle3_layers_to_capture", own, num_layers)
 
 
-def _load_eagle3(
-    plan: DraftPlan, source: HeadSource, config: Eagle3Config, num_captured: int
-) -> DraftHead:
-    return load_eagle3_head(source, num_captured)
-
-
-def _blank_eagle3(
-    plan: DraftPlan,
-    target: CausalLM,
-    config: Eagle3Config,
-    num_captured: int,
-    device: torch.device,
-) -> Eagle3Head:
-    own = config.for_target(target.config, num_captured)
-    return Eagle3Head(own, target, num_captured, 1, _placement_of(target), own.own_modules)
-
-
-def read_dflash(plan: DraftPlan, folder: Path) -> DFlashConfig:
+def _read_dflash(plan: DraftPlan, folder: Path) -> DFlashConfig:
     """The mode's mask token and layers go before. Raises ValueError if there is no mask token, or
     the head was not trained for so many drafts."""
     config = DFlashConfig.from_pretrained(folder)
@@ -257,21 +223,16 @@ def _dflash_layers(plan: DraftPlan, config: DFlashConfig, num_layers: int) -> tu
     return _within("target_layer_ids", own or default_capture_layers(num_layers), num_layers)
 
 
-def _load_dflash(
-    plan: DraftPlan, source: HeadSource, config: DFlashConfig, num_captured: int
-) -> DraftHead:
-    return load_dflash_head(source, config, num_captured)
-
-
-def _blank_dflash(
+def _blank_with_layers(
+    make: type[Eagle3Head] | type[DFlashHead],
     plan: DraftPlan,
     target: CausalLM,
-    config: DFlashConfig,
+    config: Any,
     num_captured: int,
     device: torch.device,
-) -> DFlashHead:
+) -> nn.Module:
     own = config.for_target(target.config, num_captured)
-    return DFlashHead(own, target, num_captured, 1, _placement_of(target), own.own_modules)
+    return make(own, target, num_captured, 1, _placement_of(target), own.own_modules)
 
 
 def _load_modules(
@@ -320,12 +281,34 @@ def _within(option: str, layers: tuple[int, ...], num_layers: int) -> tuple[int,
 
 
 HEADS: Mapping[HeadKind, Head] = {
-    "EAGLE-1/2": Head(_read_eagle, _final_norm, _load_eagle, _blank_eagle, HeadNet),
+    "EAGLE-1/2": Head(
+        read_config=lambda _, folder: EagleConfig.from_pretrained(folder),
+        layers=lambda _, __, num_layers: (num_layers,),
+        load=lambda _, source, *__: load_eagle_head(source),
+        blank=_blank_eagle,
+        net=HeadNet,
+    ),
     "EAGLE-3": Head(
-        _read_eagle3, _eagle3_layers, _load_eagle3, _blank_eagle3, HeadNet, runs_outside=True
+        read_config=lambda _, folder: Eagle3Config.from_pretrained(folder),
+        layers=_eagle3_layers,
+        load=lambda _, source, __, num_captured: load_eagle3_head(source, num_captured),
+        blank=partial(_blank_with_layers, Eagle3Head),
+        net=HeadNet,
+        runs_outside=True,
     ),
     "DFlash": Head(
-        read_dflash, _dflash_layers, _load_dflash, _blank_dflash, DFlashNet, rows_before=2
+        read_config=_read_dflash,
+        layers=_dflash_layers,
+        load=lambda _, *parts: load_dflash_head(*parts),
+        blank=partial(_blank_with_layers, DFlashHead),
+        net=DFlashNet,
+        rows_before=2,
     ),
-    "MTP": Head(lambda *_: None, _final_norm, _load_modules, _blank_modules, NextnNet),
+    "MTP": Head(
+        read_config=lambda *_: None,
+        layers=lambda _, __, num_layers: (num_layers,),
+        load=_load_modules,
+        blank=_blank_modules,
+        net=NextnNet,
+    ),
 }
