@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import accumulate
-from operator import mul
 from typing import Any
 from unittest import mock
 
@@ -134,16 +133,12 @@ class ForcedRounds(Rounds):
         """Makes the engine accept drafts by chance. Graphs read the tensors written here."""
         sampler, longest = self.executor.parts.sampler, self.shapes.longest
         rates = profile.rates(longest.depth, longest.topk)
-        if self._script is None:
-            synthetic, reached = sampler._synthetic, accumulate((each[0] for each in rates), mul)
-            assert synthetic is not None
-            synthetic.rates.copy_(torch.tensor([*reached], dtype=synthetic.rates.dtype))
-        else:
+        if self._script is not None:
             self._script.copy_(torch.tensor(rates))
-            of_trees = sampler._tree_synthetic
-            assert of_trees is not None
-            bounds = torch.tensor([list(accumulate(each)) for each in rates])
-            of_trees.bounds.copy_(bounds.to(of_trees.bounds.dtype))
+        synthetic = sampler._synthetic
+        assert synthetic is not None
+        bounds = torch.tensor([list(accumulate(each)) for each in rates])
+        synthetic.bounds.copy_(bounds.to(synthetic.bounds.dtype))
         tiers = range(self.shapes.further_tiers.stop)
         self._expected_tokens = [profile.expected(self.shapes.of(tier)) for tier in tiers]
 

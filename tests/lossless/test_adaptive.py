@@ -145,7 +145,7 @@ def test_a_strategy_moves_between_draft_lengths_and_changes_no_text(
     overlap: bool,
     strategy: str,
 ) -> None:
-    monkeypatch.setattr(rounds.RoundTimer, "measure", lambda *_: ROUND_TIMES)
+    monkeypatch.setattr(rounds.RoundTimer, "measure", lambda *_, **__: ROUND_TIMES)
     harness = Harness(tiny, **options_of(mode, overlap, drafts, tiny_plain, **STRATEGIES[strategy]))
     lengths = chosen_lengths(harness)
     requests = submit_all(harness)
