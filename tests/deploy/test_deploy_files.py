@@ -43,8 +43,9 @@ def check_flags(arguments: list[str]) -> None:
     known = {
         name for option in main.params for name in option.opts if isinstance(option, click.Option)
     }
-    flags = [each.partition("=")[0] for each in arguments if each.startswith("--")]
-    assert flags and set(flags) <= known, set(flags) - known
+    flags = {each.partition("=")[0] for each in arguments if each.startswith("--")}
+    of_model = {flag for flag in flags if flag[2:] in {*LlmArgs.model_fields, *LlmArgs.renamed}}
+    assert flags and flags - of_model <= known, flags - of_model - known
 
 
 def documents(path: Path) -> list[Any]:

@@ -134,7 +134,7 @@ def test_a_prompt_with_windows_is_two_graph_launches(
         raise AssertionError("no forward is launched kernel by kernel")
 
     monkeypatch.setattr(runner.contexts, "_launch_together", fail)
-    monkeypatch.setattr(runner.decode._step, "run", fail)
+    monkeypatch.setattr(runner.decode, "batch_windows", fail)
     requests = []
     for length in (20, 3, 9):
         requests.append(harness.submit(list(range(length)), max_tokens=30))

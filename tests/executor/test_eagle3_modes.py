@@ -94,7 +94,10 @@ def test_capture_layers_of_the_heads_own_config_are_checked_too(tiny: Path, tmp_
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ({"hidden_size": 64}, "hidden_size of the EAGLE-3 head is 64, the target's is 32"),
+        (
+            {"hidden_size": 64},
+            "fc.weight of the EAGLE-3 head takes 128 inputs; 2 captured layers of 32 each give 64",
+        ),
         ({"vocab_size": 80}, "d2t of the EAGLE-3 head leads to the token id 6"),
         (
             {"num_captured": 3},
