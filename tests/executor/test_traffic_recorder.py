@@ -149,7 +149,7 @@ def test_a_folder_whose_lock_a_stopped_process_has_is_refused(
         ({"rounds": [[None, 1, 1]]}, "only the number of drafts may be null"),
         ({"accepted": [1, 1, 1]}, "drafted has"),
         ({"draft_version": None}, "draft_version"),
-        ({"output": [1] * 100}, "the text is longer than max_seq_len = 64"),
+        ({"output": [1] * 100}, "the text has 101 tokens, and the engine of a replay runs 64"),
     ],
 )
 def test_a_record_that_no_engine_has_written_is_refused_by_its_line(
