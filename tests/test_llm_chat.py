@@ -67,7 +67,7 @@ def test_a_conversation_streams(llm: LLM) -> None:
         ([{"content": "a"}], {}, r"messages\[0\] = .*a mapping like"),
         (HELLO, {"chat_template_kwargs": {"messages": 1}}, "are not variables of a template"),
         (HELLO, {"tools": [{1, 2}]}, "tools and chat_template_kwargs as JSON: .*set"),
-        (HELLO, {"chat_template": "x"}, "chat_template = 'x'.*the model's own template"),
+        (HELLO, {"chat_template": "x"}, "chat_template = 'x'.*the one in the tokenizer's folder"),
         (HELLO, {"continue_final_message": True}, "continue_final_message = True"),
         (HELLO, {"lora_request": 1}, "lora_request = 1"),
     ],
