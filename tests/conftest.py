@@ -4,6 +4,7 @@ hands out tests to others imports nothing heavy."""
 
 import atexit
 import gc
+import logging
 import signal
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -117,6 +118,13 @@ def mark_slow(items: list[pytest.Item]) -> None:
             interpreted.add(name)
         if is_left_out:
             item.add_marker(pytest.mark.slow)
+
+
+@pytest.fixture(autouse=True)
+def quiet_progress() -> Iterator[None]:
+    """A command that runs in a test has its process log lines of progress."""
+    yield
+    logging.getLogger("tllm_spec.progress").setLevel(logging.NOTSET)
 
 
 @pytest.fixture(scope="session")

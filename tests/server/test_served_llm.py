@@ -47,7 +47,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedProcess]:
         num_switches = info["internal_states"][0]["controller"]["decisions"]["num_switches"]
         assert served.end(signal.SIGINT) == 0, served.text
         assert "Traceback" not in served.text
-        lines = re.findall(r"INFO \S+decision_log: draft length \d -> \d at batch", served.text)
+        lines = re.findall(r"INFO \S+decisions: draft length \d -> \d at batch", served.text)
         assert len(lines) == num_switches, "one log line a switch"
 
 
