@@ -12,86 +12,21 @@ import triton
 import triton.language as tl
 
 from tllm_spec.kernels.attention.attention_sinks import sink_scores
-from tllm_spec.kernels.attention.kv_codes import widened
 from tllm_spec.kernels.attention.visible_keys import first_key
+from tllm_spec.kernels.attention.window_splits import add_paged_keys
 
 _LENGTHS = ["max_len", "num_splits", "num_tiles"]
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
-def _add_block(
-    top: tl.tensor,
-    total: tl.tensor,
-    mixed: tl.tensor,
-    queries: tl.tensor,
-    layer: tl.tensor,
-    table: tl.tensor,
-    kv_head: tl.tensor,
-    indices: tl.tensor,
-    own: tl.tensor,
-    seen: tl.tensor,
-    log2_scale: tl.tensor,
-    value_offset: tl.tensor,
-    KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """The state of the online softmax after one block more: the keys at `indices` `[N]` of the
-    request if `own` `[N]`. seen: `[R, N]`."""
-    dims = tl.arange(0, BLOCK_D)
-    pages = tl.load(table + indices // PAGE_SIZE, mask=own, other=0)
-    # A pool may have more than 2**31 elements.
-    slots = pages.to(tl.int64) * PAGE_SIZE + indices % PAGE_SIZE
-    pointers = layer + (slots * KV_HEADS + kv_head)[:, None] * HEAD_DIM + dims[None, :]
-    # Values after the end may be NaN, and 0 * NaN is NaN, so they must be loaded as zeros.
-    present = own[:, None] & (dims < HEAD_DIM)[None, :]
-    keys = widened(tl.load(pointers, mask=present, other=0.0), queries.dtype)
-    scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * log2_scale
-    scores = tl.where(seen, scores, float("-inf"))
-    new_top = tl.maximum(top, tl.max(scores, 1))
-    base = tl.where(new_top == float("-inf"), 0.0, new_top)  # -inf: no key seen so far
-    weights = tl.exp2(scores - base[:, None])
-    decay = tl.exp2(top - base)
-    values = tl.load(pointers + value_offset, mask=present, other=0.0)
-    values = widened(values, queries.dtype)
-    total = total * decay + tl.sum(weights, 1)
-    mixed = tl.dot(
-        weights.to(queries.dtype), values, mixed * decay[:, None], input_precision="ieee"
-    )
-    return new_top, total, mixed
-
-
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def _add_paths(
-    top: tl.tensor,
-    total: tl.tensor,
-    mixed: tl.tensor,
-    queries: tl.tensor,
-    layer: tl.tensor,
-    table: tl.tensor,
-    kv_head: tl.tensor,
-    tokens: tl.tensor,
-    paths: tl.tensor,
-    path_lens: tl.tensor,
-    region: tl.tensor,
-    first_row: tl.tensor,
-    count: tl.tensor,
-    start: tl.tensor,
-    first: tl.tensor,
-    end: tl.tensor,
-    positions: tl.tensor,
-    log2_scale: tl.tensor,
-    value_offset: tl.tensor,
-    SPAN: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
+    top: tl.tensor, total: tl.tensor, mixed: tl.tensor, queries: tl.tensor, positions: tl.tensor,
+    pool: tl.tensor, tile: tl.tensor, first: tl.tensor, end: tl.tensor, SPAN: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
     """The state after the blocks at `first` to `end`, which have keys of the tree's region:
     position start + i of a row is key i of its path. A token's update changes its own rows only."""
+    start, tokens, first_row, count, paths, path_lens, region = tile
     for block in tl.range(first, end, BLOCK_N):
         key_positions = block + tl.arange(0, BLOCK_N)
         in_region = key_positions >= start
@@ -104,11 +39,10 @@ def _add_paths(
             if SPAN:
                 own = own & (key_positions >= first_key(start, SPAN))
                 seen = seen & (key_positions[None, :] >= first_key(positions, SPAN)[:, None])
-            new_top, new_total, new_mixed = _add_block(
-                top, total, mixed, queries, layer, table, kv_head,
-                tl.where(in_region, keys, key_positions), own, seen, log2_scale, value_offset,
-                KV_HEADS, HEAD_DIM, PAGE_SIZE, BLOCK_D,
-            )  # fmt: skip
+            keys = tl.where(in_region, keys, key_positions)
+            new_top, new_total, new_mixed = add_paged_keys(
+                top, total, mixed, queries, pool, keys, own, seen
+            )
             is_own = tokens == token
             top, total = tl.where(is_own, new_top, top), tl.where(is_own, new_total, total)
             mixed = tl.where(is_own[:, None], new_mixed, mixed)
@@ -117,36 +51,16 @@ def _add_paths(
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def _attend(
-    queries: tl.tensor,
-    positions: tl.tensor,
-    layer: tl.tensor,
-    table: tl.tensor,
-    kv_head: tl.tensor,
-    tokens: tl.tensor,
-    paths: tl.tensor,
-    path_lens: tl.tensor,
-    region: tl.tensor,
-    first_row: tl.tensor,
-    count: tl.tensor,
-    start: tl.tensor,
-    first: tl.tensor,
-    end: tl.tensor,
-    log2_scale: tl.tensor,
-    value_offset: tl.tensor,
-    TREE: tl.constexpr,
-    SPAN: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor]:
+    queries: tl.tensor, positions: tl.tensor, pool: tl.tensor, tile: tl.tensor, first: tl.tensor,
+    end: tl.tensor, TREE: tl.constexpr, SPAN: tl.constexpr, BLOCK_N: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
     """One split, the keys at positions `first` to `end`: each row's weighted mean of the values,
-    and log2 of the sum of its weights."""
-    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    mixed = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    and log2 of the sum of its weights. tile: the first row's position or of trees the region's
+    start, each row's token in the tile, the first token's row, their number, and the paths."""
+    start = tile[0]
+    top = tl.full([queries.shape[0]], float("-inf"), tl.float32)
+    total = tl.zeros([queries.shape[0]], tl.float32)
+    mixed = tl.zeros(queries.shape, tl.float32)
     if SPAN:  # the first row sees the earliest keys
         first = tl.maximum(first, first_key(start, SPAN) // BLOCK_N * BLOCK_N)
     common_end = end
@@ -159,16 +73,13 @@ def _attend(
         if SPAN:  # keys that no row sees may have no page any more
             own = own & (key_positions >= first_key(start, SPAN))
             seen = seen & (key_positions[None, :] >= first_key(positions, SPAN)[:, None])
-        top, total, mixed = _add_block(
-            top, total, mixed, queries, layer, table, kv_head, key_positions, own, seen,
-            log2_scale, value_offset, KV_HEADS, HEAD_DIM, PAGE_SIZE, BLOCK_D,
-        )  # fmt: skip
+        top, total, mixed = add_paged_keys(
+            top, total, mixed, queries, pool, key_positions, own, seen
+        )
     if TREE:
         top, total, mixed = _add_paths(
-            top, total, mixed, queries, layer, table, kv_head, tokens, paths, path_lens, region,
-            first_row, count, start, common_end, end, positions, log2_scale, value_offset,
-            SPAN, KV_HEADS, HEAD_DIM, PAGE_SIZE, BLOCK_N, BLOCK_D,
-        )  # fmt: skip
+            top, total, mixed, queries, positions, pool, tile, common_end, end, SPAN, BLOCK_N
+        )
     mean = tl.div_rn(mixed, tl.where(total == 0.0, 1.0, total)[:, None])
     return mean, top + tl.log2(total)
 
@@ -184,46 +95,20 @@ def join(top: tl.tensor, log_sum: tl.tensor) -> tuple[tl.tensor, tl.tensor, tl.t
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def _attend_all(
-    queries: tl.tensor,
-    sinks: tl.tensor,
-    heads: tl.tensor,
-    positions: tl.tensor,
-    layer: tl.tensor,
-    table: tl.tensor,
-    kv_head: tl.tensor,
-    tokens: tl.tensor,
-    paths: tl.tensor,
-    path_lens: tl.tensor,
-    region: tl.tensor,
-    first_row: tl.tensor,
-    count: tl.tensor,
-    start: tl.tensor,
-    length: tl.tensor,
-    log2_scale: tl.tensor,
-    value_offset: tl.tensor,
-    TREE: tl.constexpr,
-    SPAN: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    SPLIT_KEYS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-) -> tl.tensor:
+    queries: tl.tensor, sinks: tl.tensor, heads: tl.tensor, positions: tl.tensor, pool: tl.tensor,
+    tile: tl.tensor, length: tl.tensor, TREE: tl.constexpr, SPAN: tl.constexpr,
+    SPLIT_KEYS: tl.constexpr, BLOCK_N: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
     """All splits of `length` keys, joined."""
-    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    mean = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    top = tl.full([queries.shape[0]], float("-inf"), tl.float32)
+    total = tl.zeros([queries.shape[0]], tl.float32)
+    mean = tl.zeros(queries.shape, tl.float32)
     if sinks is not None:
         top, total = sink_scores(sinks, heads), total + 1.0
-    begin = first_key(start, SPAN) // SPLIT_KEYS * SPLIT_KEYS if SPAN else 0
+    begin = first_key(tile[0], SPAN) // SPLIT_KEYS * SPLIT_KEYS if SPAN else 0
     for first in tl.range(begin, length, SPLIT_KEYS):
-        own, log_sum = _attend(
-            queries, positions, layer, table, kv_head, tokens, paths, path_lens, region, first_row,
-            count, start, first, tl.minimum(first + SPLIT_KEYS, length), log2_scale, value_offset,
-            TREE, SPAN, KV_HEADS, HEAD_DIM, PAGE_SIZE, BLOCK_M, BLOCK_N, BLOCK_D,
-        )  # fmt: skip
+        end = tl.minimum(first + SPLIT_KEYS, length)
+        own, log_sum = _attend(queries, positions, pool, tile, first, end, TREE, SPAN, BLOCK_N)
         top, decay, weight = join(top, log_sum)
         total = total * decay + weight
         mean = mean * decay[:, None] + own * weight[:, None]
@@ -271,20 +156,20 @@ def attention_kernel(
         q + token_offsets + (heads * head_stride)[:, None] + dims, mask=real, other=0.0
     ).to(dot_type)
     out_rows = (first_row + tokens).to(tl.int64) * (KV_HEADS * GROUP) + heads
+    pool = (layer, value_offset, table, kv_head, log2_scale, KV_HEADS, HEAD_DIM, PAGE_SIZE)
+    own_tile = (start, tokens, first_row, count, paths, path_lens, region)
     if SPREADS:
+        first = split * SPLIT_KEYS
         mean, log_sum = _attend(
-            queries, start + lens - 1, layer, table, kv_head, tokens, paths, path_lens, region,
-            first_row, count, start, split * SPLIT_KEYS,
-            tl.minimum(split * SPLIT_KEYS + SPLIT_KEYS, length), log2_scale, value_offset,
-            TREE, SPAN, KV_HEADS, HEAD_DIM, PAGE_SIZE, BLOCK_M, BLOCK_N, BLOCK_D,
+            queries, start + lens - 1, pool, own_tile, first,
+            tl.minimum(first + SPLIT_KEYS, length), TREE, SPAN, BLOCK_N,
         )
         out_rows = out_rows * num_splits + split
         tl.store(log_sums + out_rows, log_sum, mask=tokens < count)
     else:
         mean = _attend_all(
-            queries, sinks, heads, start + lens - 1, layer, table, kv_head, tokens, paths,
-            path_lens, region, first_row, count, start, length, log2_scale, value_offset,
-            TREE, SPAN, KV_HEADS, HEAD_DIM, PAGE_SIZE, SPLIT_KEYS, BLOCK_M, BLOCK_N, BLOCK_D,
+            queries, sinks, heads, start + lens - 1, pool, own_tile, length,
+            TREE, SPAN, SPLIT_KEYS, BLOCK_N,
         )
         if layer.dtype.element_ty == tl.float8e4nv:
             mean *= value_scale

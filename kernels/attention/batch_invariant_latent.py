@@ -19,7 +19,7 @@ from tllm_spec.kernels.attention.batch_invariant_attention_triton import join
 from tllm_spec.kernels.attention.kv_codes import CODES, UNSCALED, KVScales
 from tllm_spec.kernels.attention.latent_attention import LatentTables, plain_latent_attention
 from tllm_spec.kernels.attention.latent_attention_triton import latent_scores, load_queries
-from tllm_spec.kernels.attention.window_splits import power_of_two
+from tllm_spec.kernels.attention.window_splits import add_keys, power_of_two
 from tllm_spec.kernels.dispatch import tl, triton, with_kernel
 from tllm_spec.kernels.slots.round_rows import RoundRows
 
@@ -183,30 +183,14 @@ _LENGTHS = ["table_stride", "max_len", "num_splits", "num_tiles", "region"]
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def _attend(
-    absorbed: tl.tensor,
-    rotated: tl.tensor,
-    positions: tl.tensor,
-    layer: tl.tensor,
-    table: tl.tensor,
-    path: tl.tensor,
-    start: tl.tensor,
-    first: tl.tensor,
-    end: tl.tensor,
-    log2_scale: tl.tensor,
-    TREE: tl.constexpr,
-    RANK: tl.constexpr,
-    ROPE: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor]:
+    queries: tl.tensor, positions: tl.tensor, pool: tl.tensor, path: tl.tensor, start: tl.tensor,
+    first: tl.tensor, end: tl.tensor, TREE: tl.constexpr, BLOCK_N: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
     """One split, the keys at positions `first` to `end`: each row's weighted mean of the latents,
     and log2 of the sum of its weights. Of a tree, position start + i is key i of the path."""
-    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    mixed = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
+    top = tl.full([queries[0].shape[0]], float("-inf"), tl.float32)
+    total = tl.zeros([queries[0].shape[0]], tl.float32)
+    mixed = tl.zeros(queries[0].shape, tl.float32)
     for block in tl.range(first, end, BLOCK_N):
         key_positions = block + tl.arange(0, BLOCK_N)
         own, keys = key_positions < end, key_positions
@@ -214,22 +198,31 @@ def _attend(
             in_region = own & (key_positions >= start)
             on_path = tl.load(path + (key_positions - start), mask=in_region, other=0)
             keys = tl.where(in_region, start + on_path, key_positions)
-        pages = tl.load(table + keys // PAGE_SIZE, mask=own, other=0)
-        latents, scores = latent_scores(
-            absorbed, rotated, layer, pages, keys, own, RANK, ROPE, PAGE_SIZE, BLOCK_R, BLOCK_P
-        )
+        pages = tl.load(pool[1] + keys // pool[5], mask=own, other=0)
+        latents, scores = latent_scores(queries, pool, pages, keys, own)
         seen = own[None, :] & (key_positions[None, :] <= positions[:, None])
-        scores = tl.where(seen, scores * log2_scale, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, 1))
-        base = tl.where(new_top == float("-inf"), 0.0, new_top)  # -inf: no key seen so far
-        weights, decay = tl.exp2(scores - base[:, None]), tl.exp2(top - base)
-        total = total * decay + tl.sum(weights, 1)
-        mixed = tl.dot(
-            weights.to(absorbed.dtype), latents, mixed * decay[:, None], input_precision="ieee"
-        )
-        top = new_top
+        scores = tl.where(seen, scores, float("-inf"))
+        top, total, mixed = add_keys(top, total, mixed, scores, latents)
     mean = tl.div_rn(mixed, tl.where(total == 0.0, 1.0, total)[:, None])
     return mean, top + tl.log2(total)
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def _attend_all(
+    queries: tl.tensor, positions: tl.tensor, pool: tl.tensor, path: tl.tensor, start: tl.tensor,
+    length: tl.tensor, TREE: tl.constexpr, SPLIT_KEYS: tl.constexpr, BLOCK_N: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """All splits of `length` keys, joined."""
+    top = tl.full([queries[0].shape[0]], float("-inf"), tl.float32)
+    total = tl.zeros([queries[0].shape[0]], tl.float32)
+    mean = tl.zeros(queries[0].shape, tl.float32)
+    for first in tl.range(0, length, SPLIT_KEYS):
+        end = tl.minimum(first + SPLIT_KEYS, length)
+        own, log_sum = _attend(queries, positions, pool, path, start, first, end, TREE, BLOCK_N)
+        top, decay, weight = join(top, log_sum)
+        total = total * decay + weight
+        mean = mean * decay[:, None] + own * weight[:, None]
+    return tl.div_rn(mean, tl.where(total == 0.0, 1.0, total)[:, None])
 
 
 # fmt: off
@@ -267,20 +260,17 @@ def latent_kernel(
     absorbed, rotated = load_queries(
         q_latent, q, rows, rows, is_real, RANK, ROPE, HEAD_DIM, BLOCK_R, BLOCK_P,
     )
-    absorbed, rotated, positions = absorbed.to(dot_type), rotated.to(dot_type), start + lens - 1
+    queries, positions = (absorbed.to(dot_type), rotated.to(dot_type)), start + lens - 1
+    pool = (layer, table, log2_scale, RANK, ROPE, PAGE_SIZE)
     if SPREADS:
         first = split * SPLIT_KEYS
-        mean, log_sum = _attend(
-            absorbed, rotated, positions, layer, table, path, start, first,
-            tl.minimum(first + SPLIT_KEYS, length), log2_scale, TREE, RANK, ROPE, PAGE_SIZE,
-            BLOCK_M, BLOCK_N, BLOCK_R, BLOCK_P,
-        )
+        end = tl.minimum(first + SPLIT_KEYS, length)
+        mean, log_sum = _attend(queries, positions, pool, path, start, first, end, TREE, BLOCK_N)
         rows = rows * num_splits + split
         tl.store(log_sums + rows, log_sum, mask=is_real)
     else:
         mean = _attend_all(
-            absorbed, rotated, positions, layer, table, path, start, length, log2_scale, TREE,
-            RANK, ROPE, PAGE_SIZE, SPLIT_KEYS, BLOCK_M, BLOCK_N, BLOCK_R, BLOCK_P,
+            queries, positions, pool, path, start, length, TREE, SPLIT_KEYS, BLOCK_N
         )
         if layer.dtype.element_ty == tl.float8e4nv:
             mean *= latent_scale
@@ -288,40 +278,3 @@ def latent_kernel(
     real = is_real[:, None] & (ranks < RANK)[None, :]
     tl.store(targets, mean.to(output.dtype.element_ty), mask=real)
 # fmt: on
-
-
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
-def _attend_all(
-    absorbed: tl.tensor,
-    rotated: tl.tensor,
-    positions: tl.tensor,
-    layer: tl.tensor,
-    table: tl.tensor,
-    path: tl.tensor,
-    start: tl.tensor,
-    length: tl.tensor,
-    log2_scale: tl.tensor,
-    TREE: tl.constexpr,
-    RANK: tl.constexpr,
-    ROPE: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    SPLIT_KEYS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-) -> tl.tensor:
-    """All splits of `length` keys, joined."""
-    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    mean = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
-    for first in tl.range(0, length, SPLIT_KEYS):
-        own, log_sum = _attend(
-            absorbed, rotated, positions, layer, table, path, start, first,
-            tl.minimum(first + SPLIT_KEYS, length), log2_scale, TREE, RANK, ROPE, PAGE_SIZE,
-            BLOCK_M, BLOCK_N, BLOCK_R, BLOCK_P,
-        )  # fmt: skip
-        top, decay, weight = join(top, log_sum)
-        total = total * decay + weight
-        mean = mean * decay[:, None] + own * weight[:, None]
-    return tl.div_rn(mean, tl.where(total == 0.0, 1.0, total)[:, None])

@@ -12,6 +12,7 @@ import triton.language as tl
 
 from tllm_spec.kernels.attention.kv_codes import widened
 from tllm_spec.kernels.attention.visible_keys import is_set
+from tllm_spec.kernels.attention.window_splits import add_keys
 from tllm_spec.kernels.launch import (
     begin,
     launch_dependents,
@@ -37,17 +38,10 @@ def _share(
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def load_queries(
-    q_latent: tl.tensor,
-    q: tl.tensor,
-    latent_rows: tl.tensor,
-    rows: tl.tensor,
-    real_rows: tl.tensor,
-    RANK: tl.constexpr,
-    ROPE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor]:
+    q_latent: tl.tensor, q: tl.tensor, latent_rows: tl.tensor, rows: tl.tensor,
+    real_rows: tl.tensor, RANK: tl.constexpr, ROPE: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
     """The queries' absorbed parts `[M, R]` at rows `latent_rows` of `[H, B * W]`, and their rotated
     parts `[M, P]` at rows `rows` of `[B * W, H]`."""
     ranks, ropes = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_P)
@@ -60,22 +54,15 @@ def load_queries(
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def latent_scores(
-    absorbed: tl.tensor,
-    rotated: tl.tensor,
-    layer: tl.tensor,
-    pages: tl.tensor,
-    keys: tl.tensor,
-    own: tl.tensor,
-    RANK: tl.constexpr,
-    ROPE: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_P: tl.constexpr,
+    queries: tl.tensor, pool: tl.tensor, pages: tl.tensor, keys: tl.tensor, own: tl.tensor
 ) -> tuple[tl.tensor, tl.tensor]:
     """The latents `[N, R]` of the keys at indices `keys` `[N]`, which are in `pages` `[N]`, and the
     queries' scores `[M, N]`. What lies beyond the length may be NaN, and 0 * NaN is NaN: keys that
-    are not `own` are loaded as zeros."""
-    ranks, ropes = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_P)
+    are not `own` are loaded as zeros. queries: absorbed and rotated parts; pool: a layer, the
+    request's block table row, the factor of scores, RANK, ROPE and tokens of a page."""
+    absorbed, rotated = queries
+    layer, _, log2_scale, RANK, ROPE, PAGE_SIZE = pool
+    ranks, ropes = tl.arange(0, absorbed.shape[1]), tl.arange(0, rotated.shape[1])
     # A pool may have more than 2**31 elements.
     slots = pages.to(tl.int64) * PAGE_SIZE + keys % PAGE_SIZE
     entries = layer + slots[:, None] * (RANK + ROPE)
@@ -86,7 +73,7 @@ def latent_scores(
     shared = tl.load(entries + RANK + ropes[None, :], mask=real_ropes, other=0.0)
     scores = tl.dot(absorbed, tl.trans(latents), input_precision="ieee")
     shared = tl.trans(widened(shared, absorbed.dtype))
-    return latents, tl.dot(rotated, shared, scores, input_precision="ieee")
+    return latents, tl.dot(rotated, shared, scores, input_precision="ieee") * log2_scale
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
@@ -103,50 +90,26 @@ def _seen(
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def _attend(
-    absorbed: tl.tensor,
-    rotated: tl.tensor,
-    positions: tl.tensor,
-    bits: tl.tensor,
-    region: tl.tensor,
-    layer: tl.tensor,
-    table: tl.tensor,
-    first: tl.tensor,
-    end: tl.tensor,
-    log2_scale: tl.tensor,
-    RANK: tl.constexpr,
-    ROPE: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    TREE: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    queries: tl.tensor, positions: tl.tensor, bits: tl.tensor, region: tl.tensor, pool: tl.tensor,
+    first: tl.tensor, end: tl.tensor, BLOCK_N: tl.constexpr, TREE: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
     """Reads the keys `first` to `end`. Returns each row's highest score, the sum of its weights
-    relative to that, and the sum of the weighted latents. table: the request's block table row."""
-    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    mixed = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
-    columns = tl.arange(0, BLOCK_N)
+    relative to that, and the sum of the weighted latents."""
+    top = tl.full([queries[0].shape[0]], float("-inf"), tl.float32)
+    total = tl.zeros([queries[0].shape[0]], tl.float32)
+    mixed = tl.zeros(queries[0].shape, tl.float32)
+    columns, table, PAGE_SIZE = tl.arange(0, BLOCK_N), pool[1], pool[5]
     pages = tl.load(table + (first + columns) // PAGE_SIZE, mask=first + columns < end, other=0)
     for start in tl.range(first, end, BLOCK_N):
         keys = start + columns
         own, later = keys < end, keys + BLOCK_N
         # Loaded one block ahead: the loads of latents, which Triton pipelines, wait for no load.
         next_pages = tl.load(table + later // PAGE_SIZE, mask=later < end, other=0)
-        latents, scores = latent_scores(
-            absorbed, rotated, layer, pages, keys, own, RANK, ROPE, PAGE_SIZE, BLOCK_R, BLOCK_P
-        )
+        latents, scores = latent_scores(queries, pool, pages, keys, own)
         seen = own[None, :] & _seen(keys, positions, bits, region, TREE)
-        scores = tl.where(seen, scores * log2_scale, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, 1))
-        base = tl.where(new_top == float("-inf"), 0.0, new_top)  # -inf: no key seen so far
-        weights, decay = tl.exp2(scores - base[:, None]), tl.exp2(top - base)
-        total = total * decay + tl.sum(weights, 1)
-        mixed = tl.dot(
-            weights.to(absorbed.dtype), latents, mixed * decay[:, None], input_precision="ieee"
-        )
-        top, pages = new_top, next_pages
+        scores = tl.where(seen, scores, float("-inf"))
+        top, total, mixed = add_keys(top, total, mixed, scores, latents)
+        pages = next_pages
     return top, total, mixed
 
 
@@ -186,11 +149,10 @@ def attention_kernel(
     bits = tl.load(tree_bits + tokens, mask=real_rows, other=0) if TREE else None
     region = kv_len - (width if RAGGED else tree_len)
     first = split * share
+    pool = (layer, block_tables + request * table_stride, log2_scale, RANK, ROPE, PAGE_SIZE)
     top, total, mixed = _attend(
-        absorbed.to(dot_type), rotated.to(dot_type), kv_len - width + new, bits,
-        region, layer, block_tables + request * table_stride, first,
-        tl.minimum(first + share, num_keys), log2_scale, RANK, ROPE, PAGE_SIZE, BLOCK_M, BLOCK_N,
-        BLOCK_R, BLOCK_P, TREE,
+        (absorbed.to(dot_type), rotated.to(dot_type)), kv_len - width + new, bits, region, pool,
+        first, tl.minimum(first + share, num_keys), BLOCK_N, TREE,
     )
     result = mixed / tl.where(total == 0.0, 1.0, total)[:, None]
     if layer.dtype.element_ty == tl.float8e4nv:

@@ -20,9 +20,9 @@ import triton
 import triton.language as tl
 
 from tllm_spec.kernels.attention.attention_sinks import sink_scores
-from tllm_spec.kernels.attention.kv_codes import encoded_block, widened
+from tllm_spec.kernels.attention.kv_codes import encoded_block
 from tllm_spec.kernels.attention.visible_keys import first_key, is_set
-from tllm_spec.kernels.attention.window_splits import LENGTHS, OFFSETS, shares
+from tllm_spec.kernels.attention.window_splits import LENGTHS, OFFSETS, add_paged_keys, shares
 from tllm_spec.kernels.launch import launch_dependents, wait_for_previous
 
 _OFFSETS = [*OFFSETS, "kv_slots", "block_tables", "tree_bits", "positions"]
@@ -61,117 +61,61 @@ def _rotated(
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
-def _add_keys(
-    top: tl.tensor, total: tl.tensor, mixed: tl.tensor, scores: tl.tensor, values: tl.tensor
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Adds keys to the state of the online softmax: each row's highest score, the sum of its
-    weights relative to that, and the sum of the weighted values. scores `[R, N]`, values
-    `[N, D]`."""
-    new_top = tl.maximum(top, tl.max(scores, 1))
-    base = tl.where(new_top == float("-inf"), 0.0, new_top)  # -inf: no key seen so far
-    weights = tl.exp2(scores - base[:, None])
-    decay = tl.exp2(top - base)
-    total = total * decay + tl.sum(weights, 1)
-    mixed = tl.dot(weights.to(values.dtype), values, mixed * decay[:, None], input_precision="ieee")
-    return new_top, total, mixed
-
-
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def _first_keys(positions: tl.tensor, real_rows: tl.tensor, SPAN: tl.constexpr) -> tl.tensor:
     return first_key(tl.load(positions, mask=real_rows, other=0).to(tl.int32), SPAN)
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def _attend(
-    top: tl.tensor,
-    total: tl.tensor,
-    mixed: tl.tensor,
-    queries: tl.tensor,
-    ends: tl.tensor,
-    bits: tl.tensor,
-    first_keys: tl.tensor,
-    layer: tl.tensor,
-    table: tl.tensor,
-    kv_head: tl.tensor,
-    first: tl.tensor,
-    end: tl.tensor,
-    lowest: tl.tensor,
-    num_old: tl.tensor,
-    log2_scale: tl.tensor,
-    value_offset: tl.tensor,
-    KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    SPAN: tl.constexpr,
-    IN_TREE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """The state of `_add_keys` after the keys at positions `first` to `end`. Rows see those below
-    their `ends` `[R]`, with `SPAN` from their `first_keys` `[R]` on. If `IN_TREE`, they see those
-    from `num_old` on whose bit is set; bit 0 is key `num_old`. Keys below `lowest` are not read.
-    table: the request's block table row."""
-    dims = tl.arange(0, BLOCK_D)
+    top: tl.tensor, total: tl.tensor, mixed: tl.tensor, queries: tl.tensor, rows: tl.tensor,
+    pool: tl.tensor, first: tl.tensor, end: tl.tensor, lowest: tl.tensor, num_old: tl.tensor,
+    SPAN: tl.constexpr, IN_TREE: tl.constexpr, BLOCK_N: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
+    """The state of `add_keys` after the keys at positions `first` to `end`. rows: `ends`, `bits`
+    and `first_keys` `[R]`. Rows see keys below their `ends`, with `SPAN` from their `first_keys`
+    on. If `IN_TREE`, they see those from `num_old` on whose bit is set; bit 0 is key `num_old`.
+    Keys below `lowest` are not read."""
+    ends, bits, first_keys = rows
     for start in tl.range(first, end, BLOCK_N):
         positions = start + tl.arange(0, BLOCK_N)
         own = positions < end
         if SPAN:
             own = own & (positions >= lowest)
-        pages = tl.load(table + positions // PAGE_SIZE, mask=own, other=0)
-        # A pool may have more than 2**31 elements.
-        slots = pages.to(tl.int64) * PAGE_SIZE + positions % PAGE_SIZE
-        pointers = layer + (slots * KV_HEADS + kv_head)[:, None] * HEAD_DIM + dims[None, :]
-        # Values beyond the length may be NaN, and 0 * NaN is NaN, so they must be loaded as zeros.
-        present = own[:, None] & (dims < HEAD_DIM)[None, :]
-        keys = widened(tl.load(pointers, mask=present, other=0.0), queries.dtype)
-        scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * log2_scale
         seen = positions[None, :] < ends[:, None]
         if SPAN:
             seen = seen & (positions[None, :] >= first_keys[:, None])
         if IN_TREE:
             in_bits = is_set(bits, tl.maximum(positions - num_old, 0))
             seen = tl.where((positions < num_old)[None, :], seen, in_bits)
-        scores = tl.where(seen & own[None, :], scores, float("-inf"))
-        values = tl.load(pointers + value_offset, mask=present, other=0.0)
-        values = widened(values, queries.dtype)
-        top, total, mixed = _add_keys(top, total, mixed, scores, values)
+        seen = seen & own[None, :]
+        top, total, mixed = add_paged_keys(top, total, mixed, queries, pool, positions, own, seen)
     return top, total, mixed
 
 
-# fmt: off
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def _attend_to_split(
-    queries: tl.tensor, sinks: tl.tensor, heads: tl.tensor, ends: tl.tensor, bits: tl.tensor,
-    first_keys: tl.tensor, layer: tl.tensor, table: tl.tensor, kv_head: tl.tensor,
+    queries: tl.tensor, sinks: tl.tensor, heads: tl.tensor, rows: tl.tensor, pool: tl.tensor,
     first: tl.tensor, end: tl.tensor, lowest: tl.tensor, num_old: tl.tensor, is_last: tl.tensor,
-    log2_scale: tl.tensor, value_offset: tl.tensor, KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, SPAN: tl.constexpr, TREE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """The state of `_add_keys` after a split's keys, `first` to `end`, and the last one's sink."""
-    BLOCK_M: tl.constexpr = queries.shape[0]
-    BLOCK_D: tl.constexpr = queries.shape[1]
-    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    mixed = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    SPAN: tl.constexpr, TREE: tl.constexpr, BLOCK_N: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
+    """The state of `add_keys` after a split's keys, `first` to `end`, and the last one's sink."""
+    top = tl.full([queries.shape[0]], float("-inf"), tl.float32)
+    total = tl.zeros([queries.shape[0]], tl.float32)
+    mixed = tl.zeros(queries.shape, tl.float32)
     if sinks is not None:
         top = tl.where(is_last, sink_scores(sinks, heads), top)
         total = tl.where(is_last, 1.0, total)
     if TREE:
         common = tl.minimum(end, num_old // BLOCK_N * BLOCK_N)  # in blocks that all rows see whole
         top, total, mixed = _attend(
-            top, total, mixed, queries, ends, bits, first_keys, layer, table, kv_head, first,
-            common, lowest, num_old, log2_scale, value_offset,
-            KV_HEADS, HEAD_DIM, PAGE_SIZE, SPAN, False, BLOCK_N, BLOCK_D,
-        )
+            top, total, mixed, queries, rows, pool, first, common, lowest, num_old,
+            SPAN, False, BLOCK_N,
+        )  # fmt: skip
         first = tl.maximum(first, common)
     top, total, mixed = _attend(
-        top, total, mixed, queries, ends, bits, first_keys, layer, table, kv_head, first,
-        end, lowest, num_old, log2_scale, value_offset,
-        KV_HEADS, HEAD_DIM, PAGE_SIZE, SPAN, TREE, BLOCK_N, BLOCK_D,
+        top, total, mixed, queries, rows, pool, first, end, lowest, num_old, SPAN, TREE, BLOCK_N
     )
     return top, total, mixed
-# fmt: on
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
@@ -299,8 +243,8 @@ def attention_kernel(
         qkv, cos_sin, norm_weights, eps, tokens, heads, real_rows,
         HAS_NORM, KV_HEADS * (GROUP + 2), HEAD_DIM, BLOCK_D,
     ).to(dot_type)
-    bits = tl.load(tree_bits + tokens, mask=real_rows, other=0) if TREE else None
-    first_keys = _first_keys(positions + tokens, real_rows, SPAN) if SPAN else None
+    bits = tl.load(tree_bits + tokens, mask=real_rows, other=0) if TREE else 0
+    first_keys = _first_keys(positions + tokens, real_rows, SPAN) if SPAN else 0
     is_last, lowest = split == num_used - 1, first_key(num_old, SPAN) if SPAN else 0
     first, end = first + split * share, tl.minimum(first + (split + 1) * share, num_old)
     # Rows of trees see by their bits, and no key after the end.
@@ -313,10 +257,13 @@ def attention_kernel(
         )
         tl.debug_barrier()  # all threads of the program see what was written
         end = tl.minimum(kv_len, max_len)
+    pool = (
+        layer, value_offset, block_tables + request * table_stride, kv_head, log2_scale,
+        KV_HEADS, HEAD_DIM, PAGE_SIZE,
+    )
     top, total, mixed = _attend_to_split(
-        queries, sinks, heads, ends, bits, first_keys, layer, block_tables + request * table_stride,
-        kv_head, first, end, lowest, num_old, is_last, log2_scale, value_offset,
-        KV_HEADS, HEAD_DIM, PAGE_SIZE, SPAN, TREE, BLOCK_N,
+        queries, sinks, heads, (ends, bits, first_keys), pool, first, end, lowest, num_old, is_last,
+        SPAN, TREE, BLOCK_N,
     )
     _store(
         top, total, mixed, tokens * (KV_HEADS * GROUP) + heads, dims, real_rows, split,

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from tllm_spec.kernels.attention.kv_codes import widened
 from tllm_spec.kernels.attention.visible_keys import first_key
 from tllm_spec.kernels.dispatch import tl, triton
 from tllm_spec.kernels.launch import launch_dependents, shared_memory_bytes, wait_for_previous
@@ -132,6 +133,49 @@ def stages_next_to(q: torch.Tensor, block_m: int, block_d: int) -> int:
     """Stages of the pipeline of keys and values: one where a tile of queries leaves no room."""
     used = block_m * block_d * q.element_size() + NUM_STAGES * TILE_BYTES
     return NUM_STAGES if used <= shared_memory_bytes(q.device) else 1
+
+
+# What attention kernels share: steps of the online softmax (Milakov and Gimelshein, "Online
+# normalizer calculation for softmax", 2018) in powers of two, over keys in pages.
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def add_keys(
+    top: tl.tensor, total: tl.tensor, mixed: tl.tensor, scores: tl.tensor, values: tl.tensor
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Adds keys to the state of the online softmax: each row's highest score, the sum of its
+    weights relative to that, and the sum of the weighted values. scores `[R, N]`, values
+    `[N, D]`."""
+    new_top = tl.maximum(top, tl.max(scores, 1))
+    base = tl.where(new_top == float("-inf"), 0.0, new_top)  # -inf: no key seen so far
+    weights = tl.exp2(scores - base[:, None])
+    decay = tl.exp2(top - base)
+    total = total * decay + tl.sum(weights, 1)
+    mixed = tl.dot(weights.to(values.dtype), values, mixed * decay[:, None], input_precision="ieee")
+    return new_top, total, mixed
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def add_paged_keys(
+    top: tl.tensor, total: tl.tensor, mixed: tl.tensor, queries: tl.tensor,
+    pool: tl.tensor, indices: tl.tensor, own: tl.tensor, seen: tl.tensor,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
+    """`add_keys` of a request's keys at `indices` `[N]`, if they are its `own` `[N]` and are `seen`
+    `[R, N]`. pool: a layer, where its values begin, the request's block table row, the head, the
+    factor of scores, and the numbers of heads, of elements of one, and of tokens of a page."""
+    layer, value_offset, table, kv_head, log2_scale, KV_HEADS, HEAD_DIM, PAGE_SIZE = pool
+    dims = tl.arange(0, queries.shape[1])
+    pages = tl.load(table + indices // PAGE_SIZE, mask=own, other=0)
+    # A pool may have more than 2**31 elements.
+    slots = pages.to(tl.int64) * PAGE_SIZE + indices % PAGE_SIZE
+    pointers = layer + (slots * KV_HEADS + kv_head)[:, None] * HEAD_DIM + dims[None, :]
+    # Values beyond the length may be NaN, and 0 * NaN is NaN, so they must be loaded as zeros.
+    present = own[:, None] & (dims < HEAD_DIM)[None, :]
+    keys = widened(tl.load(pointers, mask=present, other=0.0), queries.dtype)
+    scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * log2_scale
+    scores = tl.where(seen, scores, float("-inf"))
+    values = tl.load(pointers + value_offset, mask=present, other=0.0)
+    return add_keys(top, total, mixed, scores, widened(values, queries.dtype))
 
 
 # The splits of window attention: the share of the keys that each has, and the kernel that joins
