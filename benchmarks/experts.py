@@ -43,10 +43,11 @@ from benchmarks.harness.report import Options, Row, Subject, main, number, table
 from benchmarks.harness.state_rounds import qwen3_next
 from tllm_spec.distributed.communicator import SINGLE_RANK
 from tllm_spec.kernels.attention.latent_attention import (
+    MAX_PARTIAL_ROWS,
     LatentTables,
-    LatentWorkspace,
     latent_attention,
 )
+from tllm_spec.kernels.attention.window_splits import WindowWorkspace
 from tllm_spec.kernels.slots.round_rows import RoundRows
 from tllm_spec.models.module import Placement
 from tllm_spec.models.moe import SparseMoE
@@ -162,7 +163,7 @@ def attention_calls(
     """Attention of three layers of the V3-style shape."""
     heads, rank, nope, page, on_device = 16, 512, 128, 32, {"device": device, "dtype": BF16}
     pages = -(-context // page)
-    workspace = LatentWorkspace.allocate(rank, torch.device(device))
+    workspace = WindowWorkspace.allocate(rank, torch.device(device), MAX_PARTIAL_ROWS)
     tables = torch.randperm(batch * pages, device=device).view(batch, -1).int()
     lens = torch.full((batch,), context, dtype=torch.int32, device=device)
     given = LatentTables(RoundRows.rectangle(len(lens), window), tables, lens)

@@ -13,15 +13,18 @@ from tllm_spec.kernels.attention.batch_invariant_attention import (
     ENOUGH_PROGRAMS,
     SPLIT_KEYS,
     QueryTiles,
-    SplitResults,
+    join,
+    join_kernel,
 )
-from tllm_spec.kernels.attention.batch_invariant_attention_triton import join
 from tllm_spec.kernels.attention.kv_codes import CODES, UNSCALED, KVScales
-from tllm_spec.kernels.attention.latent_attention import LatentTables, plain_latent_attention
-from tllm_spec.kernels.attention.latent_attention_triton import latent_scores, load_queries
-from tllm_spec.kernels.attention.window_splits import add_keys, power_of_two
+from tllm_spec.kernels.attention.latent_attention import (
+    LatentTables,
+    latent_scores,
+    load_queries,
+    plain_latent_attention,
+)
+from tllm_spec.kernels.attention.window_splits import WindowWorkspace, add_keys, power_of_two
 from tllm_spec.kernels.dispatch import tl, triton, with_kernel
-from tllm_spec.kernels.slots.round_rows import RoundRows
 
 TILE_ROWS = 16  # of 512 float32 sums each, twice
 TREE_TOKENS = 1  # of a tile, which reads the keys of its token's path
@@ -31,7 +34,7 @@ def latent_tokens_per_tile(heads: int) -> int:
     return max(1, TILE_ROWS // heads)
 
 
-@with_kernel("spread_latent")
+@with_kernel("launch_latent")
 def batch_invariant_latent(
     q_latent: torch.Tensor,
     q: torch.Tensor,
@@ -39,7 +42,7 @@ def batch_invariant_latent(
     block_tables: torch.Tensor,
     tiles: QueryTiles,
     scale: float,
-    results: SplitResults,
+    results: WindowWorkspace | None,
     scales: KVScales = UNSCALED,
 ) -> torch.Tensor:
     """Each query attends to the keys of its request up to its own position, or to its path. A query
@@ -53,34 +56,19 @@ def batch_invariant_latent(
         block_tables: `[B, P]` int32, on the device.
         tiles: of the rows, with at most `latent_tokens_per_tile` tokens, of trees TREE_TOKENS.
         scale: factor of the scores before the softmax.
-        results: workspace; overwritten.
+        results: workspace; overwritten. None: a program computes all splits of its tile.
         scales: of codes.
 
     Returns:
         `[T, H, R]`: weighted latents.
     """
-    return plain_batch_invariant_latent(q_latent, q, layer, block_tables, tiles, scale, scales)
-
-
-def spread_latent(
-    q_latent: torch.Tensor,
-    q: torch.Tensor,
-    layer: torch.Tensor,
-    block_tables: torch.Tensor,
-    tiles: QueryTiles,
-    scale: float,
-    results: SplitResults,
-    scales: KVScales = UNSCALED,
-) -> torch.Tensor:
-    """The kernels of `batch_invariant_latent`."""
-    num_rows, heads, _ = q_latent.shape
-    num_splits = -(-block_tables.shape[1] * layer.shape[1] // SPLIT_KEYS)
-    programs = tiles.table.shape[1] * -(-heads // TILE_ROWS)
-    fits = num_rows * heads * num_splits <= len(results.outputs)
-    spreads = num_splits > 1 and programs < ENOUGH_PROGRAMS and fits
-    return launch_latent(
-        q_latent, q, layer, block_tables, tiles, scale, results if spreads else None, scales
-    )
+    rows, own, requests, kv_lens = tiles.windows()
+    tree = None if tiles.paths is None else tiles.paths.mask
+    tables = LatentTables(own, block_tables[requests], kv_lens, tree)
+    found = plain_latent_attention(
+        q_latent[rows].transpose(0, 1), q[rows], layer, tables, scale, scales
+    ).transpose(0, 1)
+    return torch.empty_like(q_latent).index_copy_(0, rows, found)
 
 
 def launch_latent(
@@ -90,12 +78,10 @@ def launch_latent(
     block_tables: torch.Tensor,
     tiles: QueryTiles,
     scale: float,
-    results: SplitResults | None,
+    results: WindowWorkspace | None,
     scales: KVScales = UNSCALED,
 ) -> torch.Tensor:
-    """results: spread splits over programs, or None: a program computes all splits of its tile."""
-    from tllm_spec.kernels.attention.batch_invariant_attention_triton import join_kernel
-
+    """The kernels of `batch_invariant_latent`."""
     for tensor in (q_latent, q, layer, tiles.table):
         assert tensor.is_contiguous()
     assert tiles.table.dtype == torch.int32 and block_tables.stride(1) == 1
@@ -105,6 +91,12 @@ def launch_latent(
     max_len = block_tables.shape[1] * page_size
     lengths = (max_len, -(-max_len // SPLIT_KEYS), num_tiles)
     output = torch.empty_like(q_latent)
+    if results is not None and not (
+        lengths[1] > 1
+        and num_tiles * -(-heads // TILE_ROWS) < ENOUGH_PROGRAMS
+        and len(q_latent) * heads * lengths[1] <= len(results.outputs)
+    ):
+        results = None  # splits are not spread over programs
     latent_kernel[(-(-heads // TILE_ROWS), lengths[1] if results else 1, num_tiles)](
         *(q_latent, q, layer, block_tables, tiles.table),
         results.outputs if results else output,
@@ -144,38 +136,7 @@ def launch_latent(
     return output
 
 
-def plain_batch_invariant_latent(
-    q_latent: torch.Tensor,
-    q: torch.Tensor,
-    layer: torch.Tensor,
-    block_tables: torch.Tensor,
-    tiles: QueryTiles,
-    scale: float,
-    scales: KVScales = UNSCALED,
-) -> torch.Tensor:
-    """Reference of `batch_invariant_latent` with another order of sums."""
-    first, start, count, request = tiles.table.long()
-    if tiles.paths is not None:
-        mask, trees = tiles.paths.mask, tiles.paths.mask.rows
-        one = slice(None, None, trees.window)  # the first tile of each request
-        lens = (start[one] + trees.counts + mask.offset).to(torch.int32)
-        tables = LatentTables(trees, block_tables[request[one]], lens, mask)
-        return plain_latent_attention(
-            q_latent.transpose(0, 1), q, layer, tables, scale, scales
-        ).transpose(0, 1)
-    owner = torch.arange(len(count), device=q.device).repeat_interleave(count)
-    offset = torch.arange(len(owner), device=q.device) - (count.cumsum(0) - count)[owner]
-    rows = first[owner] + offset
-    lens = (start[owner] + offset + 1).to(torch.int32)
-    alone = RoundRows.rectangle(len(rows), 1)
-    tables = LatentTables(alone, block_tables[request[owner]], lens)
-    found = plain_latent_attention(
-        q_latent[rows].transpose(0, 1), q[rows], layer, tables, scale, scales
-    ).transpose(0, 1)
-    return torch.empty_like(q_latent).index_copy_(0, rows, found)
-
-
-# How keys that a row does not see leave its bits alone is in batch_invariant_attention_triton.py.
+# How keys that a row does not see leave its bits alone is in batch_invariant_attention.py.
 
 
 _LENGTHS = ["table_stride", "max_len", "num_splits", "num_tiles", "region"]
@@ -225,7 +186,6 @@ def _attend_all(
     return tl.div_rn(mean, tl.where(total == 0.0, 1.0, total)[:, None])
 
 
-# fmt: off
 @triton.jit(do_not_specialize=_LENGTHS)  # type: ignore[untyped-decorator]  # triton has no types
 def latent_kernel(
     q_latent: tl.tensor, q: tl.tensor, layer: tl.tensor, block_tables: tl.tensor, tiles: tl.tensor,
@@ -235,7 +195,7 @@ def latent_kernel(
     SPREADS: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, RANK: tl.constexpr,
     ROPE: tl.constexpr, PAGE_SIZE: tl.constexpr, WIDEN: tl.constexpr, SPLIT_KEYS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     """Grid (blocks of heads, splits or 1, tiles). The last tiles of a chunk have the most keys, so
     they start first."""
     OWN_HEADS: tl.constexpr = HEADS if HEADS < BLOCK_M else BLOCK_M
@@ -258,7 +218,16 @@ def latent_kernel(
     rows = (first_row + tokens) * HEADS + heads
     dot_type: tl.constexpr = tl.float32 if WIDEN else q.dtype.element_ty
     absorbed, rotated = load_queries(
-        q_latent, q, rows, rows, is_real, RANK, ROPE, HEAD_DIM, BLOCK_R, BLOCK_P,
+        q_latent,
+        q,
+        rows,
+        rows,
+        is_real,
+        RANK,
+        ROPE,
+        HEAD_DIM,
+        BLOCK_R,
+        BLOCK_P,
     )
     queries, positions = (absorbed.to(dot_type), rotated.to(dot_type)), start + lens - 1
     pool = (layer, table, log2_scale, RANK, ROPE, PAGE_SIZE)
@@ -269,12 +238,9 @@ def latent_kernel(
         rows = rows * num_splits + split
         tl.store(log_sums + rows, log_sum, mask=is_real)
     else:
-        mean = _attend_all(
-            queries, positions, pool, path, start, length, TREE, SPLIT_KEYS, BLOCK_N
-        )
+        mean = _attend_all(queries, positions, pool, path, start, length, TREE, SPLIT_KEYS, BLOCK_N)
         if layer.dtype.element_ty == tl.float8e4nv:
             mean *= latent_scale
     targets = output + rows[:, None] * RANK + ranks[None, :]
     real = is_real[:, None] & (ranks < RANK)[None, :]
     tl.store(targets, mean.to(output.dtype.element_ty), mask=real)
-# fmt: on

@@ -46,22 +46,28 @@ class WindowWorkspace:
     Captured graphs contain its addresses, so it must live as long as they do."""
 
     outputs: torch.Tensor
-    """[R, D] float32: row ((b * W + w) * Hq + head) * num_splits + split."""
+    """[R, D] float32: row (token * heads + head) * num_splits + split; of windows token b * W + w
+    is row w of window b."""
     log_sums: torch.Tensor
     """[R] float32: log2 of the summed weights of those rows."""
-    num_processors: int
+    num_processors: int = 1
     """Multiprocessors of the device."""
-    num_programs: int
-    """Programs of the Triton kernel that fill the device."""
 
     @classmethod
-    def allocate(cls, head_dim: int, device: torch.device) -> "WindowWorkspace":
+    def allocate(
+        cls, width: int, device: torch.device, rows: int = MAX_PARTIAL_ROWS
+    ) -> "WindowWorkspace":
+        """width: D; rows: R."""
         number = 1
         if device.type == "cuda":
             number = torch.cuda.get_device_properties(device).multi_processor_count
-        outputs = torch.empty(MAX_PARTIAL_ROWS, head_dim, dtype=torch.float32, device=device)
-        log_sums = outputs.new_empty(MAX_PARTIAL_ROWS)
-        return cls(outputs, log_sums, number, number * PROGRAMS_PER_MULTIPROCESSOR)
+        outputs = torch.empty(rows, width, dtype=torch.float32, device=device)
+        return cls(outputs, outputs.new_empty(rows), number)
+
+    @property
+    def num_programs(self) -> int:
+        """Programs of the Triton kernel that fill the device."""
+        return self.num_processors * PROGRAMS_PER_MULTIPROCESSOR
 
     def splits(
         self, num_tiles: int, num_rows: int, max_len: int, *, is_wide: bool = False

@@ -235,7 +235,7 @@ def windows(*, has_codes: bool) -> None:
     for shape, window, batch, dtype in product(ATTENTION_SHAPES, WINDOWS, (1, 64), FLOATS):
         q_heads, kv_heads, head_dim = shape
         workspace = window_splits.WindowWorkspace(
-            float32(1 << 15, head_dim), float32(1 << 15), PROCESSORS, 3 * PROCESSORS
+            float32(1 << 15, head_dim), float32(1 << 15), PROCESSORS
         )
         qkv = empty(batch * window, q_heads + 2 * kv_heads, head_dim, dtype=dtype)
         stored = FP8 if has_codes else dtype
@@ -264,7 +264,9 @@ def invariant_attention(*, has_codes: bool) -> None:
         layer = empty(2, 4096, PAGE_SIZE, kv_heads, head_dim, dtype=stored)
         paths = tree_paths(batch, size) if in_tree else None
         tiles = batch_invariant_attention.QueryTiles(int32(4, batch), size, paths)
-        results = batch_invariant_attention.SplitResults.allocate(head_dim, META)
+        results = window_splits.WindowWorkspace.allocate(
+            head_dim, META, batch_invariant_attention.MAX_PARTIAL_ROWS
+        )
         batch_invariant_attention.batch_invariant_attention(
             *(q, layer, int32(batch, 128), tiles, 0.1, results, span),
             sinks=float32(q_heads) if span == SLIDING else None,
@@ -285,10 +287,8 @@ def latents(*, has_codes: bool) -> None:
     for (number, rank, rope, head_dim), dtype, window, batch, kind in product(
         LATENT_SHAPES, FLOATS, (1, 2, 4), (1, 256), LATENT_KINDS
     ):
-        workspace = latent_attention.LatentWorkspace(
-            empty(1 << 14, rank, dtype=torch.float32),
-            empty(1 << 14, dtype=torch.float32),
-            PROCESSORS,
+        workspace = window_splits.WindowWorkspace(
+            float32(1 << 14, rank), float32(1 << 14), PROCESSORS
         )
         rows = kind.rows(batch, window)
         tables = latent_attention.LatentTables(
@@ -318,7 +318,9 @@ def invariant_latents(*, has_codes: bool) -> None:
             int32(batch, 128),
             tiles,
             0.1,
-            batch_invariant_attention.SplitResults.allocate(rank, META),
+            window_splits.WindowWorkspace.allocate(
+                rank, META, batch_invariant_attention.MAX_PARTIAL_ROWS
+            ),
         )
 
 

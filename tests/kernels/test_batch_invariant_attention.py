@@ -11,15 +11,15 @@ import torch
 from tests.kernels.interpreter import INTERPRETED, on_each_kernel_device
 from tests.kernels.row_counts import rows_of
 from tllm_spec.kernels.attention.batch_invariant_attention import (
+    MAX_PARTIAL_ROWS,
     SPLIT_KEYS,
     QueryTiles,
-    SplitResults,
     batch_invariant_attention,
     launch_attention,
-    plain_batch_invariant_attention,
     tokens_per_tile,
 )
 from tllm_spec.kernels.attention.visible_keys import KeySpan
+from tllm_spec.kernels.attention.window_splits import WindowWorkspace
 from tllm_spec.kernels.dispatch import has_kernels
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
@@ -96,7 +96,7 @@ class Cache:
         self.q = self.q[:, :, 1 : queries + 1]
         self.layer, self.tables = layer.to(device, dtype), tables.to(device)
         self.sinks = torch.linspace(-1, 5, queries, device=device) if heads.has_sinks else None
-        self.results = SplitResults.allocate(heads.head_dim, self.device)
+        self.results = WindowWorkspace.allocate(heads.head_dim, self.device, MAX_PARTIAL_ROWS)
         self.results.outputs.fill_(torch.nan)
         self.results.log_sums.fill_(torch.nan)
 
@@ -178,8 +178,9 @@ def test_the_kernel_equals_the_formula_and_its_reference(
         check(output, cache.expected(1, slice(start, start + length)))
         tiles = QueryTiles.of_chunk(0, start, length, 1, cache.size, cache.device)
         q = cache.q[1, start : start + length]
-        reference = plain_batch_invariant_attention(
-            *(q, cache.layer, cache.tables, tiles, cache.scale, cache.heads.span), sinks=cache.sinks
+        reference = batch_invariant_attention.reference(
+            *(q, cache.layer, cache.tables, tiles, cache.scale, None, cache.heads.span),
+            sinks=cache.sinks,
         )
         check(output, reference.cpu().double())
 

@@ -13,16 +13,15 @@ from tests.kernels.tree_problem import bits_of, random_paths
 from tllm_spec.kernels.attention.batch_invariant_attention import (
     SPLIT_KEYS,
     QueryTiles,
-    SplitResults,
 )
 from tllm_spec.kernels.attention.batch_invariant_latent import (
     TREE_TOKENS,
     batch_invariant_latent,
     latent_tokens_per_tile,
     launch_latent,
-    plain_batch_invariant_latent,
 )
 from tllm_spec.kernels.attention.visible_keys import TreeMask
+from tllm_spec.kernels.attention.window_splits import WindowWorkspace
 from tllm_spec.kernels.gemm.head_gemm import head_gemm
 
 PAGE_SIZE, SCALE, NOPE = 8, 0.2, 6
@@ -68,7 +67,7 @@ class Cache:
         absorbed = torch.randn(*size, shape.rank, generator=generator)
         self.q, self.absorbed = q.to(device, shape.dtype), absorbed.to(device, shape.dtype)
         outputs = torch.full((1 << 13, shape.rank), torch.nan, device=device)
-        self.results = SplitResults(outputs, outputs[:, 0].clone())
+        self.results = WindowWorkspace(outputs, outputs[:, 0].clone())
         self.size = latent_tokens_per_tile(shape.heads)
 
     def slots(self, request: int) -> torch.Tensor:
@@ -105,7 +104,7 @@ def test_the_reference_equals_the_formula() -> None:
     tiles = QueryTiles.of_chunk(0, 50, 7, 0, cache.size, cache.device)
     rows = slice(50, 57)
     given = cache.absorbed[0, rows], cache.q[0, rows], cache.layer, cache.tables, tiles, SCALE
-    found = plain_batch_invariant_latent(*given)
+    found = batch_invariant_latent.reference(*given, None)
     torch.testing.assert_close(found, cache.expected(0, rows), rtol=1e-5, atol=2e-5)
 
 
@@ -154,11 +153,12 @@ def test_a_row_of_a_tree_has_the_bits_of_its_token_in_a_chain_of_its_path(
     tiles = QueryTiles.of_trees(kv_lens, mask, 0, TREE_TOKENS)
     rows = [slice(LENGTH - window, LENGTH)]
     found = cache.run(rows, tiles, spreads, [0])
-    reference = plain_batch_invariant_latent(
+    reference = batch_invariant_latent.reference(
         *(cache.absorbed[0, rows[0]].cpu().float(), cache.q[0, rows[0]].cpu().float()),
         *(cache.layer.cpu().float(), cache.tables.cpu()),
         QueryTiles.of_trees(kv_lens.cpu(), TreeMask(mask.bits.cpu(), length), 0, TREE_TOKENS),
         SCALE,
+        None,
     )
     tolerance = TOLERANCE[cache.shape.dtype]
     torch.testing.assert_close(found.float().cpu(), reference, rtol=tolerance, atol=tolerance)

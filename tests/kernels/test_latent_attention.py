@@ -14,13 +14,14 @@ from tests.kernels.row_counts import ragged_rows
 from tests.kernels.tree_problem import bits_of, random_paths
 from tllm_spec.kernels.attention import latent_attention as module
 from tllm_spec.kernels.attention.latent_attention import (
+    MAX_PARTIAL_ROWS,
     LatentTables,
-    LatentWorkspace,
     latent_attention,
     plain_latent_attention,
 )
 from tllm_spec.kernels.attention.latent_prefill import ExpandedPart, expand, expanded_attention
 from tllm_spec.kernels.attention.visible_keys import TreeMask
+from tllm_spec.kernels.attention.window_splits import WindowWorkspace
 from tllm_spec.kernels.slots.round_rows import RoundRows
 
 RANK, ROPE, NOPE, VALUE, PAGE_SIZE, SCALE = 48, 16, 24, 20, 8, 0.2
@@ -55,8 +56,8 @@ class Problem:
         self.q = torch.randn(rows, heads, NOPE + ROPE, generator=generator).to(device, dtype)
 
     def run(self, num_processors: int) -> torch.Tensor:
-        workspace = LatentWorkspace.allocate(RANK, self.q.device)
-        workspace = LatentWorkspace(workspace.outputs, workspace.log_sums, num_processors)
+        workspace = WindowWorkspace.allocate(RANK, self.q.device, MAX_PARTIAL_ROWS)
+        workspace = replace(workspace, num_processors=num_processors)
         return latent_attention(self.q_latent, self.q, self.layer, self.tables, SCALE, workspace)
 
     def with_trees(self, offset: int) -> "Problem":

@@ -14,8 +14,8 @@ from tllm_spec.attention.interface import AttentionMetadata, AttentionPlan, Head
 from tllm_spec.attention.kv_pool import KVPool
 from tllm_spec.attention.latent import LatentInputs, LatentPlan, TritonLatent
 from tllm_spec.kernels.attention.batch_invariant_attention import (
+    MAX_PARTIAL_ROWS,
     QueryTiles,
-    SplitResults,
     batch_invariant_attention,
     tokens_per_tile,
 )
@@ -25,6 +25,7 @@ from tllm_spec.kernels.attention.batch_invariant_latent import (
     latent_tokens_per_tile,
 )
 from tllm_spec.kernels.attention.rotary_write import HeadWeights, Rotary
+from tllm_spec.kernels.attention.window_splits import WindowWorkspace
 from tllm_spec.kernels.gemm.head_gemm import head_gemm
 
 
@@ -48,7 +49,9 @@ class BatchInvariantAttention(HeadsBackend):
         super().__init__(geometry, pool)
         self._layers = pool.data.unbind(0)
         self._tile_tokens = tokens_per_tile(geometry.num_heads // geometry.num_kv_heads)
-        self._results = SplitResults.allocate(geometry.head_dim, pool.data.device)
+        self._results = WindowWorkspace.allocate(
+            geometry.head_dim, pool.data.device, MAX_PARTIAL_ROWS
+        )
 
     def plan(self, metadata: AttentionMetadata) -> BatchInvariantPlan:
         size, row = self._tile_tokens, sum(metadata.context_lens)
@@ -151,14 +154,13 @@ class BatchInvariantLatent(TritonLatent):
         geometry, q = self.geometry, inputs.q
         keys, values = inputs.up.split_with_sizes((geometry.nope_dim, geometry.value_dim), 1)
         output = q.new_empty(len(q), geometry.num_heads, geometry.value_dim)
-        results = SplitResults(self._workspace.outputs, self._workspace.log_sums)
         for rows, tiles in plan.launches:
             own = q[rows]
             absorbed = q.new_empty(*own.shape[:2], geometry.latent_dim)
             head_gemm(own[..., : geometry.nope_dim], keys, absorbed, batch_invariant=True)
             mixed = batch_invariant_latent(
                 *(absorbed, own, self._layers[layer], plan.block_tables, tiles),
-                *(geometry.scale, results, self.pool.kv_format.scales_of(layer)),
+                *(geometry.scale, self._workspace, self.pool.kv_format.scales_of(layer)),
             )
             head_gemm(mixed, values.mT, output[rows], batch_invariant=True)
         return output.flatten(1)

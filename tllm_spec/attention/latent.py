@@ -18,7 +18,6 @@ from tllm_spec.kernels.attention.kv_codes import times
 from tllm_spec.kernels.attention.latent_attention import (
     MAX_PARTIAL_ROWS,
     LatentTables,
-    LatentWorkspace,
     latent_attention,
 )
 from tllm_spec.kernels.attention.latent_prefill import (
@@ -28,6 +27,7 @@ from tllm_spec.kernels.attention.latent_prefill import (
 )
 from tllm_spec.kernels.attention.latent_write import LatentNorm, latent_write
 from tllm_spec.kernels.attention.rotary_write import Rotary
+from tllm_spec.kernels.attention.window_splits import WindowWorkspace
 from tllm_spec.kernels.gemm.head_gemm import head_gemm
 
 
@@ -245,7 +245,9 @@ class TritonLatent(LatentBackend):
 
     def __init__(self, geometry: LatentGeometry, pool: KVPool) -> None:
         super().__init__(geometry, pool)
-        self._workspace = LatentWorkspace.allocate(geometry.latent_dim, pool.data.device)
+        self._workspace = WindowWorkspace.allocate(
+            geometry.latent_dim, pool.data.device, MAX_PARTIAL_ROWS
+        )
 
     @classmethod
     def workspace_bytes(cls, geometry: LatentGeometry, dtype: torch.dtype) -> int:
