@@ -8,51 +8,9 @@ same order."""
 import triton
 import triton.language as tl
 
+from tllm_spec.kernels.gemm.batch_invariant_linear import sum_inputs
 from tllm_spec.kernels.gemm.fp8_linear import scaled, sum_codes
-from tllm_spec.kernels.gemm.int4_weights import add_int4_dot
-from tllm_spec.kernels.gemm.scaled_linear import add_scaled_dot
 from tllm_spec.kernels.launch import begin
-
-
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
-def _sum_inputs(
-    x_rows: tl.tensor,
-    real_row: tl.tensor,
-    w_rows: tl.tensor,
-    scale_rows: tl.tensor,
-    num_inputs: tl.tensor,
-    IN: tl.constexpr,
-    GROUP: tl.constexpr,
-    WIDEN: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_OUT: tl.constexpr,
-    BLOCK_IN: tl.constexpr,
-) -> tl.tensor:
-    """`[BLOCK_OUT, BLOCK_ROWS]` float32, in order of the inputs. With scales BLOCK_IN inputs of an
-    output share one, or GROUP inputs of 4 bits a word."""
-    total = tl.zeros([BLOCK_OUT, BLOCK_ROWS], tl.float32)
-    for start in tl.range(0, num_inputs, BLOCK_IN):
-        if GROUP:
-            total = add_int4_dot(
-                total, x_rows, real_row, w_rows, scale_rows, start, IN, GROUP, BLOCK_IN, WIDEN
-            )
-        else:
-            inputs = start + tl.arange(0, BLOCK_IN)
-            if IN % BLOCK_IN == 0:
-                w = tl.load(w_rows + inputs[None, :])
-                x = tl.load(x_rows + inputs[:, None], mask=real_row[None, :], other=0.0)
-            else:
-                w = tl.load(w_rows + inputs[None, :], mask=(inputs < IN)[None, :], other=0.0)
-                x_mask = (inputs < IN)[:, None] & real_row[None, :]
-                x = tl.load(x_rows + inputs[:, None], mask=x_mask, other=0.0)
-            if scale_rows is not None:
-                scale = tl.load(scale_rows + start // BLOCK_IN)
-                total = add_scaled_dot(total, w, x, scale, WIDEN)
-            else:
-                if WIDEN:
-                    w, x = w.to(tl.float32), x.to(tl.float32)
-                total = tl.dot(w, x, total, input_precision="ieee")
-    return total
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
@@ -133,10 +91,9 @@ def _sum_tile(
             IN_BLOCKS: tl.constexpr = GROUP == 0 or scales.dtype.element_ty == tl.uint32
             COLUMNS: tl.constexpr = tl.cdiv(IN, BLOCK_IN if IN_BLOCKS else GROUP)
             scale_rows = scales + (expert * ALL_OUT + out_row) * COLUMNS
-        total = _sum_inputs(
-            x_rows, real_row, w_rows, scale_rows, num_inputs,
-            IN, GROUP, WIDEN, BLOCK_ROWS, BLOCK_OUT, BLOCK_IN,
-        )  # fmt: skip
+        total = sum_inputs(
+            x_rows, real_row, w_rows, scale_rows, 0, num_inputs, IN, GROUP, WIDEN, BLOCK_IN
+        )
     return total
 
 

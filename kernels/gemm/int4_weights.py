@@ -229,19 +229,21 @@ def _numbers(
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
-def _loaded(
-    x_rows: tl.tensor,
-    real_row: tl.tensor,
-    inputs: tl.tensor,
-    IN: tl.constexpr,
-    BLOCK: tl.constexpr,
-    WIDEN: tl.constexpr,
-) -> tl.tensor:
-    """`[inputs, rows]` of x, 0 after the last input and row."""
-    mask = real_row[None, :]
-    if IN % BLOCK != 0:
-        mask = mask & (inputs < IN)[:, None]
-    x = tl.load(x_rows + inputs[:, None], mask=mask, other=0.0)
+def load_inputs(
+    x_rows: tl.tensor, real_row: tl.tensor, inputs: tl.tensor,
+    IN: tl.constexpr, BLOCK: tl.constexpr, WIDEN: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """`[inputs, rows]` of x, 0 after the last input, and in rows that are not real. real_row: None:
+    all rows are."""
+    if real_row is None and IN % BLOCK == 0:
+        x = tl.load(x_rows + inputs[:, None])
+    elif real_row is None:
+        x = tl.load(x_rows + inputs[:, None], mask=(inputs < IN)[:, None], other=0.0)
+    else:
+        mask = real_row[None, :]
+        if IN % BLOCK != 0:
+            mask = mask & (inputs < IN)[:, None]
+        x = tl.load(x_rows + inputs[:, None], mask=mask, other=0.0)
     return x.to(tl.float32) if WIDEN else x
 
 
@@ -286,8 +288,8 @@ def add_int4_dot(
         for part in tl.static_range(HALF // PART):
             low = start + part * PART + tl.arange(0, PART)
             codes = tl.load(w_rows + (start // 2 + part * PART + tl.arange(0, PART))[None, :])
-            x_low = _loaded(x_rows, real_row, low, IN, BLOCK, WIDEN)
-            x_high = _loaded(x_rows, real_row, low + HALF, IN, BLOCK, WIDEN)
+            x_low = load_inputs(x_rows, real_row, low, IN, BLOCK, WIDEN)
+            x_high = load_inputs(x_rows, real_row, low + HALF, IN, BLOCK, WIDEN)
             if HAS_EXPONENTS:
                 word = _power_of_two(exponents, part)
                 high_word = _power_of_two(exponents, HALF // PART + part)
@@ -329,7 +331,7 @@ def _add_exact(
     codes = w_rows + (start // 2 + within)[None, :]
     first, second = tl.load(codes), tl.load(codes + PART)
     for number in tl.static_range(4):
-        x = _loaded(x_rows, real_row, start + number * PART + within, IN, BLOCK, WIDEN)
+        x = load_inputs(x_rows, real_row, start + number * PART + within, IN, BLOCK, WIDEN)
         scale = _power_of_two(exponents, number)
         own = first if number % 2 == 0 else second
         w = _numbers(own, scale, number >= 2, x_rows.dtype.element_ty, WIDEN)
