@@ -13,8 +13,7 @@ import torch
 
 from tllm_spec.kernels.dispatch import tl, triton, with_kernel
 from tllm_spec.kernels.launch import begin, programmatic_launch
-from tllm_spec.kernels.sampling.choose_token import noise_at, part_noise
-from tllm_spec.kernels.sampling.gumbel import gumbel_noise
+from tllm_spec.kernels.sampling.choose_token import drawn, drawn_values
 
 MAX_TOPK = 16
 _LAST_COLUMN = 2**31 - 1
@@ -47,14 +46,8 @@ def top_tokens(
     if temperature is not None:
         assert seeds is not None and positions is not None
         per_request = len(values) // len(temperature)
-        temperatures, row_seeds, row_positions = (
-            column.repeat_interleave(per_request) for column in (temperature, seeds, positions)
-        )
-        noise = _noise(row_seeds, row_positions, values.shape[1], token_map)
-        scaled = values / temperatures.unsqueeze(1)
-        if cut is not None:
-            scaled = scaled.masked_fill(scaled < cut.unsqueeze(1), -torch.inf)
-        values = torch.where((temperatures == 0).unsqueeze(1), values, scaled + noise)
+        columns = (x.repeat_interleave(per_request) for x in (temperature, seeds, positions))
+        values = drawn_values(values, *columns, token_map, cut=cut)
     columns = best_columns(values, topk)
     probs = values.softmax(dim=1).gather(1, columns)
     return probs, columns if token_map is None else token_map[columns]
@@ -70,14 +63,6 @@ def best_columns(values: torch.Tensor, topk: int) -> torch.Tensor:
     columns = torch.arange(values.shape[1], device=values.device)
     keys = (ordered << 32) + (_LAST_COLUMN - columns)
     return _LAST_COLUMN - (keys.topk(topk, dim=1).values & 0xFFFFFFFF)
-
-
-def _noise(
-    seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int, token_map: torch.Tensor | None
-) -> torch.Tensor:
-    if token_map is None:
-        return gumbel_noise(seeds, positions, vocab_size)
-    return gumbel_noise(seeds, positions, int(token_map.max()) + 1).index_select(1, token_map)
 
 
 # The first one reduces each part of a row to its maximum and its sum of exponentials. The K best
@@ -170,38 +155,6 @@ def _keep_best(keys: tl.tensor, topk: tl.constexpr, block: tl.constexpr) -> tl.t
     return kept
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
-def _scores(
-    logits: tl.tensor, logits_stride: tl.tensor, temperatures: tl.tensor,
-    temperatures_stride: tl.tensor, seeds: tl.tensor, seeds_stride: tl.tensor,
-    positions: tl.tensor, positions_stride: tl.tensor, rows_per_request: tl.constexpr,
-    cuts: tl.tensor, token_map: tl.tensor, row: tl.tensor, columns: tl.tensor, exists: tl.tensor,
-    part: tl.tensor, block: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
-    """What the tokens at `columns` of a row are compared by: logits, or logits / temperature that
-    the filters keep, plus noise. part: the columns are this part; None: they are any."""
-    values = tl.load(logits + row * logits_stride + columns, mask=exists, other=float("-inf")).to(
-        tl.float32
-    )
-    if temperatures is not None:
-        request = row // rows_per_request
-        temperature = tl.load(temperatures + request * temperatures_stride)
-        if temperature != 0:
-            seed = tl.load(seeds + request * seeds_stride)
-            position = tl.load(positions + request * positions_stride)
-            values = tl.div_rn(values, temperature)
-            if cuts is not None:
-                values = tl.where(values < tl.load(cuts + row), float("-inf"), values)
-            if token_map is not None:
-                token = tl.load(token_map + columns, mask=exists, other=0)
-                values += noise_at(seed, position, token, 0)
-            elif part is not None:
-                values += part_noise(seed, position, part, 0, block)
-            else:
-                values += noise_at(seed, position, columns, 0)
-    return values
-
-
 _STRIDES = ["temperatures_stride", "seeds_stride", "positions_stride"]
 
 
@@ -219,9 +172,10 @@ def _reduce_part(
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     columns = part * block + tl.arange(0, block)
     exists = columns < vocab_size
-    values = _scores(
+    values = drawn(
         logits, logits_stride, temperatures, temperatures_stride, seeds, seeds_stride, positions,
-        positions_stride, rows_per_request, cuts, token_map, row, columns, exists, part, block,
+        positions_stride, rows_per_request, cuts, token_map, row, columns, exists, part, 0,
+        block,
     )  # fmt: skip
     top = tl.max(tl.where(values != values, float("-inf"), values), axis=0)
     shift = tl.where(top > float("-inf"), top, 0.0)
@@ -254,9 +208,10 @@ def _best_of_row(
     best_part = tl.where(best != _NO_KEY, _indices(best), 0).to(tl.int32)
     columns = best_part[:, None] * block + tl.arange(0, block)[None, :]
     exists = (best != _NO_KEY)[:, None] & (columns < vocab_size)
-    values = _scores(
+    values = drawn(
         logits, logits_stride, temperatures, temperatures_stride, seeds, seeds_stride, positions,
-        positions_stride, rows_per_request, cuts, token_map, row, columns, exists, None, block,
+        positions_stride, rows_per_request, cuts, token_map, row, columns, exists, None, 0,
+        block,
     )  # fmt: skip
     values = tl.where(values != values, float("-inf"), values)
     keys = tl.where(exists, _keys(values, columns), _NO_KEY)

@@ -28,9 +28,8 @@ def choose_token(
 
     Ties, infinite values included, go to the lowest token id. -1 where the row holds a NaN or only
     -inf."""
-    return _choose(
-        logits, temperature, gumbel_noise(seeds, positions, logits.shape[1], domain), cut
-    )
+    values = drawn_values(logits, temperature, seeds, positions, domain=domain, cut=cut)
+    return choose_best.reference(values)
 
 
 @with_kernel("choose_best_triton")
@@ -55,16 +54,8 @@ def choose_draft(
 
     Ties go to the first column. Rows with a NaN or only -inf give column 0, so a draft is always a
     valid token."""
-    if temperature is None:
-        columns = choose_best.reference(logits)
-    else:
-        assert seeds is not None and positions is not None
-        num_tokens = logits.shape[1] if token_map is None else int(token_map.max()) + 1
-        noise = gumbel_noise(seeds, positions, num_tokens)
-        if token_map is not None:
-            noise = noise.index_select(1, token_map)
-        columns = _choose(logits, temperature, noise, cut)
-    columns = columns.clamp_min(0)
+    values = drawn_values(logits, temperature, seeds, positions, token_map, cut=cut)
+    columns = choose_best.reference(values).clamp_min(0)
     return columns if token_map is None else token_map.index_select(0, columns)
 
 
@@ -82,29 +73,37 @@ def offer_token(
     ids `[V]` int64: token ids of the columns, which key the noise.
 
     Column -1 with +inf where the row holds a NaN, and with -inf where it holds only that."""
-    values = logits.to(torch.float32)
-    if temperature is not None:
-        assert ids is not None and seeds is not None and positions is not None
-        noise = gumbel_noise(seeds, positions, int(ids.max()) + 1).index_select(1, ids)
-        drawn = values / temperature.unsqueeze(1) + noise
-        values = torch.where((temperature == 0).unsqueeze(1), values, drawn)
+    values = drawn_values(logits, temperature, seeds, positions, ids)
     best, columns = values.max(dim=-1)
     columns = torch.where(best > -torch.inf, columns + first, -1)
     bits = best.nan_to_num(torch.inf, torch.inf, -torch.inf).view(torch.int32)
     return torch.stack((bits, columns.to(torch.int32)), 1)
 
 
-def _choose(
-    logits: torch.Tensor, temperature: torch.Tensor, noise: torch.Tensor, cut: torch.Tensor | None
+def drawn_values(
+    logits: torch.Tensor,
+    temperature: torch.Tensor | None,
+    seeds: torch.Tensor | None,
+    positions: torch.Tensor | None,
+    token_map: torch.Tensor | None = None,
+    *,
+    domain: int = TARGET_DOMAIN,
+    cut: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """One float32 division and one float32 addition, each rounded once."""
-    logits = logits.to(torch.float32)
-    scaled = logits / temperature.unsqueeze(1)
+    """What tokens are compared by, `[R, V]` float32: one float32 division and one float32 addition
+    of the noise of their ids, each rounded once; or logits in rows without a temperature."""
+    values = logits.to(torch.float32)
+    if temperature is None:
+        return values
+    assert seeds is not None and positions is not None
+    num_tokens = values.shape[1] if token_map is None else int(token_map.max()) + 1
+    noise = gumbel_noise(seeds, positions, num_tokens, domain)
+    if token_map is not None:
+        noise = noise.index_select(1, token_map)
+    scaled = values / temperature.unsqueeze(1)
     if cut is not None:
         scaled = scaled.masked_fill(scaled < cut.unsqueeze(1), -torch.inf)
-    return choose_best.reference(
-        torch.where((temperature == 0).unsqueeze(1), logits, scaled + noise)
-    )
+    return torch.where((temperature == 0).unsqueeze(1), values, scaled + noise)
 
 
 # Exactness: the Philox words are integers and equal the reference's. Division and addition are
@@ -133,13 +132,13 @@ def choose_token_triton(
 ) -> torch.Tensor:
     """See `choose_token`. All arguments may have a stride between rows."""
     parts = _best_of_parts(logits, temperature, seeds, positions, domain, cut, None)
-    return _chosen(parts, None, drafting=False)
+    return _chosen(parts, -1)
 
 
 def choose_best_triton(logits: torch.Tensor) -> torch.Tensor:
     """See `choose_best`."""
     parts = _best_of_parts(logits, None, None, None, TARGET_DOMAIN, None, None)
-    return _chosen(parts, None, drafting=False)
+    return _chosen(parts, -1)
 
 
 def choose_draft_triton(
@@ -153,28 +152,27 @@ def choose_draft_triton(
     """See `choose_draft`. All arguments may have a stride between rows."""
     columns = temperature, seeds, positions
     parts = _best_of_parts(logits, *columns, TARGET_DOMAIN, cut, token_map)
-    return _chosen(parts, token_map, drafting=True)
+    return _chosen(parts, 0, token_map)
 
 
 def _chosen(
-    parts: tuple[torch.Tensor, torch.Tensor], token_map: torch.Tensor | None, *, drafting: bool
+    parts: tuple[torch.Tensor, torch.Tensor],
+    nothing: int,
+    token_map: torch.Tensor | None = None,
+    offers: torch.Tensor | None = None,
+    first: int = 0,
 ) -> torch.Tensor:
-    """The token of each row, `[R]`, from the best of its parts."""
-    device = parts[0].device
-    chosen = torch.empty(len(parts[0]), dtype=torch.int64, device=device)
-    _choose_among_parts[(len(chosen),)](
-        *parts,
-        token_map,
-        chosen,
-        None,
-        0,
-        parts[0].shape[1],
-        triton.next_power_of_2(parts[0].shape[1]),
-        0 if drafting else -1,
+    """The token of each row, `[R]`, from the best of its parts, or the filled `offers`."""
+    device, (num_rows, num_parts) = parts[0].device, parts[0].shape
+    chosen = torch.empty(num_rows, dtype=torch.int64, device=device) if offers is None else None
+    _choose_among_parts[(num_rows,)](
+        *(*parts, token_map, chosen, offers, first, num_parts),
+        triton.next_power_of_2(num_parts),
+        nothing,
         **programmatic_launch(device),
         num_warps=1,
     )
-    return chosen
+    return offers if chosen is None else chosen
 
 
 def offer_token_triton(
@@ -188,19 +186,7 @@ def offer_token_triton(
     """See `offer_token`. All arguments may have a stride between rows."""
     offers = torch.empty((len(logits), 2), dtype=torch.int32, device=logits.device)
     parts = _best_of_parts(logits, temperature, seeds, positions, 0, None, ids)
-    _choose_among_parts[(len(logits),)](
-        *parts,
-        None,
-        None,
-        offers,
-        first,
-        parts[0].shape[1],
-        triton.next_power_of_2(parts[0].shape[1]),
-        -1,
-        **programmatic_launch(logits.device),
-        num_warps=1,
-    )
-    return offers
+    return _chosen(parts, -1, None, offers, first)
 
 
 def _best_of_parts(
@@ -303,6 +289,38 @@ def _gumbel(words: tl.tensor) -> tl.tensor:
     return (-tl.log(-tl.log(uniform))).to(tl.float32)
 
 
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def drawn(
+    logits: tl.tensor, logits_stride: tl.tensor, temperatures: tl.tensor,
+    temperatures_stride: tl.tensor, seeds: tl.tensor, seeds_stride: tl.tensor,
+    positions: tl.tensor, positions_stride: tl.tensor, rows_per_request: tl.constexpr,
+    cuts: tl.tensor, token_map: tl.tensor, row: tl.tensor, columns: tl.tensor, exists: tl.tensor,
+    part: tl.tensor, domain: tl.constexpr, block: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """What the tokens at `columns` of a row are compared by: logits, or logits / temperature that
+    the filters keep, plus noise. part: the columns are this part; None: they are any."""
+    values = tl.load(logits + row * logits_stride + columns, mask=exists, other=float("-inf")).to(
+        tl.float32
+    )
+    if temperatures is not None:
+        request = row // rows_per_request
+        temperature = tl.load(temperatures + request * temperatures_stride)
+        if temperature != 0:
+            seed = tl.load(seeds + request * seeds_stride)
+            position = tl.load(positions + request * positions_stride)
+            values = tl.div_rn(values, temperature)
+            if cuts is not None:
+                values = tl.where(values < tl.load(cuts + row), float("-inf"), values)
+            if token_map is not None:
+                token = tl.load(token_map + columns, mask=exists, other=0)
+                values += noise_at(seed, position, token, domain)
+            elif part is not None:
+                values += part_noise(seed, position, part, domain, block)
+            else:
+                values += noise_at(seed, position, columns, domain)
+    return values
+
+
 @triton.jit(do_not_specialize=["temperatures_stride", "seeds_stride", "positions_stride"])  # type: ignore[untyped-decorator]  # triton has no types
 def _choose_part(
     logits: tl.tensor,
@@ -328,25 +346,10 @@ def _choose_part(
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     tokens = part * block + tl.arange(0, block)
     exists = tokens < vocab_size
-    values = tl.load(logits + row * logits_stride + tokens, mask=exists, other=float("-inf")).to(
-        tl.float32
-    )
-    if temperatures is not None:
-        temperature = tl.load(temperatures + row * temperatures_stride)
-        if temperature != 0:
-            seed, position = (
-                tl.load(seeds + row * seeds_stride),
-                tl.load(positions + row * positions_stride),
-            )
-            values = tl.div_rn(values, temperature)
-            if cuts is not None:
-                values = tl.where(values < tl.load(cuts + row), float("-inf"), values)
-            if token_map is None:
-                values += part_noise(seed, position, part, domain, block)
-            else:
-                values += noise_at(
-                    seed, position, tl.load(token_map + tokens, mask=exists, other=0), domain
-                )
+    values = drawn(
+        logits, logits_stride, temperatures, temperatures_stride, seeds, seeds_stride, positions,
+        positions_stride, 1, cuts, token_map, row, tokens, exists, part, domain, block,
+    )  # fmt: skip
     is_nan = values != values
     values = tl.where(is_nan, float("inf"), values)
     best = tl.max(values, axis=0)
