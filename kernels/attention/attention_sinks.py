@@ -58,17 +58,10 @@ def add_sinks_triton(output: torch.Tensor, log_sums: torch.Tensor, sinks: torch.
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def add_sinks_kernel(
-    output: tl.tensor,
-    row_stride: tl.tensor,
-    head_stride: tl.tensor,
-    log_sums: tl.tensor,
-    sinks: tl.tensor,
-    HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    PDL: tl.constexpr,
-) -> None:
+    output: tl.tensor, row_stride: tl.tensor, head_stride: tl.tensor, log_sums: tl.tensor,
+    sinks: tl.tensor, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
     """Grid (rows, blocks of heads)."""
     begin(PDL)
     row = tl.program_id(0).to(tl.int64)

@@ -105,16 +105,9 @@ def widen_pages_triton(
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def widen_pages_kernel(
-    layer: tl.tensor,
-    value_offset: tl.tensor,
-    pages: tl.tensor,
-    count: tl.tensor,
-    out: tl.tensor,
-    out_value_offset: tl.tensor,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-) -> None:
+    layer: tl.tensor, value_offset: tl.tensor, pages: tl.tensor, count: tl.tensor, out: tl.tensor,
+    out_value_offset: tl.tensor, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
     """Grid (parts of a page, pages, keys and values). SIZE: of a page."""
     begin(PDL)
     index, half = tl.program_id(1), tl.program_id(2).to(tl.int64)

@@ -119,25 +119,12 @@ def latent_write_triton(
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def latent_write_kernel(
-    latent: tl.tensor,
-    latent_stride: tl.tensor,
-    q: tl.tensor,
-    table: tl.tensor,
-    positions: tl.tensor,
-    kv_slots: tl.tensor,
-    layer: tl.tensor,
-    norm_weight: tl.tensor,
-    eps: tl.tensor,
-    inverse_scale: tl.tensor,
-    SIZE: tl.constexpr,
-    HALF: tl.constexpr,
-    NUM_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_HALF: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr,
-    PDL: tl.constexpr,
-) -> None:
+    latent: tl.tensor, latent_stride: tl.tensor, q: tl.tensor, table: tl.tensor,
+    positions: tl.tensor, kv_slots: tl.tensor, layer: tl.tensor, norm_weight: tl.tensor,
+    eps: tl.tensor, inverse_scale: tl.tensor, SIZE: tl.constexpr, HALF: tl.constexpr,
+    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_HALF: tl.constexpr, BLOCK_HEADS: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
     """Grid (rows, 1 + blocks of heads): the first program of a row writes into the pool, the others
     rotate queries."""
     begin(PDL)

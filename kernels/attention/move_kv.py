@@ -83,20 +83,11 @@ def move_kv_triton(
 
 @triton.jit(do_not_specialize=["table_stride", "rows_stride"])  # type: ignore[untyped-decorator]  # triton has no types
 def move_kv_kernel(
-    planes: tl.tensor,
-    plane_stride: tl.tensor,
-    block_tables: tl.tensor,
-    table_stride: tl.tensor,
-    all_first: tl.tensor,
-    rows: tl.tensor,
-    rows_stride: tl.tensor,
-    lens: tl.tensor,
-    PAGE_SIZE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    STEPS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    planes: tl.tensor, plane_stride: tl.tensor, block_tables: tl.tensor, table_stride: tl.tensor,
+    all_first: tl.tensor, rows: tl.tensor, rows_stride: tl.tensor, lens: tl.tensor,
+    PAGE_SIZE: tl.constexpr, WIDTH: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     """Grid (requests, planes, parts of a token)."""
     begin(PDL)
     request, plane = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)

@@ -176,24 +176,12 @@ def rotary_write_triton(
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def rotary_write_kernel(
-    qkv: tl.tensor,
-    table: tl.tensor,
-    positions: tl.tensor,
-    kv_slots: tl.tensor,
-    layer: tl.tensor,
-    value_offset: tl.tensor,
-    norm_weight: tl.tensor,
-    eps: tl.tensor,
-    inverse_key_scale: tl.tensor,
-    inverse_value_scale: tl.tensor,
-    HAS_NORM: tl.constexpr,
-    Q_HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    HALF: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr,
-    BLOCK_HALF: tl.constexpr,
+    qkv: tl.tensor, table: tl.tensor, positions: tl.tensor, kv_slots: tl.tensor, layer: tl.tensor,
+    value_offset: tl.tensor, norm_weight: tl.tensor, eps: tl.tensor, inverse_key_scale: tl.tensor,
+    inverse_value_scale: tl.tensor, HAS_NORM: tl.constexpr, Q_HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr,
     PDL: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     """Grid (rows, blocks of heads). Tiles are `[heads, half of a head]`, one per half."""
     begin(PDL)
     row = tl.program_id(0).to(tl.int64)

@@ -30,18 +30,10 @@ _OFFSETS = [*OFFSETS, "kv_slots", "block_tables", "tree_bits", "positions"]
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def _rotated(
-    qkv: tl.tensor,
-    cos_sin: tl.tensor,
-    norm_weights: tl.tensor,
-    eps: tl.tensor,
-    tokens: tl.tensor,
-    heads: tl.tensor,
-    real_rows: tl.tensor,
-    HAS_NORM: tl.constexpr,
-    NUM_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-) -> tl.tensor:
+    qkv: tl.tensor, cos_sin: tl.tensor, norm_weights: tl.tensor, eps: tl.tensor, tokens: tl.tensor,
+    heads: tl.tensor, real_rows: tl.tensor, HAS_NORM: tl.constexpr, NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
     """Heads `heads` `[R]` of rows `tokens` `[R]` of qkv after norm and rotation, `[R, D]`."""
     dims = tl.arange(0, BLOCK_D)
     real = real_rows[:, None] & (dims < HEAD_DIM)[None, :]
@@ -120,26 +112,12 @@ def _attend_to_split(
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def _write_window(
-    qkv: tl.tensor,
-    cos_sin: tl.tensor,
-    norm_weights: tl.tensor,
-    eps: tl.tensor,
-    layer: tl.tensor,
-    value_offset: tl.tensor,
-    kv_slots: tl.tensor,
-    num_own: tl.tensor,
-    first_row: tl.tensor,
-    width: tl.tensor,
-    kv_head: tl.tensor,
-    key_inverse: tl.tensor,
-    value_inverse: tl.tensor,
-    HAS_NORM: tl.constexpr,
-    GROUP: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_W: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-) -> None:
+    qkv: tl.tensor, cos_sin: tl.tensor, norm_weights: tl.tensor, eps: tl.tensor, layer: tl.tensor,
+    value_offset: tl.tensor, kv_slots: tl.tensor, num_own: tl.tensor, first_row: tl.tensor,
+    width: tl.tensor, kv_head: tl.tensor, key_inverse: tl.tensor, value_inverse: tl.tensor,
+    HAS_NORM: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_W: tl.constexpr, BLOCK_D: tl.constexpr,
+) -> None:  # fmt: skip
     """Writes the keys of the window's `width` rows, after norm and rotation, and their values, but
     not those of padding rows, to the pool."""
     num_heads: tl.constexpr = KV_HEADS * (GROUP + 2)
@@ -172,23 +150,11 @@ def _write_window(
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def _store(
-    top: tl.tensor,
-    total: tl.tensor,
-    mixed: tl.tensor,
-    rows: tl.tensor,
-    dims: tl.tensor,
-    real_rows: tl.tensor,
-    split: tl.tensor,
-    num_splits: tl.tensor,
-    num_used: tl.tensor,
-    output: tl.tensor,
-    partials: tl.tensor,
-    log_sums: tl.tensor,
-    value_scale: tl.tensor,
-    layer: tl.tensor,
-    SPLITS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-) -> None:
+    top: tl.tensor, total: tl.tensor, mixed: tl.tensor, rows: tl.tensor, dims: tl.tensor,
+    real_rows: tl.tensor, split: tl.tensor, num_splits: tl.tensor, num_used: tl.tensor,
+    output: tl.tensor, partials: tl.tensor, log_sums: tl.tensor, value_scale: tl.tensor,
+    layer: tl.tensor, SPLITS: tl.constexpr, HEAD_DIM: tl.constexpr,
+) -> None:  # fmt: skip
     """Writes the softmax of a split to the output's rows, or, if others follow, to their partial
     results."""
     real = real_rows[:, None] & (dims < HEAD_DIM)[None, :]

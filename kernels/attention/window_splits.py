@@ -196,21 +196,11 @@ OFFSETS = ["kv_lens", "num_padding", "offsets"]
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def shares(
-    kv_lens: tl.tensor,
-    num_padding: tl.tensor,
-    offsets: tl.tensor,
-    request: tl.tensor,
-    offset: tl.tensor,
-    max_len: tl.tensor,
-    num_splits: tl.tensor,
-    min_keys: tl.tensor,
-    SPAN: tl.constexpr,
-    HAS_OFFSET: tl.constexpr,
-    PADDED: tl.constexpr,
-    RAGGED: tl.constexpr,
-    WINDOW: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    kv_lens: tl.tensor, num_padding: tl.tensor, offsets: tl.tensor, request: tl.tensor,
+    offset: tl.tensor, max_len: tl.tensor, num_splits: tl.tensor, min_keys: tl.tensor,
+    SPAN: tl.constexpr, HAS_OFFSET: tl.constexpr, PADDED: tl.constexpr, RAGGED: tl.constexpr,
+    WINDOW: tl.constexpr, BLOCK_N: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
     """Number of the request's keys, of the window's rows without padding, and of the keys before
     those and a tree's region; the begin of the block that has the first of the latter that a row
     sees, a split's share of those from there on in whole blocks, and the number of splits that have
@@ -235,29 +225,13 @@ def shares(
 
 @triton.jit(do_not_specialize=LENGTHS, do_not_specialize_on_alignment=OFFSETS)  # type: ignore[untyped-decorator]  # triton has no types
 def reduction_kernel(
-    partial_outputs: tl.tensor,
-    log_sums: tl.tensor,
-    kv_lens: tl.tensor,
-    output: tl.tensor,
-    max_len: tl.tensor,
-    num_splits: tl.tensor,
-    min_keys: tl.tensor,
-    num_padding: tl.tensor,
-    offset: tl.tensor,
-    offsets: tl.tensor,
-    SPAN: tl.constexpr,
-    HAS_OFFSET: tl.constexpr,
-    PADDED: tl.constexpr,
-    RAGGED: tl.constexpr,
-    HEADS: tl.constexpr,
-    ROWS: tl.constexpr,
-    WINDOW: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    PDL: tl.constexpr,
-) -> None:
+    partial_outputs: tl.tensor, log_sums: tl.tensor, kv_lens: tl.tensor, output: tl.tensor,
+    max_len: tl.tensor, num_splits: tl.tensor, min_keys: tl.tensor, num_padding: tl.tensor,
+    offset: tl.tensor, offsets: tl.tensor, SPAN: tl.constexpr, HAS_OFFSET: tl.constexpr,
+    PADDED: tl.constexpr, RAGGED: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr,
+    WINDOW: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr,
+    BLOCK_D: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
     """Joins the splits of `ROWS` output rows (query heads of a token) per program, which are of
     whole windows. Reads only the splits that had keys: the others hold results of an earlier
     launch."""

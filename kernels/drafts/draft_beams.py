@@ -282,19 +282,10 @@ def _is_among_best(bits: tl.tensor, number: tl.constexpr) -> tl.tensor:
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def _first(
-    probs: tl.tensor,
-    tokens: tl.tensor,
-    pool_scores: tl.tensor,
-    pool_tokens: tl.tensor,
-    pool_beams: tl.tensor,
-    pool_size: tl.constexpr,
-    beams_size: tl.constexpr,
-    rows: tl.tensor,
-    bits: tl.tensor,
-    topk: tl.constexpr,
-    block: tl.constexpr,
-    PDL: tl.constexpr,
-) -> None:
+    probs: tl.tensor, tokens: tl.tensor, pool_scores: tl.tensor, pool_tokens: tl.tensor,
+    pool_beams: tl.tensor, pool_size: tl.constexpr, beams_size: tl.constexpr, rows: tl.tensor,
+    bits: tl.tensor, topk: tl.constexpr, block: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
     begin(PDL)
     request, beams = tl.program_id(0).to(tl.int64), tl.arange(0, block)
     exists = beams < topk
@@ -310,26 +301,12 @@ def _first(
 
 @triton.jit(do_not_specialize=["step"])  # type: ignore[untyped-decorator]  # triton has no types
 def _grow(
-    scores: tl.tensor,
-    bits: tl.tensor,
-    probs: tl.tensor,
-    tokens: tl.tensor,
-    pool_scores: tl.tensor,
-    pool_tokens: tl.tensor,
-    pool_beams: tl.tensor,
-    pool_size: tl.constexpr,
-    beams_size: tl.constexpr,
-    next_tokens: tl.tensor,
-    next_scores: tl.tensor,
-    next_rows: tl.tensor,
-    next_bits: tl.tensor,
-    step: tl.tensor,
-    topk: tl.constexpr,
-    topk_block: tl.constexpr,
-    block: tl.constexpr,
-    is_last: tl.constexpr,
-    PDL: tl.constexpr,
-) -> None:
+    scores: tl.tensor, bits: tl.tensor, probs: tl.tensor, tokens: tl.tensor, pool_scores: tl.tensor,
+    pool_tokens: tl.tensor, pool_beams: tl.tensor, pool_size: tl.constexpr,
+    beams_size: tl.constexpr, next_tokens: tl.tensor, next_scores: tl.tensor, next_rows: tl.tensor,
+    next_bits: tl.tensor, step: tl.tensor, topk: tl.constexpr, topk_block: tl.constexpr,
+    block: tl.constexpr, is_last: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
     begin(PDL)
     request, children = tl.program_id(0).to(tl.int64), tl.arange(0, block)
     exists = children < topk * topk
@@ -370,22 +347,11 @@ def _grow(
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def _select(
-    pool_scores: tl.tensor,
-    pool_tokens: tl.tensor,
-    pool_beams: tl.tensor,
-    pool_size: tl.constexpr,
-    beams_size: tl.constexpr,
-    tokens: tl.tensor,
-    parents: tl.tensor,
-    depths: tl.tensor,
-    all_bits: tl.tensor,
-    chosen_scores: tl.tensor,
-    size: tl.constexpr,
-    num_drafts: tl.constexpr,
-    topk: tl.constexpr,
-    block: tl.constexpr,
-    PDL: tl.constexpr,
-) -> None:
+    pool_scores: tl.tensor, pool_tokens: tl.tensor, pool_beams: tl.tensor, pool_size: tl.constexpr,
+    beams_size: tl.constexpr, tokens: tl.tensor, parents: tl.tensor, depths: tl.tensor,
+    all_bits: tl.tensor, chosen_scores: tl.tensor, size: tl.constexpr, num_drafts: tl.constexpr,
+    topk: tl.constexpr, block: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
     """Every candidate computes the node that it would be; the chosen ones are stored."""
     begin(PDL)
     request, index = tl.program_id(0).to(tl.int64), tl.arange(0, block)

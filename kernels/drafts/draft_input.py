@@ -121,26 +121,12 @@ def draft_input_triton(
 
 @triton.jit(do_not_specialize=["num_wanted"])  # type: ignore[untyped-decorator]  # triton has no types
 def draft_input_kernel(
-    token_ids: tl.tensor,
-    table: tl.tensor,
-    hidden: tl.tensor,
-    hidden_stride: tl.tensor,
-    embedding_weight: tl.tensor,
-    hidden_weight: tl.tensor,
-    wanted: tl.tensor,
-    rotary: tl.tensor,
-    positions: tl.tensor,
-    both: tl.tensor,
-    total: tl.tensor,
-    cos_sin: tl.tensor,
-    num_wanted: tl.tensor,
-    eps: tl.tensor,
-    SIZE: tl.constexpr,
-    ROTARY_SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROTARY_BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-) -> None:
+    token_ids: tl.tensor, table: tl.tensor, hidden: tl.tensor, hidden_stride: tl.tensor,
+    embedding_weight: tl.tensor, hidden_weight: tl.tensor, wanted: tl.tensor, rotary: tl.tensor,
+    positions: tl.tensor, both: tl.tensor, total: tl.tensor, cos_sin: tl.tensor,
+    num_wanted: tl.tensor, eps: tl.tensor, SIZE: tl.constexpr, ROTARY_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr, ROTARY_BLOCK: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
     """Grid (rows, parts of a row)."""
     begin(PDL)
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -186,13 +172,9 @@ def _copy(source: tl.tensor, output: tl.tensor, SIZE: tl.constexpr, BLOCK: tl.co
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def _norm(
-    x: tl.tensor,
-    weight: tl.tensor,
-    output: tl.tensor,
-    eps: tl.tensor,
-    SIZE: tl.constexpr,
+    x: tl.tensor, weight: tl.tensor, output: tl.tensor, eps: tl.tensor, SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     """RMSNorm of one row."""
     columns = tl.arange(0, BLOCK)
     real = columns < SIZE

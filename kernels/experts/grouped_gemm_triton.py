@@ -15,13 +15,9 @@ from tllm_spec.kernels.launch import begin
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def _swiglu(
-    gate_up: tl.tensor,
-    factor: tl.tensor,
-    LIMIT: tl.constexpr,
-    SLOPE: tl.constexpr,
-    HALF: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-) -> tl.tensor:
+    gate_up: tl.tensor, factor: tl.tensor, LIMIT: tl.constexpr, SLOPE: tl.constexpr,
+    HALF: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
     """`[2 * HALF, BLOCK_ROWS]`, gates first, to `[HALF, BLOCK_ROWS]`; `factor` multiplies both."""
     pairs = tl.reshape(gate_up, [2, HALF, BLOCK_ROWS])
     gate, up = tl.split(tl.permute(pairs, [1, 2, 0]))
@@ -50,27 +46,12 @@ def _outputs_of_tile(
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def _sum_tile(
-    x: tl.tensor,
-    x_scales: tl.tensor,
-    x_scales_stride: tl.tensor,
-    x_row: tl.tensor,
-    real_row: tl.tensor,
-    weight: tl.tensor,
-    scales: tl.tensor,
-    expert: tl.tensor,
-    out_row: tl.tensor,
-    num_inputs: tl.tensor,
-    IN: tl.constexpr,
-    ALL_OUT: tl.constexpr,
-    GROUP: tl.constexpr,
-    X_BLOCKS: tl.constexpr,
-    W_BLOCKS: tl.constexpr,
-    WIDEN: tl.constexpr,
-    ADDED: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_OUT: tl.constexpr,
-    BLOCK_IN: tl.constexpr,
-) -> tl.tensor:
+    x: tl.tensor, x_scales: tl.tensor, x_scales_stride: tl.tensor, x_row: tl.tensor,
+    real_row: tl.tensor, weight: tl.tensor, scales: tl.tensor, expert: tl.tensor,
+    out_row: tl.tensor, num_inputs: tl.tensor, IN: tl.constexpr, ALL_OUT: tl.constexpr,
+    GROUP: tl.constexpr, X_BLOCKS: tl.constexpr, W_BLOCKS: tl.constexpr, WIDEN: tl.constexpr,
+    ADDED: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
     """`[BLOCK_OUT, BLOCK_ROWS]` float32, without a bias. ALL_OUT: outputs of an expert."""
     ROW: tl.constexpr = (IN + BLOCK_IN - 1) // BLOCK_IN * (BLOCK_IN // 2) if GROUP else IN
     x_rows = x + x_row.to(tl.int64)[None, :] * IN
@@ -147,14 +128,9 @@ def grouped_gemm_kernel(
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def _add_tile(
-    total: tl.tensor,
-    x: tl.tensor,
-    w_rows: tl.tensor,
-    x_scale: tl.tensor,
-    w_scale: tl.tensor,
-    WIDEN: tl.constexpr,
-    ADDED: tl.constexpr,
-) -> tl.tensor:
+    total: tl.tensor, x: tl.tensor, w_rows: tl.tensor, x_scale: tl.tensor, w_scale: tl.tensor,
+    WIDEN: tl.constexpr, ADDED: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
     """total `[rows, outputs]` plus x times a tile of the weight. x_scale `[rows]`, w_scale `[]`."""
     w = tl.load(w_rows)
     if WIDEN:

@@ -159,21 +159,11 @@ def _own(experts: tl.tensor, FIRST: tl.constexpr, NUMBER: tl.constexpr) -> tl.te
 
 @triton.jit(do_not_specialize=["number", "room"])  # type: ignore[untyped-decorator]  # triton has no types
 def moe_permute_kernel(
-    experts: tl.tensor,
-    totals: tl.tensor,
-    order: tl.tensor,
-    blocks: tl.tensor,
-    num_blocks: tl.tensor,
-    number: tl.tensor,
-    room: tl.tensor,
-    BLOCK_ROWS: tl.constexpr,
-    FIRST: tl.constexpr,
-    NUMBER: tl.constexpr,
-    BINS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    PDL: tl.constexpr,
-) -> None:
+    experts: tl.tensor, totals: tl.tensor, order: tl.tensor, blocks: tl.tensor,
+    num_blocks: tl.tensor, number: tl.tensor, room: tl.tensor, BLOCK_ROWS: tl.constexpr,
+    FIRST: tl.constexpr, NUMBER: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
     """Grid (experts, and one more if FIRST is not None). With `totals` `[BINS]`, the counts of all
     experts, only the blocks are written."""
     begin(PDL)
@@ -219,15 +209,9 @@ def moe_permute_kernel(
 
 @triton.jit(do_not_specialize=["number"])  # type: ignore[untyped-decorator]  # triton has no types
 def count_chunk_kernel(
-    experts: tl.tensor,
-    counts: tl.tensor,
-    number: tl.tensor,
-    FIRST: tl.constexpr,
-    NUMBER: tl.constexpr,
-    BINS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    PDL: tl.constexpr,
-) -> None:
+    experts: tl.tensor, counts: tl.tensor, number: tl.tensor, FIRST: tl.constexpr,
+    NUMBER: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
     """Grid (chunks): `counts` `[chunks, BINS]`."""
     begin(PDL)
     chunk, bins = tl.program_id(0), tl.arange(0, BINS)
@@ -241,19 +225,10 @@ def count_chunk_kernel(
 
 @triton.jit(do_not_specialize=["number", "last"])  # type: ignore[untyped-decorator]  # triton has no types
 def place_chunk_kernel(
-    experts: tl.tensor,
-    counts: tl.tensor,
-    ends: tl.tensor,
-    order: tl.tensor,
-    number: tl.tensor,
-    last: tl.tensor,
-    FIRST: tl.constexpr,
-    NUMBER: tl.constexpr,
-    BINS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    STEP: tl.constexpr,
-    PDL: tl.constexpr,
-) -> None:
+    experts: tl.tensor, counts: tl.tensor, ends: tl.tensor, order: tl.tensor, number: tl.tensor,
+    last: tl.tensor, FIRST: tl.constexpr, NUMBER: tl.constexpr, BINS: tl.constexpr,
+    CHUNK: tl.constexpr, STEP: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
     """Grid (chunks), of which `last` is the last one. `ends`: sums of `counts` over the chunks up
     to each."""
     begin(PDL)

@@ -141,13 +141,9 @@ def _scores(logit: tl.tensor, SOFTMAX: tl.constexpr, SIZE: tl.constexpr) -> tl.t
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def _outside_best_groups(
-    choice: tl.tensor,
-    NUM_GROUPS: tl.constexpr,
-    TOP_GROUPS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    MEMBERS: tl.constexpr,
-    SUMS_TWO: tl.constexpr,
-) -> tl.tensor:
+    choice: tl.tensor, NUM_GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUPS: tl.constexpr,
+    MEMBERS: tl.constexpr, SUMS_TWO: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
     """`[GROUPS]`: whether a group of `choice` `[GROUPS, MEMBERS]` is not among the best."""
     groups, members = tl.arange(0, GROUPS), tl.arange(0, MEMBERS)
     scores, best = tl.max(choice, 1, return_indices=True)
@@ -164,24 +160,12 @@ def _outside_best_groups(
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def moe_routing_kernel(
-    logits: tl.tensor,
-    bias: tl.tensor,
-    experts: tl.tensor,
-    weights: tl.tensor,
-    scale: tl.tensor,
-    EPSILON: tl.constexpr,
-    SOFTMAX: tl.constexpr,
-    NORMALISES: tl.constexpr,
-    TOP_K: tl.constexpr,
-    TAKEN: tl.constexpr,
-    TAKEN_PADDED: tl.constexpr,
-    NUM_GROUPS: tl.constexpr,
-    GROUP_SIZE: tl.constexpr,
-    TOP_GROUPS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    MEMBERS: tl.constexpr,
+    logits: tl.tensor, bias: tl.tensor, experts: tl.tensor, weights: tl.tensor, scale: tl.tensor,
+    EPSILON: tl.constexpr, SOFTMAX: tl.constexpr, NORMALISES: tl.constexpr, TOP_K: tl.constexpr,
+    TAKEN: tl.constexpr, TAKEN_PADDED: tl.constexpr, NUM_GROUPS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUPS: tl.constexpr, MEMBERS: tl.constexpr,
     PDL: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     """One row per program, as `[GROUPS, MEMBERS]`, padded to powers of 2."""
     begin(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -307,18 +291,10 @@ def moe_combine_triton(
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def moe_combine_kernel(
-    parts: tl.tensor,
-    weights: tl.tensor,
-    add_to: tl.tensor,
-    output: tl.tensor,
-    experts: tl.tensor,
-    FIRST: tl.constexpr,
-    NUMBER: tl.constexpr,
-    SIZE: tl.constexpr,
-    TOP_K: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-) -> None:
+    parts: tl.tensor, weights: tl.tensor, add_to: tl.tensor, output: tl.tensor, experts: tl.tensor,
+    FIRST: tl.constexpr, NUMBER: tl.constexpr, SIZE: tl.constexpr, TOP_K: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
     """Grid (rows, blocks of columns)."""
     begin(PDL)
     row = tl.program_id(0).to(tl.int64)

@@ -216,22 +216,11 @@ def sum_chunks(
 
 @triton.jit(do_not_specialize=["num_rows", "num_inputs"])  # type: ignore[untyped-decorator]  # triton has no types
 def linear_kernel(
-    x: tl.tensor,
-    x_stride: tl.tensor,
-    weight: tl.tensor,
-    bias: tl.tensor,
-    output: tl.tensor,
-    num_rows: tl.tensor,
-    num_inputs: tl.tensor,
-    IN: tl.constexpr,
-    OUT: tl.constexpr,
-    SPREADS: tl.constexpr,
-    WIDEN: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_OUT: tl.constexpr,
-    BLOCK_IN: tl.constexpr,
-) -> None:
+    x: tl.tensor, x_stride: tl.tensor, weight: tl.tensor, bias: tl.tensor, output: tl.tensor,
+    num_rows: tl.tensor, num_inputs: tl.tensor, IN: tl.constexpr, OUT: tl.constexpr,
+    SPREADS: tl.constexpr, WIDEN: tl.constexpr, CHUNK: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr,
+) -> None:  # fmt: skip
     """Grid (tiles, chunks or 1). With SPREADS the output is `[chunks, T, N]` float32, without the
     bias.
 
@@ -256,19 +245,10 @@ def linear_kernel(
 
 @triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]  # triton has no types
 def add_chunks_kernel(
-    parts: tl.tensor,
-    row_scales: tl.tensor,
-    bias: tl.tensor,
-    output: tl.tensor,
-    output_stride: tl.tensor,
-    num_rows: tl.tensor,
-    OUT: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    ADDS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-    ROUNDS: tl.constexpr = False,
-) -> None:
+    parts: tl.tensor, row_scales: tl.tensor, bias: tl.tensor, output: tl.tensor,
+    output_stride: tl.tensor, num_rows: tl.tensor, OUT: tl.constexpr, CHUNKS: tl.constexpr,
+    ADDS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr, ROUNDS: tl.constexpr = False,
+) -> None:  # fmt: skip
     """Grid (rows, blocks of outputs). Adds the chunks in order, multiplies the sum by the row's
     scale if there are any, and adds the bias, and with ADDS what the output holds; with ROUNDS it
     rounds before."""

@@ -200,16 +200,10 @@ def _check(
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def _fetch_weights(
-    weight: tl.tensor,
-    num_rows: tl.tensor,
-    IN: tl.constexpr,
-    OUT: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_OUT: tl.constexpr,
-    BLOCK: tl.constexpr,
+    weight: tl.tensor, num_rows: tl.tensor, IN: tl.constexpr, OUT: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK: tl.constexpr,
     FETCHED: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     """Fetch the first blocks of the program's weights into the L2 cache. They do not depend on the
     previous kernel, so they are read while it runs."""
     _, outs = tile_of_program(num_rows, OUT, BLOCK_ROWS, BLOCK_OUT)
@@ -242,25 +236,12 @@ def _scale(pointers: tl.tensor, real: tl.tensor, IS_SCALED: tl.constexpr) -> tl.
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def sum_codes(
-    x_rows: tl.tensor,
-    x_scale_rows: tl.tensor,
-    x_scale_stride: tl.tensor,
-    real_row: tl.tensor,
-    w_rows: tl.tensor,
-    w_scale_rows: tl.tensor,
-    w_scale_stride: tl.tensor,
-    first: tl.tensor,
-    num_inputs: tl.tensor,
-    IN: tl.constexpr,
-    X_BLOCKS: tl.constexpr,
-    W_BLOCKS: tl.constexpr,
-    WIDEN: tl.constexpr,
-    ADDED: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_OUT: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> tl.tensor:
+    x_rows: tl.tensor, x_scale_rows: tl.tensor, x_scale_stride: tl.tensor, real_row: tl.tensor,
+    w_rows: tl.tensor, w_scale_rows: tl.tensor, w_scale_stride: tl.tensor, first: tl.tensor,
+    num_inputs: tl.tensor, IN: tl.constexpr, X_BLOCKS: tl.constexpr, W_BLOCKS: tl.constexpr,
+    WIDEN: tl.constexpr, ADDED: tl.constexpr, CHUNK: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    BLOCK_OUT: tl.constexpr, BLOCK: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
     """`[BLOCK_OUT, BLOCK_ROWS]` float32: sum over inputs `first` to `first + CHUNK`, in order.
     ADDED: inputs that tensor cores add (fp8_linear.py)."""
     total = tl.zeros([BLOCK_OUT, BLOCK_ROWS], tl.float32)

@@ -169,14 +169,9 @@ def _swiglu(gates: tl.tensor, real: tl.tensor, SIZE: tl.constexpr) -> tl.tensor:
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def activate_kernel(
-    x: tl.tensor,
-    x_stride: tl.tensor,
-    activated: tl.tensor,
-    magnitudes: tl.tensor,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-) -> None:
+    x: tl.tensor, x_stride: tl.tensor, activated: tl.tensor, magnitudes: tl.tensor,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
     """Grid (rows, parts of them)."""
     begin(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -190,27 +185,12 @@ def activate_kernel(
 
 @triton.jit(do_not_specialize=["scales_stride"])  # type: ignore[untyped-decorator]  # triton has no types
 def quantise_rows_kernel(
-    x: tl.tensor,
-    x_stride: tl.tensor,
-    norm_weight: tl.tensor,
-    eps: tl.tensor,
-    static_scale: tl.tensor,
-    magnitudes: tl.tensor,
-    bound: tl.tensor,
-    codes: tl.tensor,
-    scales: tl.tensor,
-    scales_stride: tl.tensor,
-    SIZE: tl.constexpr,
-    GATED: tl.constexpr,
-    SCALE_OF_ROW: tl.constexpr,
-    GROUP: tl.constexpr,
-    MAGNITUDES: tl.constexpr,
-    POWER: tl.constexpr,
-    LARGEST: tl.constexpr,
-    SMALLEST_SCALE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-) -> None:
+    x: tl.tensor, x_stride: tl.tensor, norm_weight: tl.tensor, eps: tl.tensor,
+    static_scale: tl.tensor, magnitudes: tl.tensor, bound: tl.tensor, codes: tl.tensor,
+    scales: tl.tensor, scales_stride: tl.tensor, SIZE: tl.constexpr, GATED: tl.constexpr,
+    SCALE_OF_ROW: tl.constexpr, GROUP: tl.constexpr, MAGNITUDES: tl.constexpr, POWER: tl.constexpr,
+    LARGEST: tl.constexpr, SMALLEST_SCALE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
     """Grid (rows, parts of them). GROUP inputs of a part share a scale. A norm, and scales that are
     made here of whole rows, have one part. POWER: of two, at least MAGNITUDES."""
     begin(PDL)
@@ -309,15 +289,9 @@ def dequantise_rows_triton(weight: torch.Tensor, scales: torch.Tensor, out: torc
 
 @triton.jit(do_not_specialize=["num_blocks"])  # type: ignore[untyped-decorator]  # triton has no types
 def dequantise_kernel(
-    weight: tl.tensor,
-    scales: tl.tensor,
-    out: tl.tensor,
-    num_blocks: tl.tensor,
-    IN: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    PDL: tl.constexpr,
-) -> None:
+    weight: tl.tensor, scales: tl.tensor, out: tl.tensor, num_blocks: tl.tensor, IN: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
     """A program has BLOCKS of the `num_blocks` blocks of inputs with a scale; all blocks of a row
     follow each other."""
     begin(PDL)

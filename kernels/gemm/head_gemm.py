@@ -65,25 +65,12 @@ def head_gemm_triton(
 
 @triton.jit(do_not_specialize=["rows"])  # type: ignore[untyped-decorator]  # triton has no types
 def head_gemm_kernel(
-    x: tl.tensor,
-    x_row_stride: tl.tensor,
-    x_head_stride: tl.tensor,
-    weight: tl.tensor,
-    weight_head_stride: tl.tensor,
-    weight_depth_stride: tl.tensor,
-    weight_width_stride: tl.tensor,
-    out: tl.tensor,
-    out_row_stride: tl.tensor,
-    out_head_stride: tl.tensor,
-    rows: tl.tensor,
-    depth: tl.tensor,
-    width: tl.tensor,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    WIDEN: tl.constexpr,
-    PDL: tl.constexpr,
-) -> None:
+    x: tl.tensor, x_row_stride: tl.tensor, x_head_stride: tl.tensor, weight: tl.tensor,
+    weight_head_stride: tl.tensor, weight_depth_stride: tl.tensor, weight_width_stride: tl.tensor,
+    out: tl.tensor, out_row_stride: tl.tensor, out_head_stride: tl.tensor, rows: tl.tensor,
+    depth: tl.tensor, width: tl.tensor, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, WIDEN: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
     """Grid (heads, blocks of the width, blocks of rows)."""
     begin(PDL)
     head = tl.program_id(0).to(tl.int64)

@@ -263,17 +263,10 @@ def _power_of_two(exponents: tl.tensor, number: tl.constexpr) -> tl.tensor:
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def add_int4_dot(
-    total: tl.tensor,
-    x_rows: tl.tensor,
-    real_row: tl.tensor,
-    w_rows: tl.tensor,
-    word_rows: tl.tensor,
-    start: tl.tensor,
-    IN: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK: tl.constexpr,
-    WIDEN: tl.constexpr,
-) -> tl.tensor:
+    total: tl.tensor, x_rows: tl.tensor, real_row: tl.tensor, w_rows: tl.tensor,
+    word_rows: tl.tensor, start: tl.tensor, IN: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK: tl.constexpr, WIDEN: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
     """`total + w x` for the block of inputs from `start` on. total: `[outputs, rows]`; x_rows,
     w_rows and word_rows: where the rows of x, of codes and of their groups' words begin."""
     HALF: tl.constexpr = BLOCK // 2
@@ -314,16 +307,10 @@ def add_int4_dot(
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def _add_exact(
-    total: tl.tensor,
-    x_rows: tl.tensor,
-    real_row: tl.tensor,
-    w_rows: tl.tensor,
-    exponents: tl.tensor,
-    start: tl.tensor,
-    IN: tl.constexpr,
-    BLOCK: tl.constexpr,
+    total: tl.tensor, x_rows: tl.tensor, real_row: tl.tensor, w_rows: tl.tensor,
+    exponents: tl.tensor, start: tl.tensor, IN: tl.constexpr, BLOCK: tl.constexpr,
     WIDEN: tl.constexpr,
-) -> tl.tensor:
+) -> tl.tensor:  # fmt: skip
     """As `add_int4_dot` of E2M1 numbers times powers of two, which are exact in bfloat16. Their
     products are added in the order of the inputs, as those of a weight in bfloat16."""
     PART: tl.constexpr = BLOCK // 4
@@ -383,17 +370,10 @@ def dequantise_int4_triton(
 
 @triton.jit(do_not_specialize=["num_blocks"])  # type: ignore[untyped-decorator]  # triton has no types
 def dequantise_int4_kernel(
-    stored: tl.tensor,
-    words: tl.tensor,
-    out: tl.tensor,
-    num_blocks: tl.tensor,
-    IN: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    WIDEN: tl.constexpr,
+    stored: tl.tensor, words: tl.tensor, out: tl.tensor, num_blocks: tl.tensor, IN: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, WIDEN: tl.constexpr,
     PDL: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     """A program has BLOCKS of the `num_blocks` blocks of inputs; all blocks of a row follow each
     other."""
     begin(PDL)

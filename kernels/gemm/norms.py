@@ -77,17 +77,10 @@ def rms_norm_triton(
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def rms_norm_kernel(
-    x: tl.tensor,
-    x_stride: tl.tensor,
-    weight: tl.tensor,
-    output: tl.tensor,
-    output_stride: tl.tensor,
-    eps: tl.tensor,
-    ADDS: tl.constexpr,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-) -> None:
+    x: tl.tensor, x_stride: tl.tensor, weight: tl.tensor, output: tl.tensor,
+    output_stride: tl.tensor, eps: tl.tensor, ADDS: tl.constexpr, SIZE: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
     """One row per program, in registers."""
     begin(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -155,14 +148,9 @@ def silu_and_mul_triton(gate_up: torch.Tensor, activation: Activation = "silu") 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def silu_and_mul_kernel(
-    gate_up: tl.tensor,
-    row_stride: tl.tensor,
-    output: tl.tensor,
-    IS_GELU: tl.constexpr,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-) -> None:
+    gate_up: tl.tensor, row_stride: tl.tensor, output: tl.tensor, IS_GELU: tl.constexpr,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
     """Grid (rows, blocks of columns)."""
     begin(PDL)
     row = tl.program_id(0).to(tl.int64)

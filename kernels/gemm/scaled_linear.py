@@ -252,27 +252,12 @@ def launch_scaled_linear(
 
 @triton.jit(do_not_specialize=["num_rows", "num_inputs"])  # type: ignore[untyped-decorator]  # triton has no types
 def scaled_linear_kernel(
-    x: tl.tensor,
-    x_stride: tl.tensor,
-    weight: tl.tensor,
-    scales: tl.tensor,
-    bias: tl.tensor,
-    output: tl.tensor,
-    output_stride: tl.tensor,
-    num_rows: tl.tensor,
-    num_inputs: tl.tensor,
-    IN: tl.constexpr,
-    OUT: tl.constexpr,
-    SPREADS: tl.constexpr,
-    ADDS: tl.constexpr,
-    GROUP: tl.constexpr,
-    WIDEN: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_OUT: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-) -> None:
+    x: tl.tensor, x_stride: tl.tensor, weight: tl.tensor, scales: tl.tensor, bias: tl.tensor,
+    output: tl.tensor, output_stride: tl.tensor, num_rows: tl.tensor, num_inputs: tl.tensor,
+    IN: tl.constexpr, OUT: tl.constexpr, SPREADS: tl.constexpr, ADDS: tl.constexpr,
+    GROUP: tl.constexpr, WIDEN: tl.constexpr, CHUNK: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    BLOCK_OUT: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
     """Grid (tiles, chunks or 1). With SPREADS the output is `[chunks, T, N]` float32, without the
     bias. With ADDS the result is added to what the output holds. Of a 4-bit weight GROUP inputs
     share a word; GROUP is 0 for FP8.

@@ -120,20 +120,11 @@ def rank_sum_triton(
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def rank_sum_kernel(
-    values: tl.tensor,
-    output: tl.tensor,
-    num_words: tl.tensor,
-    addresses: tl.tensor,
-    counts: tl.tensor,
-    CAPACITY: tl.constexpr,
-    RANK: tl.constexpr,
-    RANKS: tl.constexpr,
-    SLOTS: tl.constexpr,
-    ADDS: tl.constexpr,
-    PACKED: tl.constexpr,
-    BLOCK: tl.constexpr,
+    values: tl.tensor, output: tl.tensor, num_words: tl.tensor, addresses: tl.tensor,
+    counts: tl.tensor, CAPACITY: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr,
+    SLOTS: tl.constexpr, ADDS: tl.constexpr, PACKED: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     """Grid (programs), each of which has every so-many-th block of words: it sends all of them
     before it waits for any. SLOTS: RANKS or more. PACKED: a word is two bfloat16. A block has its
     own lines and its own count, so blocks of one rank do not wait for each other. A program that
@@ -180,16 +171,9 @@ def rank_sum_kernel(
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def send(
-    own: tl.tensor,
-    words: tl.tensor,
-    real: tl.tensor,
-    number: tl.tensor,
-    addresses: tl.tensor,
-    CAPACITY: tl.constexpr,
-    RANK: tl.constexpr,
-    RANKS: tl.constexpr,
-    SLOTS: tl.constexpr,
-) -> None:
+    own: tl.tensor, words: tl.tensor, real: tl.tensor, number: tl.tensor, addresses: tl.tensor,
+    CAPACITY: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr, SLOTS: tl.constexpr,
+) -> None:  # fmt: skip
     """Writes own words to the lines of all other ranks. `words`: their indices."""
     line = (number.to(tl.int64) << 32) | (own.to(tl.int64) & 0xFFFFFFFF)
     ranks = tl.arange(0, SLOTS)
@@ -290,18 +274,10 @@ def rank_best_triton(lines: RankLines, offers: torch.Tensor) -> torch.Tensor:
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def rank_best_kernel(
-    offers: tl.tensor,
-    tokens: tl.tensor,
-    num_rows: tl.tensor,
-    addresses: tl.tensor,
-    counts: tl.tensor,
-    CAPACITY: tl.constexpr,
-    RANK: tl.constexpr,
-    RANKS: tl.constexpr,
-    SLOTS: tl.constexpr,
-    ROWS: tl.constexpr,
-    PDL: tl.constexpr,
-) -> None:
+    offers: tl.tensor, tokens: tl.tensor, num_rows: tl.tensor, addresses: tl.tensor,
+    counts: tl.tensor, CAPACITY: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr,
+    SLOTS: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
     """Grid (programs), each of which has every so-many-th block of rows: it sends all of them
     before it waits for any. SLOTS: RANKS or more. A row has two words."""
     begin(PDL)

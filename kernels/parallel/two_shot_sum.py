@@ -101,21 +101,11 @@ def two_shot_sum_triton(
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def two_shot_sum_kernel(
-    values: tl.tensor,
-    output: tl.tensor,
-    num_words: tl.tensor,
-    addresses: tl.tensor,
-    counts: tl.tensor,
-    CHUNKS: tl.constexpr,
-    RANK: tl.constexpr,
-    RANKS: tl.constexpr,
-    SLOTS: tl.constexpr,
-    ADDS: tl.constexpr,
-    PACKED: tl.constexpr,
-    PART: tl.constexpr,
-    FENCES: tl.constexpr,
-    PDL: tl.constexpr,
-) -> None:
+    values: tl.tensor, output: tl.tensor, num_words: tl.tensor, addresses: tl.tensor,
+    counts: tl.tensor, CHUNKS: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr,
+    SLOTS: tl.constexpr, ADDS: tl.constexpr, PACKED: tl.constexpr, PART: tl.constexpr,
+    FENCES: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
     """Grid (programs), each of which has every so-many-th chunk. It sends the values of all of them
     before it waits for any. SLOTS: RANKS or more. PACKED: a word is two bfloat16."""
     begin(PDL)
@@ -162,14 +152,9 @@ def two_shot_sum_kernel(
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def own_part(
-    own: tl.tensor,
-    received: tl.tensor,
-    real: tl.tensor,
-    RANK: tl.constexpr,
-    RANKS: tl.constexpr,
-    PACKED: tl.constexpr,
-    PART: tl.constexpr,
-) -> tl.tensor:
+    own: tl.tensor, received: tl.tensor, real: tl.tensor, RANK: tl.constexpr, RANKS: tl.constexpr,
+    PACKED: tl.constexpr, PART: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
     """The sum of a part, in the order of the ranks."""
     low = tl.zeros([PART], tl.float32)
     high = tl.zeros([PART], tl.float32)

@@ -323,23 +323,12 @@ def drawn(
 
 @triton.jit(do_not_specialize=["temperatures_stride", "seeds_stride", "positions_stride"])  # type: ignore[untyped-decorator]  # triton has no types
 def _choose_part(
-    logits: tl.tensor,
-    logits_stride: tl.tensor,
-    temperatures: tl.tensor,
-    temperatures_stride: tl.tensor,
-    seeds: tl.tensor,
-    seeds_stride: tl.tensor,
-    positions: tl.tensor,
-    positions_stride: tl.tensor,
-    cuts: tl.tensor,
-    token_map: tl.tensor,
-    part_values: tl.tensor,
-    part_tokens: tl.tensor,
-    vocab_size: tl.tensor,
-    domain: tl.constexpr,
-    block: tl.constexpr,
+    logits: tl.tensor, logits_stride: tl.tensor, temperatures: tl.tensor,
+    temperatures_stride: tl.tensor, seeds: tl.tensor, seeds_stride: tl.tensor, positions: tl.tensor,
+    positions_stride: tl.tensor, cuts: tl.tensor, token_map: tl.tensor, part_values: tl.tensor,
+    part_tokens: tl.tensor, vocab_size: tl.tensor, domain: tl.constexpr, block: tl.constexpr,
     PDL: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     """The best of `block` tokens of one row: writes its value and id. NaN counts as +inf with id
     -1, so it also wins ties."""
     begin(PDL)
@@ -361,17 +350,10 @@ def _choose_part(
 
 @triton.jit(do_not_specialize=["first", "num_parts"])  # type: ignore[untyped-decorator]  # triton has no types
 def _choose_among_parts(
-    part_values: tl.tensor,
-    part_tokens: tl.tensor,
-    token_map: tl.tensor,
-    chosen: tl.tensor,
-    offers: tl.tensor,
-    first: tl.tensor,
-    num_parts: tl.tensor,
-    width: tl.constexpr,
-    nothing: tl.constexpr,
-    PDL: tl.constexpr,
-) -> None:
+    part_values: tl.tensor, part_tokens: tl.tensor, token_map: tl.tensor, chosen: tl.tensor,
+    offers: tl.tensor, first: tl.tensor, num_parts: tl.tensor, width: tl.constexpr,
+    nothing: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
     """The best of a row's parts, mapped by `token_map`; `nothing` if it is NaN or -inf. With
     `offers`, its value and its token, counted from `first`."""
     begin(PDL)
@@ -394,15 +376,9 @@ def _choose_among_parts(
 
 @triton.jit(do_not_specialize=["seeds_stride", "positions_stride"])  # type: ignore[untyped-decorator]  # triton has no types
 def _write_noise(
-    seeds: tl.tensor,
-    seeds_stride: tl.tensor,
-    positions: tl.tensor,
-    positions_stride: tl.tensor,
-    noise: tl.tensor,
-    num_tokens: tl.tensor,
-    domain: tl.constexpr,
-    block: tl.constexpr,
-) -> None:
+    seeds: tl.tensor, seeds_stride: tl.tensor, positions: tl.tensor, positions_stride: tl.tensor,
+    noise: tl.tensor, num_tokens: tl.tensor, domain: tl.constexpr, block: tl.constexpr,
+) -> None:  # fmt: skip
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     tokens = part * block + tl.arange(0, block)
     seed, position = (

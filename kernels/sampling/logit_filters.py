@@ -139,21 +139,11 @@ _UNSPECIALIZED = ["temperatures_stride", "top_ks_stride", "top_ps_stride", "min_
 
 @triton.jit(do_not_specialize=_UNSPECIALIZED)  # type: ignore[untyped-decorator]  # triton has no types
 def _count_keys(
-    bits: tl.tensor,
-    bits_stride: tl.tensor,
-    temperatures: tl.tensor,
-    temperatures_stride: tl.tensor,
-    top_ks: tl.tensor,
-    top_ks_stride: tl.tensor,
-    top_ps: tl.tensor,
-    top_ps_stride: tl.tensor,
-    min_ps: tl.tensor,
-    min_ps_stride: tl.tensor,
-    counts: tl.tensor,
-    vocab_size: tl.tensor,
-    block: tl.constexpr,
-    num_keys: tl.constexpr,
-) -> None:
+    bits: tl.tensor, bits_stride: tl.tensor, temperatures: tl.tensor,
+    temperatures_stride: tl.tensor, top_ks: tl.tensor, top_ks_stride: tl.tensor, top_ps: tl.tensor,
+    top_ps_stride: tl.tensor, min_ps: tl.tensor, min_ps_stride: tl.tensor, counts: tl.tensor,
+    vocab_size: tl.tensor, block: tl.constexpr, num_keys: tl.constexpr,
+) -> None:  # fmt: skip
     """Histogram of each row's keys. A key is an unsigned integer with the order of the logits: the
     sign bit flipped, or all bits of a negative number."""
     row = tl.program_id(0).to(tl.int64)
@@ -176,21 +166,11 @@ def _count_keys(
 
 @triton.jit(do_not_specialize=_UNSPECIALIZED)  # type: ignore[untyped-decorator]  # triton has no types
 def _find_cut(
-    temperatures: tl.tensor,
-    temperatures_stride: tl.tensor,
-    top_ks: tl.tensor,
-    top_ks_stride: tl.tensor,
-    top_ps: tl.tensor,
-    top_ps_stride: tl.tensor,
-    min_ps: tl.tensor,
-    min_ps_stride: tl.tensor,
-    counts: tl.tensor,
-    cuts: tl.tensor,
-    vocab_size: tl.tensor,
-    is_bfloat16: tl.constexpr,
-    walk: tl.constexpr,
-    num_keys: tl.constexpr,
-) -> None:
+    temperatures: tl.tensor, temperatures_stride: tl.tensor, top_ks: tl.tensor,
+    top_ks_stride: tl.tensor, top_ps: tl.tensor, top_ps_stride: tl.tensor, min_ps: tl.tensor,
+    min_ps_stride: tl.tensor, counts: tl.tensor, cuts: tl.tensor, vocab_size: tl.tensor,
+    is_bfloat16: tl.constexpr, walk: tl.constexpr, num_keys: tl.constexpr,
+) -> None:  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperatures + row * temperatures_stride)
     top_k = tl.load(top_ks + row * top_ks_stride)
@@ -232,14 +212,9 @@ def _kth_key(
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def _mass(
-    counts: tl.tensor,
-    greatest: tl.tensor,
-    best: tl.tensor,
-    cut: tl.tensor,
-    temperature: tl.tensor,
-    is_bfloat16: tl.constexpr,
-    walk: tl.constexpr,
-) -> tl.tensor:
+    counts: tl.tensor, greatest: tl.tensor, best: tl.tensor, cut: tl.tensor, temperature: tl.tensor,
+    is_bfloat16: tl.constexpr, walk: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
     """The sum of the weights of all tokens not below `cut`."""
     total, first, goes_on = tl.full([], 0, tl.int64), greatest, greatest >= 0
     while goes_on:
@@ -257,15 +232,9 @@ def _mass(
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def _nucleus(
-    counts: tl.tensor,
-    greatest: tl.tensor,
-    best: tl.tensor,
-    cut: tl.tensor,
-    target: tl.tensor,
-    temperature: tl.tensor,
-    is_bfloat16: tl.constexpr,
-    walk: tl.constexpr,
-) -> tl.tensor:
+    counts: tl.tensor, greatest: tl.tensor, best: tl.tensor, cut: tl.tensor, target: tl.tensor,
+    temperature: tl.tensor, is_bfloat16: tl.constexpr, walk: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
     """The smallest value not below `cut` whose strictly greater ones weigh less than `target`; at
     most `best`."""
     above, first, found, goes_on = tl.full([], 0, tl.int64), greatest, best, greatest >= 0
@@ -356,16 +325,10 @@ def mask_tokens_triton(
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def mask_tokens_kernel(
-    logits: tl.tensor,
-    stride: tl.tensor,
-    mask_of_row: tl.tensor,
-    bitmasks: tl.tensor,
-    num_words: tl.tensor,
-    first: tl.tensor,
-    num_tokens: tl.tensor,
-    BLOCK: tl.constexpr,
+    logits: tl.tensor, stride: tl.tensor, mask_of_row: tl.tensor, bitmasks: tl.tensor,
+    num_words: tl.tensor, first: tl.tensor, num_tokens: tl.tensor, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     """A block of one row per program. Only excluded logits are written, none is read."""
     begin(PDL)
     row = tl.program_id(0).to(tl.int64)

@@ -221,14 +221,9 @@ def learn_values_triton(
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def _block_probabilities(
-    features: tl.tensor,
-    stride: tl.tensor,
-    of_feature: tl.tensor,
-    own: tl.tensor,
-    slot: tl.tensor,
-    column: tl.tensor,
-    exists: tl.tensor,
-) -> tuple[tl.tensor, tl.tensor]:
+    features: tl.tensor, stride: tl.tensor, of_feature: tl.tensor, own: tl.tensor, slot: tl.tensor,
+    column: tl.tensor, exists: tl.tensor,
+) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
     """Features and probabilities of the drafts."""
     places = features + slot[:, None] * stride + column[None, :]
     feature = tl.load(places, mask=exists, other=0)

@@ -174,24 +174,12 @@ def window_rows_triton(
     do_not_specialize_on_alignment=["slots", "first", "depths"],
 )
 def _rows(
-    table: tl.tensor,
-    table_stride: tl.tensor,
-    slots: tl.tensor,
-    first: tl.tensor,
-    positions: tl.tensor,
-    kv_slots: tl.tensor,
-    kv_lens: tl.tensor,
-    block_tables: tl.tensor,
-    num_pages: tl.tensor,
-    depths: tl.tensor,
-    offset: tl.tensor,
-    in_tree: tl.constexpr,
-    page_size: tl.constexpr,
-    width: tl.constexpr,
-    padded_width: tl.constexpr,
-    block: tl.constexpr,
+    table: tl.tensor, table_stride: tl.tensor, slots: tl.tensor, first: tl.tensor,
+    positions: tl.tensor, kv_slots: tl.tensor, kv_lens: tl.tensor, block_tables: tl.tensor,
+    num_pages: tl.tensor, depths: tl.tensor, offset: tl.tensor, in_tree: tl.constexpr,
+    page_size: tl.constexpr, width: tl.constexpr, padded_width: tl.constexpr, block: tl.constexpr,
     PDL: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     begin(PDL)
     request, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = table + tl.load(slots + request) * table_stride

@@ -178,15 +178,9 @@ def _block(size: int, element_size: int) -> int:
 
 @triton.jit(do_not_specialize_on_alignment=["rows"])  # type: ignore[untyped-decorator]  # triton has no types
 def copy_rows_kernel(
-    source: tl.tensor,
-    source_stride: tl.tensor,
-    rows: tl.tensor,
-    destination: tl.tensor,
-    destination_stride: tl.tensor,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-) -> None:
+    source: tl.tensor, source_stride: tl.tensor, rows: tl.tensor, destination: tl.tensor,
+    destination_stride: tl.tensor, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
     """Grid (rows, parts of a row)."""
     begin(PDL)
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -203,15 +197,9 @@ def copy_rows_kernel(
     do_not_specialize=["first", "num_elements"], do_not_specialize_on_alignment=["rows"]
 )
 def gather_slice_rows_kernel(
-    table: tl.tensor,
-    rows: tl.tensor,
-    output: tl.tensor,
-    first: tl.tensor,
-    num_elements: tl.tensor,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-) -> None:
+    table: tl.tensor, rows: tl.tensor, output: tl.tensor, first: tl.tensor, num_elements: tl.tensor,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
     """Grid (rows, parts of a row)."""
     begin(PDL)
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -225,19 +213,10 @@ def gather_slice_rows_kernel(
 
 @triton.jit(do_not_specialize_on_alignment=["slots", "positions", "tokens"])  # type: ignore[untyped-decorator]  # triton has no types
 def store_in_rings_kernel(
-    slots: tl.tensor,
-    positions: tl.tensor,
-    tokens: tl.tensor,
-    tokens_stride: tl.tensor,
-    states: tl.tensor,
-    states_stride: tl.tensor,
-    ring_tokens: tl.tensor,
-    ring_states: tl.tensor,
-    LENGTH: tl.constexpr,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-) -> None:
+    slots: tl.tensor, positions: tl.tensor, tokens: tl.tensor, tokens_stride: tl.tensor,
+    states: tl.tensor, states_stride: tl.tensor, ring_tokens: tl.tensor, ring_states: tl.tensor,
+    LENGTH: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
     """Grid (slots, parts of a state); the first part has the token."""
     begin(PDL)
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -317,17 +296,10 @@ def send_results_triton(
 
 @triton.jit(do_not_specialize=["ring_stride", "num_values", "width"])  # type: ignore[untyped-decorator]  # triton has no types
 def _send(
-    ring: tl.tensor,
-    ring_stride: tl.tensor,
-    number: tl.tensor,
-    new_lens: tl.tensor,
-    new_tokens: tl.tensor,
-    num_values: tl.tensor,
-    width: tl.tensor,
-    depth: tl.constexpr,
-    block: tl.constexpr,
-    PDL: tl.constexpr,
-) -> None:
+    ring: tl.tensor, ring_stride: tl.tensor, number: tl.tensor, new_lens: tl.tensor,
+    new_tokens: tl.tensor, num_values: tl.tensor, width: tl.tensor, depth: tl.constexpr,
+    block: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
     """Has one warp, so all of its threads read the number before one of them increments it."""
     begin(PDL)
     own_number = tl.load(number)

@@ -152,31 +152,13 @@ def delta_blocks_triton(
 
 @triton.jit(do_not_specialize=["window"])  # type: ignore[untyped-decorator]  # triton has no types
 def mix_blocks_kernel(
-    projected: tl.tensor,
-    row_stride: tl.tensor,
-    window: tl.tensor,
-    rings: tl.tensor,
-    slots: tl.tensor,
-    firsts: tl.tensor,
-    offsets: tl.tensor,
-    starts: tl.tensor,
-    owners: tl.tensor,
-    conv: tl.tensor,
-    keys: tl.tensor,
-    output: tl.tensor,
-    RING: tl.constexpr,
-    INPUTS: tl.constexpr,
-    KEY_HEADS: tl.constexpr,
-    HEADS: tl.constexpr,
-    KEYS: tl.constexpr,
-    VALUES: tl.constexpr,
-    KERNEL: tl.constexpr,
-    SIZE: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-) -> None:
+    projected: tl.tensor, row_stride: tl.tensor, window: tl.tensor, rings: tl.tensor,
+    slots: tl.tensor, firsts: tl.tensor, offsets: tl.tensor, starts: tl.tensor, owners: tl.tensor,
+    conv: tl.tensor, keys: tl.tensor, output: tl.tensor, RING: tl.constexpr, INPUTS: tl.constexpr,
+    KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
+    KERNEL: tl.constexpr, SIZE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
     """What the convolution makes of q and k, of length 1 in `keys`, and of v, where the answers go.
     Grid (blocks, heads of q, then of k, then of v)."""
     begin(PDL)
@@ -215,26 +197,12 @@ def mix_blocks_kernel(
 
 @triton.jit(do_not_specialize=["window"])  # type: ignore[untyped-decorator]  # triton has no types
 def solve_blocks_kernel(
-    projected: tl.tensor,
-    row_stride: tl.tensor,
-    window: tl.tensor,
-    offsets: tl.tensor,
-    starts: tl.tensor,
-    owners: tl.tensor,
-    a_log: tl.tensor,
-    dt_bias: tl.tensor,
-    keys: tl.tensor,
-    systems: tl.tensor,
-    passed: tl.tensor,
-    KEY_HEADS: tl.constexpr,
-    HEADS: tl.constexpr,
-    SIZE: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    LEVELS: tl.constexpr,
-    PRECISION: tl.constexpr,
-    PDL: tl.constexpr,
-) -> None:
+    projected: tl.tensor, row_stride: tl.tensor, window: tl.tensor, offsets: tl.tensor,
+    starts: tl.tensor, owners: tl.tensor, a_log: tl.tensor, dt_bias: tl.tensor, keys: tl.tensor,
+    systems: tl.tensor, passed: tl.tensor, KEY_HEADS: tl.constexpr, HEADS: tl.constexpr,
+    SIZE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, LEVELS: tl.constexpr,
+    PRECISION: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
     """The inverse of each block's system, the weights of its answers, and the logarithm of the
     decay up to each row. Grid (blocks, value heads)."""
     begin(PDL)
@@ -286,27 +254,12 @@ def _inverse(
 
 @triton.jit(do_not_specialize=["window"])  # type: ignore[untyped-decorator]  # triton has no types
 def advance_blocks_kernel(
-    window: tl.tensor,
-    slots: tl.tensor,
-    firsts: tl.tensor,
-    offsets: tl.tensor,
-    starts: tl.tensor,
-    output: tl.tensor,
-    states: tl.tensor,
-    keys: tl.tensor,
-    systems: tl.tensor,
-    passed: tl.tensor,
-    KEY_HEADS: tl.constexpr,
-    HEADS: tl.constexpr,
-    KEYS: tl.constexpr,
-    VALUES: tl.constexpr,
-    SIZE: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    PRECISION: tl.constexpr,
-    PDL: tl.constexpr,
-) -> None:
+    window: tl.tensor, slots: tl.tensor, firsts: tl.tensor, offsets: tl.tensor, starts: tl.tensor,
+    output: tl.tensor, states: tl.tensor, keys: tl.tensor, systems: tl.tensor, passed: tl.tensor,
+    KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
+    SIZE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    PRECISION: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
     """Reads v where the answers go. Grid (requests, value heads, blocks of a state's columns)."""
     begin(PDL)
     request, head = tl.program_id(0), tl.program_id(1)

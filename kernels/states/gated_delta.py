@@ -285,16 +285,9 @@ def gated_norm_triton(
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def gated_norm_kernel(
-    heads: tl.tensor,
-    gates: tl.tensor,
-    gate_stride: tl.tensor,
-    weight: tl.tensor,
-    output: tl.tensor,
-    eps: tl.tensor,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-) -> None:
+    heads: tl.tensor, gates: tl.tensor, gate_stride: tl.tensor, weight: tl.tensor,
+    output: tl.tensor, eps: tl.tensor, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
     """Grid (rows, heads)."""
     begin(PDL)
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)

@@ -83,34 +83,14 @@ def gated_delta_triton(
 
 @triton.jit(do_not_specialize=["window"])  # type: ignore[untyped-decorator]  # triton has no types
 def gated_delta_kernel(
-    projected: tl.tensor,
-    row_stride: tl.tensor,
-    window: tl.tensor,
-    rings: tl.tensor,
-    slots: tl.tensor,
-    firsts: tl.tensor,
-    pendings: tl.tensor,
-    offsets: tl.tensor,
-    tree: tl.tensor,
-    skipped: tl.tensor,
-    states: tl.tensor,
-    conv: tl.tensor,
-    a_log: tl.tensor,
-    dt_bias: tl.tensor,
-    output: tl.tensor,
-    RING: tl.constexpr,
-    INPUTS: tl.constexpr,
-    KEY_HEADS: tl.constexpr,
-    HEADS: tl.constexpr,
-    KEYS: tl.constexpr,
-    VALUES: tl.constexpr,
-    KERNEL: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    ARE_KEPT: tl.constexpr,
+    projected: tl.tensor, row_stride: tl.tensor, window: tl.tensor, rings: tl.tensor,
+    slots: tl.tensor, firsts: tl.tensor, pendings: tl.tensor, offsets: tl.tensor, tree: tl.tensor,
+    skipped: tl.tensor, states: tl.tensor, conv: tl.tensor, a_log: tl.tensor, dt_bias: tl.tensor,
+    output: tl.tensor, RING: tl.constexpr, INPUTS: tl.constexpr, KEY_HEADS: tl.constexpr,
+    HEADS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, KERNEL: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, ARE_KEPT: tl.constexpr,
     PDL: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     """Grid (requests, value heads, blocks of a state's columns)."""
     begin(PDL)
     request, head, block = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
@@ -146,24 +126,11 @@ def gated_delta_kernel(
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def _run(
-    state: tl.tensor,
-    done: tl.tensor,
-    count: tl.tensor,
-    where: tl.tensor,
-    bits: tl.tensor,
-    columns: tl.tensor,
-    layer: tl.tensor,
-    answers: tl.tensor,
-    block: tl.tensor,
-    RING: tl.constexpr,
-    INPUTS: tl.constexpr,
-    KEY_HEADS: tl.constexpr,
-    HEADS: tl.constexpr,
-    VALUES: tl.constexpr,
-    KERNEL: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    ARE_KEPT: tl.constexpr,
-) -> tl.tensor:
+    state: tl.tensor, done: tl.tensor, count: tl.tensor, where: tl.tensor, bits: tl.tensor,
+    columns: tl.tensor, layer: tl.tensor, answers: tl.tensor, block: tl.tensor, RING: tl.constexpr,
+    INPUTS: tl.constexpr, KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, VALUES: tl.constexpr,
+    KERNEL: tl.constexpr, BLOCK_T: tl.constexpr, ARE_KEPT: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
     """Runs the request's rows from `done` on. answers `[V]`: where those of the first row go.
     Returns the state after the last one."""
     own, row_stride, ring, first = where
@@ -189,18 +156,10 @@ def _run(
 
 @triton.jit(do_not_specialize=["window"])  # type: ignore[untyped-decorator]  # triton has no types
 def keep_inputs_kernel(
-    projected: tl.tensor,
-    row_stride: tl.tensor,
-    window: tl.tensor,
-    rings: tl.tensor,
-    slots: tl.tensor,
-    firsts: tl.tensor,
-    offsets: tl.tensor,
-    RING: tl.constexpr,
-    INPUTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-) -> None:
+    projected: tl.tensor, row_stride: tl.tensor, window: tl.tensor, rings: tl.tensor,
+    slots: tl.tensor, firsts: tl.tensor, offsets: tl.tensor, RING: tl.constexpr,
+    INPUTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
     """Writes the last rows of each prompt to the rings. Grid (requests, rows, blocks of inputs)."""
     begin(PDL)
     request = tl.program_id(0).to(tl.int64)
@@ -259,14 +218,9 @@ def _taps(
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def _columns(
-    head: tl.tensor,
-    keys: tl.tensor,
-    values: tl.tensor,
-    KEY_HEADS: tl.constexpr,
-    HEADS: tl.constexpr,
-    KEYS: tl.constexpr,
-    VALUES: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    head: tl.tensor, keys: tl.tensor, values: tl.tensor, KEY_HEADS: tl.constexpr,
+    HEADS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
     """Where a row's inputs have q `[K]`, k `[K]` and v `[V]` of a value head; -1: nowhere."""
     q = 2 * HEADS + head // (HEADS // KEY_HEADS) * KEYS + keys
     v = 2 * HEADS + 2 * KEY_HEADS * KEYS + head * VALUES + values
@@ -277,16 +231,9 @@ def _columns(
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def _layer(
-    conv: tl.tensor,
-    a_log: tl.tensor,
-    dt_bias: tl.tensor,
-    columns: tl.tensor,
-    head: tl.tensor,
-    HEADS: tl.constexpr,
-    KEYS: tl.constexpr,
-    KERNEL: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-) -> tuple[tl.tensor, ...]:
+    conv: tl.tensor, a_log: tl.tensor, dt_bias: tl.tensor, columns: tl.tensor, head: tl.tensor,
+    HEADS: tl.constexpr, KEYS: tl.constexpr, KERNEL: tl.constexpr, BLOCK_T: tl.constexpr,
+) -> tuple[tl.tensor, ...]:  # fmt: skip
     """What all rows share: weights of the columns, of the decay, the head, and q's factor."""
     q_weights = _weights(conv, columns[0], HEADS, KERNEL, BLOCK_T)
     k_weights = _weights(conv, columns[1], HEADS, KERNEL, BLOCK_T)
@@ -322,18 +269,10 @@ def _mixed(places: tl.tensor, columns: tl.tensor, real: tl.tensor, weights: tl.t
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def _advance(
-    state: tl.tensor,
-    index: tl.tensor,
-    where: tl.tensor,
-    bits: tl.tensor,
-    columns: tl.tensor,
-    layer: tl.tensor,
-    RING: tl.constexpr,
-    INPUTS: tl.constexpr,
-    HEADS: tl.constexpr,
-    KERNEL: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor]:
+    state: tl.tensor, index: tl.tensor, where: tl.tensor, bits: tl.tensor, columns: tl.tensor,
+    layer: tl.tensor, RING: tl.constexpr, INPUTS: tl.constexpr, HEADS: tl.constexpr,
+    KERNEL: tl.constexpr, BLOCK_T: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
     """The state `[K, V]` after the row at `index`, and the row's answer `[V]`."""
     own, row_stride, ring, first = where
     q_weights, k_weights, v_weights, a, bias, head, scale = layer
@@ -360,14 +299,9 @@ def _advance(
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def _keep_row(
-    source: tl.tensor,
-    place: tl.tensor,
-    head: tl.tensor,
-    block: tl.tensor,
-    columns: tl.tensor,
-    KEY_HEADS: tl.constexpr,
-    HEADS: tl.constexpr,
-) -> None:
+    source: tl.tensor, place: tl.tensor, head: tl.tensor, block: tl.tensor, columns: tl.tensor,
+    KEY_HEADS: tl.constexpr, HEADS: tl.constexpr,
+) -> None:  # fmt: skip
     """Copies a program's part of a row's inputs: what no other program copies."""
     q, k, v = columns
     tl.store(place + v, tl.load(source + v, mask=v >= 0), mask=v >= 0)
