@@ -52,6 +52,8 @@ class WindowWorkspace:
     """[R] float32: log2 of the summed weights of those rows."""
     num_processors: int = 1
     """Multiprocessors of the device."""
+    num_programs: int = 1
+    """Programs of the Triton kernel of windows that fill the device."""
 
     @classmethod
     def allocate(
@@ -62,12 +64,8 @@ class WindowWorkspace:
         if device.type == "cuda":
             number = torch.cuda.get_device_properties(device).multi_processor_count
         outputs = torch.empty(rows, width, dtype=torch.float32, device=device)
-        return cls(outputs, outputs.new_empty(rows), number)
-
-    @property
-    def num_programs(self) -> int:
-        """Programs of the Triton kernel that fill the device."""
-        return self.num_processors * PROGRAMS_PER_MULTIPROCESSOR
+        log_sums = outputs.new_empty(rows)
+        return cls(outputs, log_sums, number, number * PROGRAMS_PER_MULTIPROCESSOR)
 
     def splits(
         self, num_tiles: int, num_rows: int, max_len: int, *, is_wide: bool = False

@@ -235,7 +235,7 @@ def windows(*, has_codes: bool) -> None:
     for shape, window, batch, dtype in product(ATTENTION_SHAPES, WINDOWS, (1, 64), FLOATS):
         q_heads, kv_heads, head_dim = shape
         workspace = window_splits.WindowWorkspace(
-            float32(1 << 15, head_dim), float32(1 << 15), PROCESSORS
+            float32(1 << 15, head_dim), float32(1 << 15), PROCESSORS, 3 * PROCESSORS
         )
         qkv = empty(batch * window, q_heads + 2 * kv_heads, head_dim, dtype=dtype)
         stored = FP8 if has_codes else dtype

@@ -273,7 +273,7 @@ def test_writing_kv_changes_only_the_slots_of_the_rows() -> None:
 
 def test_splits_fill_the_device_and_fit_the_workspace() -> None:
     workspace = WindowWorkspace.allocate(16, torch.device("cpu"))
-    workspace = replace(workspace, num_processors=132)
+    workspace = replace(workspace, num_programs=396)
     for num_tiles, max_len, number in ((4, 10**6, MAX_SPLITS), (8, 10**6, 396 // 8), (8, 4096, 32)):
         found = workspace.splits(num_tiles, 4 * num_tiles, max_len)
         assert found == Splits(number, MIN_KEYS_PER_SPLIT, are_rare=False, small_programs=False)
@@ -284,7 +284,7 @@ def test_splits_fill_the_device_and_fit_the_workspace() -> None:
 
 def test_wide_windows_have_one_wave_of_programs_and_splits_worth_their_partial_results() -> None:
     workspace = WindowWorkspace.allocate(128, torch.device("cpu"))
-    workspace = replace(workspace, num_processors=132)  # of an H200
+    workspace = replace(workspace, num_programs=396)  # of an H200
     found = {}
     for batch, window in product((1, 8, 16), (16, 32, 64)):
         tiles = batch * 8 * (4 * window // 64)
@@ -300,7 +300,7 @@ def test_windows_of_8_tokens_and_tiles_that_are_not_full_have_the_splits_of_narr
 
 
 def test_a_launch_that_fills_the_device_splits_only_long_requests() -> None:
-    workspace = replace(WindowWorkspace.allocate(16, torch.device("cpu")), num_processors=132)
+    workspace = replace(WindowWorkspace.allocate(16, torch.device("cpu")), num_programs=396)
     assert workspace.splits(512, 2048, MIN_KEYS_PER_LONG_SPLIT).number == 1
     for num_keys, number in ((3 * MIN_KEYS_PER_LONG_SPLIT, 3), (10**6, MAX_LONG_SPLITS)):
         found = workspace.splits(512, 2048, num_keys)
@@ -308,7 +308,7 @@ def test_a_launch_that_fills_the_device_splits_only_long_requests() -> None:
 
 
 def test_programs_are_small_if_that_leaves_fewer_slots_of_the_last_wave_empty() -> None:
-    workspace = replace(WindowWorkspace.allocate(16, torch.device("cpu")), num_processors=132)
+    workspace = replace(WindowWorkspace.allocate(16, torch.device("cpu")), num_programs=396)
     found = {
         tiles: workspace.splits(tiles, 4 * tiles, 8192).small_programs
         for tiles in (396, 397, 528, 529)
@@ -318,7 +318,7 @@ def test_programs_are_small_if_that_leaves_fewer_slots_of_the_last_wave_empty() 
 
 
 def test_warps_and_registers_are_triton_launch_options() -> None:
-    workspace = replace(WindowWorkspace.allocate(16, torch.device("cpu")), num_processors=132)
+    workspace = replace(WindowWorkspace.allocate(16, torch.device("cpu")), num_programs=396)
     found = [
         warps_of(workspace.splits(tiles, 4 * tiles, 8192), block_m, 128)
         for tiles, block_m in ((396, 16), (397, 16), (396, 32), (396, 64))
