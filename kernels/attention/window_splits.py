@@ -179,7 +179,9 @@ def add_paged_keys(
     scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * log2_scale
     scores = tl.where(seen, scores, float("-inf"))
     values = tl.load(pointers + value_offset, mask=present, other=0.0)
-    return add_keys(top, total, mixed, scores, widened(values, queries.dtype))
+    values = widened(values, queries.dtype)
+    top, total, mixed = add_keys(top, total, mixed, scores, values)
+    return top, total, mixed
 
 
 # The splits of window attention: the share of the keys that each has, and the kernel that joins

@@ -46,8 +46,8 @@ def top_tokens(
     if temperature is not None:
         assert seeds is not None and positions is not None
         per_request = len(values) // len(temperature)
-        columns = (x.repeat_interleave(per_request) for x in (temperature, seeds, positions))
-        values = drawn_values(values, *columns, token_map, cut=cut)
+        given = [x.repeat_interleave(per_request) for x in (temperature, seeds, positions)]
+        values = drawn_values(values, given[0], given[1], given[2], token_map, cut=cut)
     columns = best_columns(values, topk)
     probs = values.softmax(dim=1).gather(1, columns)
     return probs, columns if token_map is None else token_map[columns]

@@ -164,7 +164,9 @@ def _chosen(
 ) -> torch.Tensor:
     """The token of each row, `[R]`, from the best of its parts, or the filled `offers`."""
     device, (num_rows, num_parts) = parts[0].device, parts[0].shape
-    chosen = torch.empty(num_rows, dtype=torch.int64, device=device) if offers is None else None
+    chosen = offers
+    if chosen is None:
+        chosen = torch.empty(num_rows, dtype=torch.int64, device=device)
     _choose_among_parts[(num_rows,)](
         *(*parts, token_map, chosen, offers, first, num_parts),
         triton.next_power_of_2(num_parts),
@@ -172,7 +174,7 @@ def _chosen(
         **programmatic_launch(device),
         num_warps=1,
     )
-    return offers if chosen is None else chosen
+    return chosen
 
 
 def offer_token_triton(

@@ -1,5 +1,6 @@
-"""The grouped GEMMs with codes of activations and with weights of 4 bits: the formula, biases and
-gpt-oss's SwiGLU, and that a row has the same bits in every batch. Under Triton's interpreter in a
+"""The grouped GEMMs with FP8 weights, with codes of activations and with weights of 4 bits: the
+formula, biases and gpt-oss's SwiGLU, that every weight has its own scale, that only experts that
+are hit are read, and that a row has the same bits in every batch. Under Triton's interpreter in a
 subprocess, and on a CUDA device (`-m gpu`) with the shapes of models."""
 
 import re
@@ -38,13 +39,14 @@ from tllm_spec.kernels.gemm.int4_weights import (
 FP8 = torch.float8_e4m3fn
 # Of FP8 what shares scales of activations and of weights; of 4 bits the inputs that share a word.
 KINDS: dict[str, Form] = {
+    "fp8": "fp8",
     "token": "codes",
     "block": "blocks",
     "block of a token": "blocks",
     "tile": "tiles",
 }
-CODES = tuple(KINDS)
-FORMS = (*CODES, "int4 32", "int4 128", "mxfp4 32", "nvfp4 16")
+CODES = tuple(KINDS)[1:]
+FORMS = (*KINDS, "int4 32", "int4 128", "mxfp4 32", "nvfp4 16")
 on_each_form = pytest.mark.parametrize("form", [form for form in FORMS if form != "tile"])
 # Less than a block of inputs, incomplete blocks, and one expert for everything.
 SMALL = [Shape(5, 2, 96, 40), Shape(3, 1, 160, 224), Shape(1, 1, 320, 130)]
@@ -99,6 +101,11 @@ def weights_of(
 ) -> tuple[ExpertWeights, torch.Tensor]:
     """A random layer of weight's shape `[E, N, K]`, and its values in float64."""
     device, (number, outputs, inputs) = weight.device, weight.shape
+    if form == "fp8":  # scales are powers of two and differ by expert, output and block of inputs
+        shape = number, outputs, -(-inputs // 128)
+        scales = torch.randint(-8, 1, shape, generator=generator, device=device).float().exp2()
+        stored, by_input = weight.to(FP8), scales.double().repeat_interleave(128, 2)
+        return ExpertWeights(stored, scales), stored.double() * by_input[..., :inputs]
     bias = torch.randn(number, outputs, generator=generator, device=device).bfloat16()
     if form in CODES:
         columns = 1 if form == "token" else -(-inputs // 128)
@@ -218,7 +225,7 @@ def test_gates_and_ups_are_clamped_to_the_limit(form: str, device: str) -> None:
 
 
 @on_each_kernel_device
-@pytest.mark.parametrize("form", ["tile", "token", "int4 32"])
+@pytest.mark.parametrize("form", ["tile", "token", "int4 32", "fp8"])
 def test_every_size_of_block_gives_the_formula(form: str, device: str) -> None:
     seen = set()
     shape = Shape(2, 1, 256, 128) if form == "tile" else Shape(2, 1, 160, 48)
@@ -241,10 +248,45 @@ def test_a_row_has_the_same_bits_alone_and_in_a_batch(
         assert torch.equal(own.output(own.inner()).view(-1, 2, 160), expected[tokens])
 
 
+@on_each_kernel_device
+def test_every_weight_has_its_own_scale(device: str) -> None:
+    """Rows of the identity give the weights themselves."""
+    p = problem("fp8", Shape(3, 1, 72, 148), 150, torch.bfloat16, device)
+    inputs = torch.arange(150, device=device) % 148
+    output = p.output(torch.nn.functional.one_hot(inputs, 148).to(p.x.dtype))
+    for row, assignment in enumerate(p.rows.order.tolist()):
+        own = p.down[int(p.experts[assignment, 0])]
+        assert torch.equal(output[assignment].double(), own[:, inputs[row]])
+
+
+@pytest.mark.slow
+@on_each_kernel_device
+def test_the_bounds_tell_scales_of_another_expert_output_or_block(device: str) -> None:
+    p = problem("fp8", Shape(3, 2, 300, 140 if INTERPRETED else 260), 9, torch.bfloat16, device)
+    for number, own in enumerate(p.layers):
+        assert own.scales is not None
+        for wrong in (own.scales.roll(1, dim) for dim in range(3)):
+            layers = list(p.layers)
+            layers[number] = replace(own, scales=wrong)
+            with pytest.raises(AssertionError):
+                check(replace(p, layers=(layers[0], layers[1])))
+
+
+@on_each_kernel_device
+def test_experts_that_no_token_takes_are_not_read(device: str) -> None:
+    """Their scales are NaN, and so is whatever is computed with them."""
+    p = problem("fp8", Shape(8, 2, 64, 48), 5, torch.float32, device)
+    p.experts[:] = torch.tensor([5, 2], dtype=torch.int32)
+    for own in p.layers:
+        assert own.scales is not None
+        own.scales[[0, 1, 3, 4, 6, 7]] = torch.nan
+    check(p)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(INTERPRETED, reason="needs tensor cores")
 @pytest.mark.parametrize("shape", [QWEN3, V3, GPT_OSS], ids=str)
-@pytest.mark.parametrize("form", ["token", "block", "tile", "int4 128", "mxfp4 32"])
+@pytest.mark.parametrize("form", ["fp8", "token", "block", "tile", "int4 128", "mxfp4 32"])
 def test_the_number_of_rows_changes_no_bit_of_a_row_on_the_device(form: str, shape: Shape) -> None:
     if form == "tile" and shape == GPT_OSS:
         shape = Shape(4, 2, 768, 384)

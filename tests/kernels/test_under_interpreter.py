@@ -42,7 +42,6 @@ NAMES = (
     "moe_routing",
     "moe_permute",
     "grouped_gemm",
-    "scaled_grouped_gemm",
     "quantised_grouped_gemm",
     "moe_combine",
     "slot_trees",
