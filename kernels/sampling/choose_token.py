@@ -168,7 +168,7 @@ def _chosen(
     if chosen is None:
         chosen = torch.empty(num_rows, dtype=torch.int64, device=device)
     _choose_among_parts[(num_rows,)](
-        *(*parts, token_map, chosen, offers, first, num_parts),
+        *(*parts, token_map, chosen if offers is None else None, offers, first, num_parts),
         triton.next_power_of_2(num_parts),
         nothing,
         **programmatic_launch(device),
