@@ -33,40 +33,8 @@ def rows_class(rows: int) -> int:
     return halfway if power > SMALLEST_ROWS and rows <= halfway else power
 
 
-@dataclass(frozen=True)
-class GemmKey:
-    """A GEMM of `[rows, in_features]` and `[out_features, in_features]`; `rows` is a class (see
-    `rows_class`). dtype: such as `bfloat16`. adds: whether the result is added to the output."""
-
-    in_features: int
-    out_features: int
-    dtype: str
-    rows: int
-    adds: bool = False
-
-    def __str__(self) -> str:
-        sizes = f"{self.rows}x{self.in_features}x{self.out_features}"
-        return f"{sizes} {self.dtype}{' add' if self.adds else ''}"
-
-
-@dataclass
-class LinearTable:
-    """By `str(GemmKey)`: the algorithm, or None if torch's choice is as fast."""
-
-    choices: dict[str, bytes | None] = field(default_factory=dict)
-
-    def __contains__(self, key: GemmKey) -> bool:
-        return str(key) in self.choices
-
-    def __getitem__(self, key: GemmKey) -> bytes | None:
-        return self.choices[str(key)]
-
-    def __setitem__(self, key: GemmKey, algorithm: bytes | None) -> None:
-        self.choices[str(key)] = algorithm
-
-    def get(self, key: GemmKey) -> bytes | None:
-        """None also if the key is not in the table."""
-        return self.choices.get(str(key))
+LinearTable = dict[str, bytes | None]
+"""By `key_of`: the algorithm, or None if torch's choice is as fast."""
 
 
 def table_path(folder: Path, device_name: str, library_version: int, torch_version: str) -> Path:
@@ -96,13 +64,11 @@ def read_table(path: Path, algorithm_bytes: int) -> LinearTable:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         logger.warning("%s cannot be read and will be measured again: %s", path, error)
         return LinearTable()
-    return LinearTable(choices)
+    return choices
 
 
 def write_table(path: Path, table: LinearTable) -> None:
-    choices = {
-        key: None if found is None else found.hex() for key, found in sorted(table.choices.items())
-    }
+    choices = {key: None if found is None else found.hex() for key, found in sorted(table.items())}
     write_file(path, json.dumps({"format": FORMAT, "choices": choices}, indent=1).encode())
 
 
@@ -138,9 +104,12 @@ class TunedGemms:
         return (plan, algorithm) if plan.accepts(algorithm) else None
 
 
-def key_of(sizes: Sizes) -> GemmKey:
+def key_of(sizes: Sizes) -> str:
+    """The same for all GEMMs of `[rows, in_features]` and `[out_features, in_features]` whose rows
+    are of a class."""
     dtype = str(sizes.dtype).removeprefix("torch.")
-    return GemmKey(sizes.in_features, sizes.out_features, dtype, rows_class(sizes.rows), sizes.adds)
+    shape = f"{rows_class(sizes.rows)}x{sizes.in_features}x{sizes.out_features}"
+    return f"{shape} {dtype}{' add' if sizes.adds else ''}"
 
 
 def tuned_linear(
@@ -271,7 +240,7 @@ def tune_missing(
 
 
 def _tune_rows(table: LinearTable, lt: CublasLt, groups: Sequence[GemmGroup], rows: int) -> int:
-    missing: dict[GemmKey, Search] = {}
+    missing: dict[str, Search] = {}
     for group in groups:
         sizes = group.sizes(rows)
         if (key := key_of(sizes)) not in table and sizes.output_bytes <= MAX_OUTPUT_BYTES:

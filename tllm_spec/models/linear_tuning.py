@@ -61,8 +61,8 @@ def tune_linears(
     is_first, num_measured = communicator.mapping.rank == 0, 0
     if is_first:
         num_measured = tune_missing(table, lt, _by_shape(layers), row_counts)
-    choices = communicator.broadcast(msgpack.packb(table.choices) if is_first else b"")
-    table.choices = msgpack.unpackb(choices)
+    choices = communicator.broadcast(msgpack.packb(table) if is_first else b"")
+    table = msgpack.unpackb(choices)
     tuned = TunedGemms(lt, table)
     for layer in layers:
         assert isinstance(layer.weight_format, CudaWeight)
