@@ -11,8 +11,9 @@ import torch.nn.functional as F
 
 from tllm_spec.kernels.attention.rotary_write import Rotary
 from tllm_spec.kernels.dispatch import tl, triton, with_kernel
-from tllm_spec.kernels.gemm.norms import rms_norm
+from tllm_spec.kernels.gemm.norms import norm_row, rms_norm
 from tllm_spec.kernels.launch import begin, programmatic_launch
+from tllm_spec.kernels.slots.row_copies import copy_part
 
 
 @dataclass(frozen=True)
@@ -137,13 +138,13 @@ def draft_input_kernel(
             token = tl.load(token_ids + row)
         embedding, output = table + token * SIZE, both + row * 2 * SIZE
         if embedding_weight is None:
-            _copy(embedding, output, SIZE, BLOCK)
+            copy_part(embedding, output, 0, SIZE, BLOCK)
         else:
             _norm(embedding, embedding_weight, output, eps, SIZE, BLOCK)
     elif part == 1:
         state, output = hidden + row * hidden_stride, both + (row * 2 + 1) * SIZE
         if hidden_weight is None:
-            _copy(state, output, SIZE, BLOCK)
+            copy_part(state, output, 0, SIZE, BLOCK)
         else:
             _norm(state, hidden_weight, output, eps, SIZE, BLOCK)
     elif part == 2:
@@ -152,22 +153,13 @@ def draft_input_kernel(
                 source = row
             else:
                 source = tl.load(wanted + row)
-            _copy(hidden + source * hidden_stride, total + row * SIZE, SIZE, BLOCK)
+            copy_part(hidden + source * hidden_stride, total + row * SIZE, 0, SIZE, BLOCK)
     else:
-        _copy(
+        source, output = (
             rotary + tl.load(positions + row) * ROTARY_SIZE,
             cos_sin + row * ROTARY_SIZE,
-            ROTARY_SIZE,
-            ROTARY_BLOCK,
         )
-
-
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
-def _copy(source: tl.tensor, output: tl.tensor, SIZE: tl.constexpr, BLOCK: tl.constexpr) -> None:
-    """Copies one row."""
-    columns = tl.arange(0, BLOCK)
-    real = columns < SIZE
-    tl.store(output + columns, tl.load(source + columns, mask=real), mask=real)
+        copy_part(source, output, 0, ROTARY_SIZE, ROTARY_BLOCK)
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
@@ -178,8 +170,5 @@ def _norm(
     """RMSNorm of one row."""
     columns = tl.arange(0, BLOCK)
     real = columns < SIZE
-    weights = tl.load(weight + columns, mask=real, other=0.0).to(tl.float32)
-    values = tl.load(x + columns, mask=real, other=0.0).to(tl.float32)
-    mean_square = tl.div_rn(tl.sum(values * values, 0), SIZE * 1.0)
-    normed = values * tl.rsqrt(mean_square + eps) * weights
+    normed = norm_row(x, weight, eps, columns, real, SIZE)
     tl.store(output + columns, normed.to(output.dtype.element_ty), mask=real)

@@ -154,6 +154,18 @@ def tile_of_program(
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def load_weights(
+    w_rows: tl.tensor, inputs: tl.tensor, IN: tl.constexpr, BLOCK: tl.constexpr
+) -> tl.tensor:
+    """`[outputs, inputs]` of a weight, 0 after the last input."""
+    if IN % BLOCK == 0:
+        w = tl.load(w_rows + inputs[None, :])
+    else:
+        w = tl.load(w_rows + inputs[None, :], mask=(inputs < IN)[None, :], other=0.0)
+    return w
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def sum_inputs(
     x_rows: tl.tensor, real_row: tl.tensor, w_rows: tl.tensor, scale_rows: tl.tensor,
     first: tl.tensor, end: tl.tensor, IN: tl.constexpr, GROUP: tl.constexpr, WIDEN: tl.constexpr,
@@ -173,10 +185,7 @@ def sum_inputs(
             inputs = start + tl.arange(0, BLOCK)
             if scale_rows is not None:
                 scale = tl.load(scale_rows + start // BLOCK)
-            if IN % BLOCK == 0:
-                w = tl.load(w_rows + inputs[None, :])
-            else:
-                w = tl.load(w_rows + inputs[None, :], mask=(inputs < IN)[None, :], other=0.0)
+            w = load_weights(w_rows, inputs, IN, BLOCK)
             x = load_inputs(x_rows, real_row, inputs, IN, BLOCK, WIDEN)
             if scale_rows is not None:
                 # By way of float32: the direct conversion to bfloat16 has an eighth of the

@@ -14,9 +14,15 @@ from dataclasses import dataclass, field
 import torch
 
 from tllm_spec.kernels.dispatch import tl, triton, with_kernel
-from tllm_spec.kernels.gemm.batch_invariant_linear import OUTPUTS_ADDED, Tiling, tile_of_program
+from tllm_spec.kernels.gemm.batch_invariant_linear import (
+    OUTPUTS_ADDED,
+    Tiling,
+    load_weights,
+    tile_of_program,
+)
 from tllm_spec.kernels.gemm.cublas_lt import ALIGNMENT, DATA_TYPES, CublasLt, Plan, Scaling, Sizes
 from tllm_spec.kernels.gemm.fp8_numbers import BLOCK, ROWS_TOGETHER
+from tllm_spec.kernels.gemm.int4_weights import load_inputs
 from tllm_spec.kernels.gemm.scaled_linear import chunk_of
 from tllm_spec.kernels.launch import (
     HOPPER_BYTES,
@@ -254,15 +260,10 @@ def sum_codes(
         next_w = _scale(w_scale_rows + block * w_scale_stride, None, W_BLOCKS)
         next_x = _scale(x_scale_rows + block * x_scale_stride, real_row, X_BLOCKS)
         inputs = start + tl.arange(0, BLOCK)
-        if IN % BLOCK == 0:
-            w = tl.load(w_rows + inputs[None, :])
-            x = tl.load(x_rows + inputs[:, None], mask=real_row[None, :], other=0.0)
-        else:
-            w = tl.load(w_rows + inputs[None, :], mask=(inputs < IN)[None, :], other=0.0)
-            x_mask = (inputs < IN)[:, None] & real_row[None, :]
-            x = tl.load(x_rows + inputs[:, None], mask=x_mask, other=0.0)
+        w = load_weights(w_rows, inputs, IN, BLOCK)
+        x = load_inputs(x_rows, real_row, inputs, IN, BLOCK, WIDEN)
         if WIDEN:
-            w, x = w.to(tl.float32), x.to(tl.float32)
+            w = w.to(tl.float32)
         if not X_BLOCKS and not W_BLOCKS:
             total = tl.dot(w, x, total, input_precision="ieee", max_num_imprecise_acc=ADDED)
         else:

@@ -76,6 +76,18 @@ def rms_norm_triton(
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def norm_row(
+    x: tl.tensor, weight: tl.tensor, eps: tl.tensor, columns: tl.tensor, real: tl.tensor,
+    SIZE: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """RMSNorm of one row, in float32."""
+    weights = tl.load(weight + columns, mask=real, other=0.0).to(tl.float32)
+    values = tl.load(x + columns, mask=real, other=0.0).to(tl.float32)
+    mean_square = tl.div_rn(tl.sum(values * values, 0), SIZE * 1.0)
+    return values * tl.rsqrt(mean_square + eps) * weights
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def rms_norm_kernel(
     x: tl.tensor, x_stride: tl.tensor, weight: tl.tensor, output: tl.tensor,
     output_stride: tl.tensor, eps: tl.tensor, ADDS: tl.constexpr, SIZE: tl.constexpr,
@@ -86,10 +98,8 @@ def rms_norm_kernel(
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     real = columns < SIZE
-    weights = tl.load(weight + columns, mask=real, other=0.0).to(tl.float32)
-    values = tl.load(x + row * x_stride + columns, mask=real, other=0.0).to(tl.float32)
-    mean_square = tl.div_rn(tl.sum(values * values, 0), SIZE * 1.0)
-    normed = (values * tl.rsqrt(mean_square + eps) * weights).to(output.dtype.element_ty)
+    normed = norm_row(x + row * x_stride, weight, eps, columns, real, SIZE)
+    normed = normed.to(output.dtype.element_ty)
     targets = output + row * output_stride + columns
     if ADDS:
         old = tl.load(targets, mask=real, other=0.0).to(tl.float32)

@@ -188,7 +188,7 @@ def copy_rows_kernel(
         from_row = row
     else:
         from_row = tl.load(rows + row)
-    _copy_part(
+    copy_part(
         source + from_row * source_stride, destination + row * destination_stride, part, SIZE, BLOCK
     )
 
@@ -224,11 +224,11 @@ def store_in_rings_kernel(
     if part == 0:
         tl.store(ring_tokens + index, tl.load(tokens + row * tokens_stride))
     if states is not None:
-        _copy_part(states + row * states_stride, ring_states + index * SIZE, part, SIZE, BLOCK)
+        copy_part(states + row * states_stride, ring_states + index * SIZE, part, SIZE, BLOCK)
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
-def _copy_part(
+def copy_part(
     source: tl.tensor,
     destination: tl.tensor,
     part: tl.tensor,
