@@ -4,7 +4,12 @@ import pytest
 import torch
 
 from tests.kernels.interpreter import on_each_kernel_device
-from tests.kernels.test_slot_trees import NUM_SLOTS, random_parents, tables_for, with_parents
+from tests.kernels.test_slot_windows import (
+    NUM_SLOTS,
+    random_parents,
+    random_tables,
+    with_parents,
+)
 from tllm_spec.config.draft_shape import END, NOTHING, OFF_CHAIN
 from tllm_spec.kernels.drafts.path_trees import path_ranks
 from tllm_spec.kernels.slots.slot_windows import accept_windows
@@ -38,7 +43,7 @@ def test_the_kernel_shows_what_the_reference_shows(device: str, width: int) -> N
     values = set()
     for seed in range(3):
         generator = torch.Generator().manual_seed(seed)
-        tables, (parents, depth) = tables_for(seed, width), random_parents(seed, width)
+        tables, (parents, depth) = random_tables(seed, width), random_parents(seed, width)
         slots = torch.randperm(NUM_SLOTS, generator=generator)[: 5 + 5 * seed]
         targets = torch.randint(-1, 3, (len(slots), width), generator=generator)
         num_drafts, kv_lens = tables.num_drafts[slots], tables.kv_lens[slots]

@@ -44,7 +44,6 @@ NAMES = (
     "grouped_gemm",
     "quantised_grouped_gemm",
     "moe_combine",
-    "slot_trees",
     "draft_beams",
     "top_tokens",
     "move_kv",
