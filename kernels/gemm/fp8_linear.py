@@ -199,7 +199,7 @@ def _check(
     assert output.stride(1) == 1 and (code_scales.stride(1) == 1 or num_rows <= 1)
 
 
-# A tile is `[outputs, rows]`, W x^T, as in scaled_linear_triton.py; both operands go from shared
+# A tile is `[outputs, rows]`, W x^T, as in scaled_linear.py; both operands go from shared
 # memory to FP8 tensor cores. The number of inputs is also an argument that is not a compile-time
 # constant, so that the loop is pipelined for any size.
 
