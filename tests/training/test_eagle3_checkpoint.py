@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from tests.training.eagle3_entries import FOLDER
 from tests.zoo.runs import read_json
 from tllm_spec.models.config import ModelConfig
-from tllm_spec.training.eagle3 import Eagle3Head
+from tllm_spec.training.eagle3 import DraftHead
 from tllm_spec.training.head_files import load_head, read_shape, save_head
 from tllm_spec.zoo.registry import resolve_model
 
@@ -22,7 +22,7 @@ def test_the_checkpoint_has_the_published_format_and_loads_again(tmp_path: Path)
     """Names and shapes of published EAGLE-3 heads, in the size of the zoo's head."""
     shape = read_shape(FOLDER, TARGET)
     ids = torch.randperm(2048)[:1024].sort().values
-    head = Eagle3Head(shape, ids)
+    head = DraftHead(shape, ids)
     save_head(head, (FOLDER / "config.json").read_text(), tmp_path)
     assert (tmp_path / "config.json").read_bytes() == (FOLDER / "config.json").read_bytes()
     assert (tmp_path / "model.safetensors").stat().st_size < 3_000_000

@@ -11,13 +11,13 @@ from transformers import LlamaForCausalLM
 
 from tests.training.eagle3_entries import DRAFT_IDS, SHAPE, EntryByEntryHead, learn, settings
 from tllm_spec.training import head_loss as training
-from tllm_spec.training.eagle3 import Eagle3Head, FeatureHead, target_states
+from tllm_spec.training.eagle3 import DraftHead, target_states
 from tllm_spec.training.head_files import build_head, draft_vocabulary
 from tllm_spec.training.language_model import ARGMAX_SHARE, TokenData
 
 
 def unrolled(
-    head: FeatureHead, target: LlamaForCausalLM, tokens: Tensor, unroll: int
+    head: DraftHead, target: LlamaForCausalLM, tokens: Tensor, unroll: int
 ) -> tuple[Tensor, Tensor]:
     batch = training.Batch.whole(tokens, unroll)
     return training.unrolled(head, target, batch, unroll)
@@ -25,13 +25,13 @@ def unrolled(
 
 @torch.no_grad()
 def test_unrolled_training_equals_sequential_drafting_from_every_start(
-    target: LlamaForCausalLM, head: Eagle3Head
+    target: LlamaForCausalLM, head: DraftHead
 ) -> None:
     tokens, unroll = torch.randint(12, (2, 17)), 5
     features, _ = target_states(target, tokens, None)
     embeddings = target.get_input_embeddings()(tokens)
-    states = training.chain_states(head, features, embeddings, unroll)
-    steps = torch.stack(list(map(head.logits, states)))
+    states = training.step_states(head, target, features, tokens, unroll)
+    steps = torch.stack([head.logits(hidden) for hidden, _ in states])
     assert steps.shape == (unroll, 2, 17 - unroll, 9)
     for row in range(2):
         reference = EntryByEntryHead(head, features[row], embeddings[row])
@@ -80,15 +80,15 @@ def test_the_loss_is_kl_over_the_draft_vocabulary_and_nll_of_a_best_token_inside
 
 @torch.no_grad()
 def test_each_step_is_compared_with_the_targets_logits_for_the_same_token(
-    target: LlamaForCausalLM, head: Eagle3Head
+    target: LlamaForCausalLM, head: DraftHead
 ) -> None:
     tokens, unroll = torch.randint(12, (2, 8 + 3)), 3
     losses, agreements = unrolled(head, target, tokens, unroll)
     features, target_logits = target_states(target, tokens, None)
     wanted, floor, best = training.labels(target_logits, DRAFT_IDS)
     expected_losses, expected_agreements = torch.zeros(unroll), torch.zeros(unroll)
-    states = training.chain_states(head, features, target.get_input_embeddings()(tokens), unroll)
-    for step, logits in enumerate(map(head.logits, states)):
+    states = training.step_states(head, target, features, tokens, unroll)
+    for step, logits in enumerate(head.logits(hidden) for hidden, _ in states):
         for start in range(8):
             at = start + step + 1  # the target's logits that predict token start + step + 2, too
             log_probs = logits[:, start].log_softmax(-1)
@@ -99,7 +99,7 @@ def test_each_step_is_compared_with_the_targets_logits_for_the_same_token(
 
 
 @torch.no_grad()
-def test_logits_are_of_tokens_that_count(target: LlamaForCausalLM, head: Eagle3Head) -> None:
+def test_logits_are_of_tokens_that_count(target: LlamaForCausalLM, head: DraftHead) -> None:
     tokens, unroll = torch.randint(12, (3, 8 + 3)), 3
     counts = torch.rand(3, 11) < 0.4
     own_tokens, share = tokens[1:], slice(1, None)
@@ -123,7 +123,7 @@ def test_later_steps_have_less_weight() -> None:
 
 
 def test_a_late_step_trains_all_weights_through_the_heads_own_outputs(
-    target: LlamaForCausalLM, head: Eagle3Head
+    target: LlamaForCausalLM, head: DraftHead
 ) -> None:
     """The slope along the gradient equals its norm only if no path to the weights is detached."""
     tokens, weight = torch.randint(12, (2, 20)), head.fc.weight
@@ -147,7 +147,7 @@ def test_the_draft_vocabulary_weighs_both_texts_equally_whatever_their_sizes() -
 
 
 def test_sequences_too_short_for_a_chain_are_refused(
-    target: LlamaForCausalLM, head: Eagle3Head
+    target: LlamaForCausalLM, head: DraftHead
 ) -> None:
     with pytest.raises(ValueError, match="--length is 12; with --unroll 5 it must be 13 or more"):
         unrolled(head, target, torch.randint(12, (1, 12)), 5)
@@ -158,10 +158,11 @@ def test_a_fresh_head_starts_from_the_targets_output_layer(target: LlamaForCausa
     head = build_head(SHAPE, target, DRAFT_IDS, run)
     assert torch.equal(head.lm_head.weight, target.lm_head.weight[DRAFT_IDS])
     torch.testing.assert_close(head.norm.weight, target.model.norm.weight)
-    inputs = torch.randn(1, 40, 16)
-    assert not torch.equal(head(inputs, inputs)[0], head(inputs, inputs)[0])  # dropout
+    hidden = torch.randn(1, 40, 16)
+    inputs = hidden, hidden, torch.arange(40)
+    assert not torch.equal(head(*inputs)[0], head(*inputs)[0])  # dropout
     head.eval()
-    assert torch.equal(head(inputs, inputs)[0], head(inputs, inputs)[0])
+    assert torch.equal(head(*inputs)[0], head(*inputs)[0])
 
 
 def test_a_few_steps_reduce_the_loss(target: LlamaForCausalLM) -> None:

@@ -27,8 +27,8 @@ from tllm_spec.training.deepseek import (
     mixtures,
     published,
 )
-from tllm_spec.training.language_model import TokenData
-from tllm_spec.training.mtp import NextnModules, build_modules, mtp_loss, target_rows
+from tllm_spec.training.language_model import TokenData, mixed
+from tllm_spec.training.mtp import NextnModules, build_modules, modules_figures, target_rows
 from tllm_spec.zoo import train
 
 TINY = {
@@ -104,7 +104,7 @@ def test_engine_training_and_transformers_have_the_same_logits(
 def test_the_engines_module_equals_the_trained_one(runs: Path, modules: NextnModules) -> None:
     tokens = torch.tensor([[7, 8, 9, 30, 31, 2, 60, 61, 5, 6, 7, 8]])
     rows = target_rows(modules.target, tokens)
-    (states,) = modules.chain(rows.hidden, rows.embeddings, 1, is_vanilla=False)
+    (states,) = modules.chain(rows.hidden[:, :-1], [rows.embeddings[:, 1:]], 1, is_vanilla=False)
     engine = load(runs / "model")
     assert isinstance(engine, DeepseekForCausalLM)
     runner = ModuleRunner(load_nextn(runs / "model", engine, "auto"))
@@ -189,7 +189,7 @@ def test_every_module_is_trained_and_the_target_is_not(runs: Path) -> None:
     target = load_target(runs / "model", CPU)
     modules = build_modules(target, RUN)
     data = TokenData((torch.arange(4096) % 50).short(), 0)
-    torch.autograd.backward(mtp_loss(modules, data, data, 2)(2, 32))
+    torch.autograd.backward(modules_figures(modules, 2, mixed(data, data, 2, 32))["loss"])
     assert all(x.grad is not None and x.grad.any() for x in modules.parameters())
     assert all(x.grad is None for x in target.parameters())
 

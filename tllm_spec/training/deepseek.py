@@ -6,8 +6,9 @@ gradients are those of the chosen experts, and nothing waits for the device."""
 
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -17,8 +18,8 @@ from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 
-from tllm_spec.training.language_model import TokenData, target_loss
-from tllm_spec.training.trainer import Settings, add_dropout
+from tllm_spec.training.language_model import build_model
+from tllm_spec.training.trainer import Settings
 from tllm_spec.zoo.registry import resolve_model
 
 SHAPE = resolve_model("zoo:deepseek")
@@ -99,14 +100,8 @@ def deepseek_config(folder: Path) -> Any:
 
 def build_target(shape: Path, settings: Settings, device: torch.device) -> Any:
     """A new fp32 model with the shape in `shape/config.json`, without MTP modules."""
-    config = deepseek_config(shape)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
-    model = with_dense_experts(model).to(device)
-    for layer in model.model.layers:
-        add_dropout(layer, settings.dropout)
-        if settings.compile:
-            layer.compile(dynamic=False)
-    return model
+    deepseek_config(shape)
+    return build_model(shape, settings, device, with_dense_experts)
 
 
 def load_target(folder: Path, device: torch.device) -> Any:
@@ -124,31 +119,17 @@ def load_target(folder: Path, device: torch.device) -> Any:
     return model.to(device).eval().requires_grad_(False)
 
 
-def balanced_loss(model: Any, data: TokenData) -> Callable[[int, int], Tensor]:
-    """Next-token cross entropy. Each batch begins with the update for the batch before."""
-    plain = target_loss(model, data)
-
-    def loss(windows: int, length: int) -> Tensor:
-        balance(model)
-        return plain(windows, length)
-
-    return loss
-
-
-def save_target(model: Any, shape: Path, output: Path) -> None:
-    """`save_model` without MTP modules, as `train` calls it."""
-    save_model(model.state_dict(), shape, output)
-
-
-def save_model(tensors: dict[str, Tensor], shape: Path, output: Path) -> None:
+def save_model(
+    model: Any, shape: Path, output: Path, added: Mapping[str, Tensor] = MappingProxyType({})
+) -> None:
     """Writes the checkpoint: weights in bf16 and correction biases in fp32, the configuration files
-    of `shape`, and the tokenizer of `zoo:llama`."""
+    of `shape`, and the tokenizer of `zoo:llama`. added: further tensors, such as MTP modules'."""
     output.mkdir(parents=True, exist_ok=True)
     kept = {
         name: tensor.to(torch.float32 if "correction_bias" in name else torch.bfloat16)
         .cpu()
         .contiguous()
-        for name, tensor in published(tensors)
+        for name, tensor in published(model.state_dict() | dict(added))
         if name != "lm_head.weight"  # tied to the embedding
     }
     save_file(kept, output / "model.safetensors", metadata={"format": "pt"})

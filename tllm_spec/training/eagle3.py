@@ -1,9 +1,10 @@
-"""An EAGLE-3 head (arXiv 2503.01840) for training, in plain torch, with the tensor names of the
-speculators format. The engine has its own implementation for inference.
+"""EAGLE-3 (arXiv 2503.01840) and P-EAGLE heads for training, in plain torch, with the tensor names
+of the speculators format. The engine has its own implementation for inference.
 
 Entry `j` of the head reads (hidden states of the target at token j, embedding of token j+1) at
 rotary position j and predicts token j+2. For tokens that the target has not read, the head's output
-for the previous entry replaces the target's states.
+for the previous entry replaces the target's states. A P-EAGLE head drafts all tokens at once: there
+`mask_hidden` replaces the states, and the mask token the tokens.
 
 All chains of a text run in parallel. Chain `s` starts with the target's states of the tokens up to
 s; its entry at step k has position s+k. It attends to the entries j <= s from the target's states,
@@ -15,23 +16,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from tllm_spec.attention.interface import default_capture_layers
 from tllm_spec.models.eagle3_config import Eagle3Config
 
-# Layers of draft heads for training, in plain torch.
+NUM_CAPTURED = 3
 
 
-class RMSNorm(nn.Module):
-    """In fp32, also under autocast."""
+class Cache(NamedTuple):
+    """Keys and values of `S` chains after the first step, and of those of them that go on."""
 
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        hidden = hidden.float()
-        return self.weight * hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + self.eps)
+    keys: Tensor
+    """`[B, KV, S, D]`: entry j is from the target's states of token j."""
+    values: Tensor
+    own: tuple[tuple[Tensor, Tensor], ...] = ()
+    """Keys and values `[B, KV, A, D]` of each further step: the chains' own entries."""
 
 
 class Attention(nn.Module):
@@ -56,46 +56,40 @@ class Attention(nn.Module):
         return rotate(query, cos_sin), rotate(key, cos_sin), value
 
 
-class MLP(nn.Module):
-    def __init__(self, shape: Eagle3Config) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        output: Tensor = self.down_proj(F.silu(self.gate_proj(hidden)) * self.up_proj(hidden))
-        return output
-
-
 class Layer(nn.Module):
-    """What the Llama layers of heads have in common. A head's first layer reads embeddings and
+    """A Llama layer over the entries of parallel chains. A head's first layer reads embeddings and
     hidden states, the others hidden states only."""
 
     def __init__(self, shape: Eagle3Config, index: int) -> None:
         super().__init__()
         size, eps = shape.hidden_size, shape.rms_norm_eps
-        self.input_layernorm = RMSNorm(size, eps)
-        self.hidden_norm = None if index else RMSNorm(size, eps)
+        self.input_layernorm = LlamaRMSNorm(size, eps)
+        self.hidden_norm = None if index else LlamaRMSNorm(size, eps)
         self.self_attn = Attention(shape, size if index else 2 * size)
-        self.post_attention_layernorm = RMSNorm(size, eps)
-        self.mlp = MLP(shape)
+        self.post_attention_layernorm = LlamaRMSNorm(size, eps)
+        self.mlp = LlamaMLP(shape)
         self.norm_before_residual = shape.norm_before_residual
 
-    def inputs(self, hidden: Tensor, embeddings: Tensor) -> tuple[Tensor, Tensor]:
-        """What attention reads, `[B, S, H]` or `[B, S, 2H]`, and the residual `[B, S, H]`."""
+    def forward(
+        self,
+        hidden: Tensor,
+        embeddings: Tensor,
+        cos_sin: Tensor,
+        starts: Tensor,
+        cache: Cache | None,
+    ) -> tuple[Tensor, Cache]:
+        """`[B, A, H]` -> `[B, A, H]`, and the cache with this step's entries."""
         if self.hidden_norm is None:
-            return self.input_layernorm(hidden), hidden
-        normed = self.hidden_norm(hidden)
-        both = torch.cat((self.input_layernorm(embeddings), normed), -1)
-        return both, normed if self.norm_before_residual else hidden
-
-    def outputs(self, residual: Tensor, mixed: Tensor) -> Tensor:
-        """The residual stream `[B, S, H]` after the layer; mixed: attention's result, `[B, heads,
-        S, D]`."""
-        hidden = residual + self.self_attn.o_proj(mixed.transpose(1, 2).flatten(2))
-        output: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
-        return output
+            inputs = self.input_layernorm(hidden)
+        else:
+            normed = self.hidden_norm(hidden)
+            inputs = torch.cat((self.input_layernorm(embeddings), normed), -1)
+            hidden = normed if self.norm_before_residual else hidden
+        query, key, value = self.self_attn.project(inputs, cos_sin)
+        cache = extended(cache, key, value)
+        mixed = attend(query, cache, starts)
+        hidden = hidden + self.self_attn.o_proj(mixed.transpose(1, 2).flatten(2))
+        return hidden + self.mlp(self.post_attention_layernorm(hidden)), cache
 
 
 def rotary_rows(shape: Eagle3Config, positions: Tensor) -> Tensor:
@@ -112,38 +106,10 @@ def rotate(heads: Tensor, cos_sin: Tensor) -> Tensor:
     return (heads * cos_sin[0] + torch.cat((-high, low), -1) * cos_sin[1]).to(heads.dtype)
 
 
-NUM_CAPTURED = 3
+class DraftHead(nn.Module):
+    """The `state_dict` is a checkpoint in the speculators format. `d2t` holds offsets: the target's
+    id is `draft id + d2t[draft id]`."""
 
-
-class Cache(NamedTuple):
-    """Keys and values of `S` chains after the first step and `k` further ones."""
-
-    keys: Tensor
-    """`[B, KV, S, D]`: entry j is from the target's states of token j."""
-    values: Tensor
-    own_keys: Tensor
-    """`[B, KV, S, k, D]`: each chain's entries from its own outputs."""
-    own_values: Tensor
-
-
-class ChainLayer(Layer):
-    """Over the entries of parallel chains."""
-
-    def forward(
-        self, hidden: Tensor, embeddings: Tensor, cos_sin: Tensor, cache: Cache | None
-    ) -> tuple[Tensor, Cache]:
-        """`[B, S, H]` -> `[B, S, H]`, and the cache with this step's entries."""
-        inputs, residual = self.inputs(hidden, embeddings)
-        mixed, cache = attend_in_chains(*self.self_attn.project(inputs, cos_sin), cache)
-        return self.outputs(residual, mixed), cache
-
-
-class FeatureHead(nn.Module):
-    """What heads on the target's hidden states have in common. The `state_dict` is a checkpoint in
-    the speculators format. `d2t` holds offsets: the target's id is `draft id + d2t[draft id]`."""
-
-    config: Eagle3Config
-    layers: nn.ModuleList
     d2t: Tensor
     t2d: Tensor
 
@@ -153,12 +119,15 @@ class FeatureHead(nn.Module):
         super().__init__()
         self.config = shape
         size, eps = shape.hidden_size, shape.rms_norm_eps
-        self.input_norm = RMSNorm(NUM_CAPTURED * size, eps) if shape.norm_before_fc else None
+        self.input_norm = LlamaRMSNorm(NUM_CAPTURED * size, eps) if shape.norm_before_fc else None
         num_norms = NUM_CAPTURED if shape.fc_norm else 0
-        self.fc_norm = nn.ModuleList(RMSNorm(size, eps) for _ in range(num_norms))
+        self.fc_norm = nn.ModuleList(LlamaRMSNorm(size, eps) for _ in range(num_norms))
         self.fc = nn.Linear(NUM_CAPTURED * size, size, bias=False)
-        self.norm = RMSNorm(size, eps)
+        self.norm = LlamaRMSNorm(size, eps)
         self.lm_head = nn.Linear(size, shape.output_size, bias=False)
+        self.layers = nn.ModuleList(Layer(shape, index) for index in range(shape.num_layers))
+        if shape.mask_token is not None:
+            self.mask_hidden = nn.Parameter(torch.zeros(1, 1, NUM_CAPTURED * size))
         in_draft = torch.zeros(shape.vocab_size, dtype=torch.bool)
         in_draft[draft_ids] = True
         self.register_buffer("d2t", draft_ids - torch.arange(shape.output_size))
@@ -179,85 +148,70 @@ class FeatureHead(nn.Module):
         hidden: Tensor = self.fc(features).float()
         return hidden
 
-    def recurrent(self, hidden: Tensor) -> Tensor:
-        """What the next step reads of the last layer's output `[..., H]`."""
-        return self.norm(hidden) if self.config.norm_output else hidden
+    def forward(
+        self,
+        hidden: Tensor,
+        embeddings: Tensor,
+        starts: Tensor,
+        caches: list[Cache] | None = None,
+    ) -> tuple[Tensor, list[Cache]]:
+        """The next step of A chains; at the first step all S chains of a text.
+
+        Args:
+            hidden: `[B, A, H]`: at the first step `fuse` of the target's states, then the output
+                of the previous step, or `fuse` of `mask_hidden`.
+            embeddings: `[B, A, H]` of the token at `s + k + 1`, for chain s at step k.
+            starts: `[A]`: which chains.
+            caches: of the layers, from the previous step.
+
+        Returns:
+            `[B, A, H]`, for `logits` and the next step, and the caches with this step's entries.
+        """
+        step = 0 if caches is None else len(caches[0].own) + 1
+        cos_sin = rotary_rows(self.config, starts + step)
+        extended_caches = []
+        before = [None] * len(self.layers) if caches is None else caches
+        for layer, cache in zip(self.layers, before, strict=True):
+            hidden, own = layer(hidden, embeddings, cos_sin, starts, cache)
+            extended_caches.append(own)
+        return self.norm(hidden) if self.config.norm_output else hidden, extended_caches
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """`[..., H]`, from `recurrent`, -> `[..., draft_vocab_size]`."""
+        """`[..., H]`, from `forward`, -> `[..., draft_vocab_size]`."""
         normed = hidden if self.config.norm_output else self.norm(hidden)
         logits: Tensor = self.lm_head(normed)
         return logits
 
 
-class Eagle3Head(FeatureHead):
-    """An EAGLE-3 head."""
-
-    def __init__(self, shape: Eagle3Config, draft_ids: Tensor) -> None:
-        super().__init__(shape, draft_ids)
-        self.layers = nn.ModuleList(ChainLayer(shape, index) for index in range(shape.num_layers))
-
-    def forward(
-        self, hidden: Tensor, embeddings: Tensor, caches: list[Cache] | None = None
-    ) -> tuple[Tensor, list[Cache]]:
-        """The next step of all chains.
-
-        Args:
-            hidden: `[B, S, H]`: at the first step `fuse` of the target's states, then the output
-                of the previous step.
-            embeddings: `[B, S, H]` of the token at `s + k + 1`, for chain s at step k.
-            caches: of the layers, from the previous step.
-
-        Returns:
-            `[B, S, H]`, for `logits` and the next step, and the caches with this step's entries.
-        """
-        step = 0 if caches is None else caches[0].own_keys.shape[-2] + 1
-        positions = torch.arange(step, step + hidden.shape[1], device=hidden.device)
-        cos_sin = rotary_rows(self.config, positions)
-        extended_caches = []
-        before = [None] * len(self.layers) if caches is None else caches
-        for layer, cache in zip(self.layers, before, strict=True):
-            hidden, own = layer(hidden, embeddings, cos_sin, cache)
-            extended_caches.append(own)
-        return self.recurrent(hidden), extended_caches
-
-
-def attend_in_chains(
-    query: Tensor, key: Tensor, value: Tensor, cache: Cache | None
-) -> tuple[Tensor, Cache]:
-    """A step of all chains: `[B, heads, S, D]`, and the cache with its entries."""
-    cache = extended(cache, key, value)
-    if cache.own_keys.shape[-2]:
-        return attend(query, cache), cache
-    return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True), cache
-
-
 def extended(cache: Cache | None, key: Tensor, value: Tensor) -> Cache:
-    """`cache` with a step's keys and values `[B, heads, S, D]`."""
+    """`cache` with a step's keys and values `[B, heads, A, D]`."""
     if cache is None:
-        return Cache(key, value, key.unsqueeze(-2)[..., :0, :], value.unsqueeze(-2)[..., :0, :])
-    return cache._replace(
-        own_keys=torch.cat((cache.own_keys, key.unsqueeze(-2)), -2),
-        own_values=torch.cat((cache.own_values, value.unsqueeze(-2)), -2),
-    )
+        return Cache(key, value)
+    return cache._replace(own=(*cache.own, (key, value)))
 
 
-def attend(query: Tensor, cache: Cache) -> Tensor:
-    """`[B, heads, S, D]`: chain s attends to the entries j <= s and to its own. No fused kernel has
-    this mask."""
+def attend(query: Tensor, cache: Cache, starts: Tensor) -> Tensor:
+    """`[B, heads, A, D]`: each chain attends to the entries up to its start `[A]` and to its own.
+    No fused kernel has this mask."""
+    if not cache.own:
+        return F.scaled_dot_product_attention(
+            query, cache.keys, cache.values, is_causal=True, enable_gqa=True
+        )
+    own_keys, own_values = (torch.stack(parts, -2) for parts in zip(*cache.own, strict=True))
     batch, heads, chains, head_dim = query.shape
-    kv_heads = cache.keys.shape[1]
+    kv_heads, num_shared = cache.keys.shape[1:3]
     grouped = (batch, kv_heads, heads // kv_heads, chains, -1)
-    # The query heads of a KV head are further rows of one GEMM: [B, KV, G*S, D] @ [B, KV, D, S].
+    # The query heads of a KV head are further rows of one GEMM: [B, KV, G*A, D] @ [B, KV, D, S].
     rows = (query * head_dim**-0.5).reshape(batch, kv_heads, -1, head_dim)
-    future = torch.ones(chains, chains, dtype=torch.bool, device=query.device).triu(1)
+    future = torch.arange(num_shared, device=query.device) > starts.unsqueeze(1)
     shared = (rows @ cache.keys.mT).view(grouped).masked_fill(future, -torch.inf)
-    own = torch.einsum("bngsd,bnskd->bngsk", rows.view(grouped), cache.own_keys)
+    own = torch.einsum("bngsd,bnskd->bngsk", rows.view(grouped), own_keys)
     weights = torch.cat((shared, own), -1).softmax(-1)
     # Converted after slicing, which packs the rows: a GEMM over rows of S + k would be unaligned.
-    on_shared, on_own = weights[..., :chains].to(query.dtype), weights[..., chains:].to(query.dtype)
+    on_shared = weights[..., :num_shared].to(query.dtype)
+    on_own = weights[..., num_shared:].to(query.dtype)
     mixed = (on_shared.flatten(2, 3) @ cache.values).view(grouped)
-    mixed = mixed + torch.einsum("bngsk,bnskd->bngsd", on_own, cache.own_values)
+    mixed = mixed + torch.einsum("bngsk,bnskd->bngsd", on_own, own_values)
     return mixed.flatten(1, 2)
 
 
@@ -271,86 +225,3 @@ def target_states(
         layers = default_capture_layers(target.config.get_text_config().num_hidden_layers)
     # `hidden_states[0]` is the embedding: the output of layer i is `hidden_states[i + 1]`.
     return torch.cat([output.hidden_states[layer + 1] for layer in layers], -1), output.logits
-
-
-# A P-EAGLE head for training, in plain torch, with the tensor names of the speculators format. The
-# engine has its own implementation for inference.
-#
-# The head reads what an EAGLE-3 head does (`eagle3.py`), and drafts all tokens in one forward:
-# after the last pair (hidden states at p, token p+1) come mask rows at positions p+1, p+2, ...,
-# all with the embedding of the mask token and with `mask_hidden` instead of the target's states.
-# The row at position i predicts token i+2.
-#
-# In training such mask rows follow many positions of a text, the anchors. A mask row sees the
-# pairs up to its anchor, and the mask rows between the two.
-
-
-class Rows(NamedTuple):
-    """The rows of one forward over S pairs and the mask rows of A anchors, R in total: first the
-    pairs, then the first mask rows after all anchors, then the second ones, and so on."""
-
-    positions: Tensor
-    """`[R]`: of the rotary embedding, also of the row's hidden state in the text."""
-    sees: Tensor
-    """`[R, R]` bool: which rows each row attends to."""
-    sizes: list[int]
-    """S, then A for each of the mask rows after an anchor."""
-
-    @classmethod
-    def of(cls, num_pairs: int, anchors: Tensor, num_masks: int) -> "Rows":
-        """anchors `[A]`: positions of pairs that `num_masks` mask rows follow."""
-        pairs = torch.arange(num_pairs, device=anchors.device)
-        steps = torch.arange(1, num_masks + 1, device=anchors.device)
-        steps = steps.repeat_interleave(len(anchors))
-        of_masks = anchors.repeat(num_masks)
-        chains = torch.arange(len(anchors), device=anchors.device).repeat(num_masks)
-        last_pair = torch.cat((pairs, of_masks))
-        sees_pairs = pairs <= last_pair.unsqueeze(1)
-        own = (chains == chains.unsqueeze(1)) & (steps <= steps.unsqueeze(1))
-        sees_masks = torch.cat((own.new_zeros(num_pairs, len(steps)), own))
-        return cls(
-            torch.cat((pairs, of_masks + steps)),
-            torch.cat((sees_pairs, sees_masks), 1),
-            [num_pairs, *[len(anchors)] * num_masks],
-        )
-
-
-class MaskedLayer(Layer):
-    def forward(self, hidden: Tensor, embeddings: Tensor, cos_sin: Tensor, sees: Tensor) -> Tensor:
-        """`[B, R, H]` -> `[B, R, H]`."""
-        inputs, residual = self.inputs(hidden, embeddings)
-        query, key, value = self.self_attn.project(inputs, cos_sin)
-        each = query.shape[1] // key.shape[1]
-        key, value = (heads.repeat_interleave(each, 1) for heads in (key, value))
-        mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=sees)
-        return self.outputs(residual, mixed)
-
-
-class PEagleHead(FeatureHead):
-    """A P-EAGLE head."""
-
-    def __init__(self, shape: Eagle3Config, draft_ids: Tensor) -> None:
-        super().__init__(shape, draft_ids)
-        self.layers = nn.ModuleList(MaskedLayer(shape, index) for index in range(shape.num_layers))
-        self.mask_hidden = nn.Parameter(torch.zeros(1, 1, NUM_CAPTURED * shape.hidden_size))
-
-    def forward(
-        self, features: Tensor, embeddings: Tensor, mask_embedding: Tensor, rows: Rows
-    ) -> Tensor:
-        """The rows' states `[B, R, H]`, for `logits`.
-
-        Args:
-            features: `[B, S, 3H]` of the target.
-            embeddings: `[B, S, H]` of the token after each.
-            mask_embedding: `[H]` of the mask token.
-            rows: S pairs and their mask rows.
-        """
-        batch, num_pairs = embeddings.shape[:2]
-        num_masks = len(rows.positions) - num_pairs
-        masks = self.fuse(self.mask_hidden).expand(batch, num_masks, -1)
-        hidden = torch.cat((self.fuse(features), masks), 1)
-        embeddings = torch.cat((embeddings, mask_embedding.expand(batch, num_masks, -1)), 1)
-        cos_sin = rotary_rows(self.config, rows.positions)
-        for layer in self.layers:
-            hidden = layer(hidden, embeddings, cos_sin, rows.sees)
-        return self.recurrent(hidden)

@@ -15,7 +15,7 @@ from tllm_spec.attention.interface import default_capture_layers
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.eagle3_checkpoint import eagle3_tensors, target_ids
 from tllm_spec.models.eagle3_config import Eagle3Config
-from tllm_spec.training.eagle3 import NUM_CAPTURED, Eagle3Head, FeatureHead, PEagleHead
+from tllm_spec.training.eagle3 import NUM_CAPTURED, DraftHead
 from tllm_spec.training.language_model import TokenData
 from tllm_spec.training.trainer import Settings, add_dropout
 
@@ -47,22 +47,16 @@ def read_shape(folder: Path, target: ModelConfig) -> Eagle3Config:
     return shape.for_target(target, NUM_CAPTURED)
 
 
-def load_head(folder: Path, target: ModelConfig) -> FeatureHead:
+def load_head(folder: Path, target: ModelConfig) -> DraftHead:
     """A trained head in fp32, on the CPU. Raises ValueError as `read_shape` does."""
     shape = read_shape(folder, target)
     tensors = eagle3_tensors(folder)
     ids = target_ids(tensors.pop("d2t", None), tensors.pop("t2d", None), shape)
-    head = new_head(shape, torch.arange(shape.output_size) if ids is None else ids)
+    head = DraftHead(shape, torch.arange(shape.output_size) if ids is None else ids.cpu())
     lacking = head.load_state_dict(tensors, strict=False).missing_keys
     if missing := sorted({*lacking} - {"d2t", "t2d"}):
         raise ValueError(f"the head in {folder} lacks {', '.join(missing)}")
     return head
-
-
-def new_head(shape: Eagle3Config, draft_ids: Tensor) -> FeatureHead:
-    """With random weights."""
-    kind = Eagle3Head if shape.mask_token is None else PEagleHead
-    return kind(shape, draft_ids.cpu())
 
 
 def build_head(
@@ -70,11 +64,11 @@ def build_head(
     target: Any,
     draft_ids: Tensor,
     run: Settings,
-    start: FeatureHead | None = None,
-) -> FeatureHead:
+    start: DraftHead | None = None,
+) -> DraftHead:
     """A new fp32 head with the target's output layer and final norm, or with all that it has in
     common with the trained head `start`."""
-    head = new_head(shape, draft_ids)
+    head = DraftHead(shape, draft_ids.cpu())
     for matrix in (parameter for parameter in head.parameters() if parameter.dim() > 1):
         torch.nn.init.normal_(matrix, std=0.02)
     ones = torch.ones(shape.hidden_size, dtype=target.dtype, device=target.device)
@@ -209,7 +203,7 @@ def _speculators(
     }
 
 
-def save_head(head: FeatureHead, config: str, output: Path) -> None:
+def save_head(head: DraftHead, config: str, output: Path) -> None:
     """Write the weights in bf16, the draft vocabulary (int64 offsets, bool) and config.json."""
     is_speculators = "speculators_model_type" in json.loads(config)
     tensors = {

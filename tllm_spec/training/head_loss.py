@@ -4,7 +4,7 @@ with the target's distribution.
 An EAGLE-3 head is trained on its own outputs, as in drafting ("training-time test" of the EAGLE-3
 paper, arXiv 2503.01840): a chain of `unroll` steps along the text starts at every position."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -12,14 +12,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tllm_spec.executor.device.transfer import to_device
-from tllm_spec.training.eagle3 import Eagle3Head, FeatureHead, PEagleHead, Rows, target_states
-from tllm_spec.training.language_model import (
-    ARGMAX_SHARE,
-    VALIDATION_LENGTH,
-    VALIDATION_WINDOWS,
-    TokenData,
-    mixed,
-)
+from tllm_spec.training.eagle3 import DraftHead, target_states
+from tllm_spec.training.language_model import ARGMAX_SHARE
 
 STEP_DECAY = 0.9
 """Ratio of a step's weight in the loss to the previous step's: a late draft matters only if the
@@ -57,54 +51,30 @@ def labels(target_logits: Tensor, draft_ids: Tensor) -> Labels:
 
 
 def step_states(
-    head: FeatureHead, target: Any, features: Tensor, tokens: Tensor, unroll: int
+    head: DraftHead, target: Any, features: Tensor, tokens: Tensor, unroll: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """What `head.logits` reads at steps 0..unroll-1 along the text, `[B, n, H]`, and for each of
     the n rows the index `[n]`, on the CPU, of the target's logits that predict the same token.
 
-    `features` `[B, T, 3H]` and `tokens` `[B, T]` are of the same text."""
-    embed = target.get_input_embeddings()
-    if isinstance(head, PEagleHead):
-        mask = embed(tokens.new_tensor(head.config.mask_token))
-        yield from mask_states(head, features, embed(tokens), mask, unroll)
-        return
-    assert isinstance(head, Eagle3Head)
-    for step, hidden in enumerate(chain_states(head, features, embed(tokens), unroll)):
-        yield hidden, torch.arange(step + 1, step + 1 + hidden.shape[1])
-
-
-def mask_states(
-    head: PEagleHead, features: Tensor, embeddings: Tensor, mask_embedding: Tensor, unroll: int
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """See `step_states`. In training mask rows follow a third of the positions, drawn by chance, as
-    there are many of them; otherwise all."""
-    num_pairs = features.shape[1] - unroll
-    if head.training:
-        num_anchors = max(1, num_pairs // 3 // ALIGNMENT) * ALIGNMENT
-        chosen = torch.randperm(num_pairs)[:num_anchors]
-    else:
-        chosen = torch.arange(num_pairs)
-    rows = Rows.of(num_pairs, to_device(chosen, features.device), unroll - 1)
-    pairs = features[:, :num_pairs], embeddings[:, 1 : 1 + num_pairs]
-    hidden = torch.split(head(*pairs, mask_embedding, rows), rows.sizes, 1)
-    places = [torch.arange(num_pairs), *(chosen + step for step in range(1, unroll))]
-    yield from zip(hidden, (each + 1 for each in places), strict=True)
-
-
-def chain_states(
-    head: Eagle3Head, features: Tensor, embeddings: Tensor, unroll: int
-) -> Iterator[Tensor]:
-    """What `head.logits` reads at steps 0..unroll-1 along the text, for all chains that end within
-    it.
-
-    `features` `[B, T, 3H]` and `embeddings` `[B, T, H]` are of the same tokens; each result is
-    `[B, T - unroll, H]`. Row s of step k predicts the token at `s + k + 2`, as the target's logits
-    at `s + k + 1` do."""
-    chains = features.shape[1] - unroll
-    hidden, caches = head.fuse(features[:, :chains]), None
+    `features` `[B, T, 3H]` and `tokens` `[B, T]` are of the same text. The chains are those that
+    end within it; chain s predicts the token at `s + k + 2` at step k. In training a third of a
+    P-EAGLE head's chains, drawn by chance, goes on after the first step, as there are many."""
+    embed, mask_token = target.get_input_embeddings(), head.config.mask_token
+    embeddings, count = embed(tokens), features.shape[1] - unroll
+    chains = torch.arange(count)
+    starts, caches = to_device(chains, features.device), None
+    inputs: tuple[Tensor, ...] = head.fuse(features[:, :count]), embeddings[:, 1 : 1 + count]
     for step in range(unroll):
-        hidden, caches = head(hidden, embeddings[:, step + 1 : step + 1 + chains], caches)
-        yield hidden
+        hidden, caches = head(*inputs, starts, caches)
+        yield hidden, chains + step + 1
+        if mask_token is None:
+            inputs = hidden, embeddings[:, step + 2 : step + 2 + count]
+        elif step == 0:
+            if head.training:
+                chains = torch.randperm(count)[: max(1, count // 3 // ALIGNMENT) * ALIGNMENT]
+            starts = to_device(chains, features.device)
+            masks = head.fuse(head.mask_hidden), embed(tokens.new_tensor(mask_token))
+            inputs = tuple(each.expand(len(tokens), len(chains), -1) for each in masks)
 
 
 class Batch(NamedTuple):
@@ -139,7 +109,7 @@ class Step(NamedTuple):
 
 
 def steps_along(
-    head: FeatureHead,
+    head: DraftHead,
     target: Any,
     tokens: Tensor,
     unroll: int,
@@ -171,7 +141,7 @@ def steps_along(
             yield Step(losses, head.draft_ids[logits.argmax(-1)] == best, rows)
 
 
-def unrolled(head: FeatureHead, target: Any, batch: Batch, unroll: int) -> tuple[Tensor, Tensor]:
+def unrolled(head: DraftHead, target: Any, batch: Batch, unroll: int) -> tuple[Tensor, Tensor]:
     """Loss and agreement with the target's best tokens, each `[unroll]`: this rank's part of the
     mean over the batch. The ranks' parts add up to the mean."""
     losses, agreements = [], []
@@ -199,31 +169,8 @@ def weighted(losses: Tensor) -> Tensor:
     return (weights * losses).sum() / weights.sum()
 
 
-def eagle3_loss(
-    head: FeatureHead, target: Any, data: TokenData, self_text: TokenData, unroll: int
-) -> Callable[[int, int], Tensor]:
-    """The loss of `mixed` sequences."""
-
-    def loss(windows: int, length: int) -> Tensor:
-        tokens = mixed(data, self_text, windows, length)
-        return weighted(unrolled(head, target, Batch.whole(tokens, unroll), unroll)[0])
-
-    return loss
-
-
-def eagle3_validation(
-    head: FeatureHead, target: Any, heldout: TokenData, unroll: int
-) -> Callable[[], dict[str, float]]:
-    """`agreement_k`: how often draft k along held-out text is the target's best token."""
-
-    def validate() -> dict[str, float]:
-        figures = [
-            torch.stack(unrolled(head, target, Batch.whole(tokens, unroll), unroll))
-            for tokens in heldout.windows(VALIDATION_LENGTH, VALIDATION_WINDOWS)
-        ]
-        losses, agreements = torch.stack(figures).mean(0)
-        return {"loss": weighted(losses).item()} | {
-            f"agreement_{draft}": rate for draft, rate in enumerate(agreements.tolist(), start=1)
-        }
-
-    return validate
+def head_figures(head: DraftHead, target: Any, unroll: int, tokens: Tensor) -> dict[str, Tensor]:
+    """The loss along `[B, T]` tokens, and `agreement` `[unroll]`: how often each draft is the
+    target's best token."""
+    losses, agreements = unrolled(head, target, Batch.whole(tokens, unroll), unroll)
+    return {"loss": weighted(losses), "agreement": agreements}

@@ -23,7 +23,7 @@ from tllm_spec.recording.replay import replay
 from tllm_spec.recording.traffic_folder import states_files
 from tllm_spec.recording.traffic_record import TrafficRecord
 from tllm_spec.training.acceptance import chain_rounds, num_matches, standard_error, summary
-from tllm_spec.training.eagle3 import FeatureHead
+from tllm_spec.training.eagle3 import DraftHead
 from tllm_spec.training.head_files import (
     Format,
     build_head,
@@ -236,7 +236,7 @@ def _warn(sentence: str) -> None:
 
 
 def _shape(
-    options: HeadOptions, config: ModelConfig, start: FeatureHead | None, length: int
+    options: HeadOptions, config: ModelConfig, start: DraftHead | None, length: int
 ) -> Eagle3Config:
     """A P-EAGLE head may start from an EAGLE-3 head. A new head sees as many tokens as the longest
     text of its training may have."""
@@ -265,7 +265,7 @@ def _shape(
 
 
 def _config_file(
-    options: HeadOptions, shape: Eagle3Config, config: ModelConfig, start: FeatureHead | None
+    options: HeadOptions, shape: Eagle3Config, config: ModelConfig, start: DraftHead | None
 ) -> str:
     """That of `--init` where nothing else is asked for, so that the head can be swapped in."""
     if options.start is not None and options.format is None and start and shape == start.config:
@@ -282,7 +282,7 @@ def _vocabulary(texts: list[Text], shape: Eagle3Config) -> Tensor:
 
 
 def head_loss(
-    head: FeatureHead, target: Any, texts: list[Text], unroll: int, ranks: Ranks
+    head: DraftHead, target: Any, texts: list[Text], unroll: int, ranks: Ranks
 ) -> Callable[[int, int], Tensor]:
     """The loss of this rank's share of a batch of `windows * length` tokens."""
 
@@ -293,9 +293,7 @@ def head_loss(
     return loss
 
 
-def acceptance_of(
-    head: FeatureHead, target: Any, texts: list[Text], unroll: int
-) -> dict[str, float]:
+def acceptance_of(head: DraftHead, target: Any, texts: list[Text], unroll: int) -> dict[str, float]:
     """Figures over the outputs: the loss, and the acceptance of `unroll` greedy drafts a round
     where the target's best tokens are accepted."""
     sums = torch.zeros(2, unroll, device=target.device)

@@ -6,7 +6,7 @@ norm, embedding of token j+1) and predicts token j+2, and all chains of a text r
 Later entries of a chain read the output of the step before. EAGLE-style, one module makes every
 step; "vanilla", step k is module k's. Each module has entries of its own."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,16 +19,10 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
     apply_rotary_pos_emb_interleave,
 )
 
-from tllm_spec.training.deepseek import balance, save_model, stacked, with_dense_experts
-from tllm_spec.training.eagle3 import Cache, attend_in_chains, extended
+from tllm_spec.training.deepseek import save_model, stacked, with_dense_experts
+from tllm_spec.training.eagle3 import Cache, attend, extended
 from tllm_spec.training.head_loss import aligned_chains, weighted
-from tllm_spec.training.language_model import (
-    VALIDATION_LENGTH,
-    VALIDATION_WINDOWS,
-    TokenData,
-    distillation_loss,
-    mixed,
-)
+from tllm_spec.training.language_model import distillation_loss
 from tllm_spec.training.trainer import Settings, add_dropout
 
 _OUTER = ("enorm", "hnorm", "eh_proj", "shared_head")
@@ -46,8 +40,23 @@ class NextnModule(nn.Module):
         )
         self.shared_head = nn.ModuleDict({"norm": DeepseekV3RMSNorm(size, eps)})
 
-    def forward(
+    def read(
         self, hidden: Tensor, embeddings: Tensor, rotary: tuple[Tensor, Tensor], cache: Cache | None
+    ) -> tuple[Tensor, Tensor, Cache]:
+        """The next step of all chains up to its entries: the residual `[B, S, H]`, queries, and
+        the cache with the entries. Arguments as in `forward`."""
+        x = self.eh_proj(torch.cat((self.enorm(embeddings), self.hnorm(hidden)), -1)).float()
+        layer = self.layer
+        query, key, value = entries(layer.self_attn, layer.input_layernorm(x), rotary)
+        return x, query, extended(cache, key, value)
+
+    def forward(
+        self,
+        hidden: Tensor,
+        embeddings: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        starts: Tensor,
+        cache: Cache | None,
     ) -> tuple[Tensor, Cache]:
         """The next step of all chains: `[B, S, H]` after the final norm, and the entries.
 
@@ -55,12 +64,11 @@ class NextnModule(nn.Module):
             hidden: `[B, S, H]`: the target's after its final norm, then the step before's result.
             embeddings: `[B, S, H]` of the token after.
             rotary: cosines and sines of the entries' positions.
+            starts: `[S]`, the chains' numbers.
             cache: of the steps before; None: this is the first.
         """
-        x = self.eh_proj(torch.cat((self.enorm(embeddings), self.hnorm(hidden)), -1)).float()
-        layer = self.layer
-        query, key, value = entries(layer.self_attn, layer.input_layernorm(x), rotary)
-        mixed, cache = attend_in_chains(query, key, value, cache)
+        x, query, cache = self.read(hidden, embeddings, rotary, cache)
+        mixed, layer = attend(query, cache, starts), self.layer
         x = x + layer.self_attn.o_proj(mixed.transpose(1, 2).flatten(2))
         x = x + layer.mlp(layer.post_attention_layernorm(x))
         output: Tensor = self.shared_head["norm"](x)
@@ -109,67 +117,29 @@ class NextnModules(nn.Module):
             for name, tensor in module.state_dict().items()
         }
 
-    def chains(self, hidden: Tensor, num_steps: int, *, is_vanilla: bool) -> "Chains":
-        """Chains of `num_steps` drafts from all rows of the target's states `[B, S, H]`, after its
-        final norm."""
-        modules = list(self.steps[:num_steps]) if is_vanilla else [self.steps[0]]
-        return Chains(modules, self.target.model.rotary_emb, hidden)
-
     def chain(
-        self, hidden: Tensor, embeddings: Tensor, num_steps: int, *, is_vanilla: bool
+        self, hidden: Tensor, embeddings: Iterable[Tensor], num_steps: int, *, is_vanilla: bool
     ) -> Iterator[Tensor]:
-        """The states of steps 0..num_steps-1 along the text, for all chains that end within it.
+        """The states `[B, S, H]` of each step of the chains from all rows of the target's states
+        `[B, S, H]`, after its final norm. Row s of step k predicts the token at `s + k + 2`.
 
-        `hidden` (the target's after its final norm) and `embeddings` `[B, T, H]` are of the same
-        tokens; each result is `[B, T - num_steps, H]`. Row s of step k predicts the token at
-        `s + k + 2`."""
-        count = hidden.shape[1] - num_steps
-        chains = self.chains(hidden[:, :count], num_steps, is_vanilla=is_vanilla)
-        for step in range(num_steps):
-            yield chains.step(embeddings[:, step + 1 : step + 1 + count])
+        embeddings: of each step, `[B, S, H]` of the tokens after each row's. With one module it
+        makes every step; with several, module k makes step k, and the later ones only note what
+        they read."""
+        modules: list[Any] = list(self.steps[:num_steps]) if is_vanilla else [self.steps[0]]
+        caches: list[Cache | None] = [None] * len(modules)
+        starts = torch.arange(hidden.shape[1], device=hidden.device)
+        for step, tokens in enumerate(embeddings):
+            now = step if len(modules) > 1 else 0
+            inputs = hidden, tokens, self.target.model.rotary_emb(hidden, (starts + step)[None])
+            for later in range(now + 1, len(modules)):
+                caches[later] = modules[later].read(*inputs, caches[later])[-1]
+            hidden, caches[now] = modules[now](*inputs, starts, caches[now])
+            yield hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
         logits: Tensor = self.target.lm_head(hidden)
         return logits
-
-
-class Chains:
-    """Chains of drafts from every row. With one module it makes every step; with several, module k
-    makes step k, and the later ones only note what they read."""
-
-    def __init__(self, modules: list[Any], rotary: Any, hidden: Tensor) -> None:
-        self._modules, self._rotary, self._hidden = modules, rotary, hidden
-        self._caches: list[Cache | None] = [None] * len(modules)
-        self._num_done = 0
-
-    def step(self, embeddings: Tensor) -> Tensor:
-        """`[B, S, H]`, given the embeddings `[B, S, H]` of the tokens after each row's."""
-        hidden, step = self._hidden, self._num_done
-        now = step if len(self._modules) > 1 else 0
-        positions = torch.arange(step, step + hidden.shape[1], device=hidden.device)
-        rotary = self._rotary(hidden, positions[None])
-        for later in range(now + 1, len(self._modules)):
-            self._caches[later] = _only_entries(
-                self._modules[later], hidden, embeddings, rotary, self._caches[later]
-            )
-        self._hidden, self._caches[now] = self._modules[now](
-            hidden, embeddings, rotary, self._caches[now]
-        )
-        self._num_done += 1
-        return self._hidden
-
-
-def _only_entries(
-    module: Any,
-    hidden: Tensor,
-    embeddings: Tensor,
-    rotary: tuple[Tensor, Tensor],
-    cache: Cache | None,
-) -> Cache:
-    """The entries of a module whose output is not needed."""
-    x = module.eh_proj(torch.cat((module.enorm(embeddings), module.hnorm(hidden)), -1)).float()
-    _, key, value = entries(module.layer.self_attn, module.layer.input_layernorm(x), rotary)
-    return extended(cache, key, value)
 
 
 def entries(
@@ -241,64 +211,31 @@ def compared(
     length = aligned_chains(rows.hidden.shape[1], num_steps) + num_steps
     hidden, embeddings, target_logits = (part[:, :length] for part in rows)
     losses, agreements = [], []
-    chain = modules.chain(hidden, embeddings, num_steps, is_vanilla=is_vanilla)
-    for step, states in enumerate(chain):
-        goal = target_logits[:, step + 1 : step + 1 + states.shape[1]]
+    count = length - num_steps
+    parts = (embeddings[:, step : step + count] for step in range(1, 1 + num_steps))
+    chain = modules.chain(hidden[:, :count], parts, num_steps, is_vanilla=is_vanilla)
+    for step, states in enumerate(chain, start=1):
+        goal = target_logits[:, step : step + count]
         logits = modules.logits(states)
         losses.append(distillation_loss(logits, goal))
         agreements.append((logits.argmax(-1) == goal.argmax(-1)).float().mean())
     return torch.stack(losses), torch.stack(agreements)
 
 
-def both_ways(
-    modules: NextnModules, tokens: Tensor, unroll: int
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss, and agreements by step: `agreement` with the first module for every step,
-    `vanilla` with a module for each."""
+def modules_figures(modules: NextnModules, unroll: int, tokens: Tensor) -> dict[str, Tensor]:
+    """The loss along `[B, T]` tokens, and how often each draft is the target's best token:
+    `agreement` with the first module for every step, `vanilla` with a module for each."""
     with torch.autocast("cuda", torch.bfloat16, enabled=tokens.is_cuda):
         rows = target_rows(modules.target, tokens)
         losses, agreements = compared(modules, rows, unroll, is_vanilla=False)
-        loss, found = weighted(losses), {"agreement": agreements}
+        found = {"loss": weighted(losses), "agreement": agreements}
         if len(modules.steps) > 1:
             losses, agreements = compared(modules, rows, len(modules.steps), is_vanilla=True)
             # The first step is the same as above.
-            loss, found["vanilla"] = loss + weighted(losses[1:]), agreements
-    return loss, found
-
-
-def mtp_loss(
-    modules: NextnModules, data: TokenData, self_text: TokenData, unroll: int
-) -> Callable[[int, int], Tensor]:
-    """The loss of `mixed` sequences."""
-
-    def loss(windows: int, length: int) -> Tensor:
-        balance(modules)
-        tokens = mixed(data, self_text, windows, length)
-        return both_ways(modules, tokens, unroll)[0]
-
-    return loss
-
-
-def mtp_validation(
-    modules: NextnModules, heldout: TokenData, unroll: int
-) -> Callable[[], dict[str, float]]:
-    """`agreement_k` and `vanilla_k`: how often draft k along held-out text is the target's best
-    token."""
-
-    def validate() -> dict[str, float]:
-        figures = [
-            both_ways(modules, tokens, unroll)
-            for tokens in heldout.windows(VALIDATION_LENGTH, VALIDATION_WINDOWS)
-        ]
-        found = {"loss": torch.stack([loss for loss, _ in figures]).mean().item()}
-        for name in figures[0][1]:
-            rates = torch.stack([rates[name] for _, rates in figures]).mean(0).tolist()
-            found |= {f"{name}_{step}": rate for step, rate in enumerate(rates, start=1)}
-        return found
-
-    return validate
+            found |= {"loss": found["loss"] + weighted(losses[1:]), "vanilla": agreements}
+    return found
 
 
 def save_with_modules(modules: NextnModules, shape: Path, output: Path) -> None:
     """The target's checkpoint with the modules after its layers."""
-    save_model(modules.target.state_dict() | modules.checkpoint(), shape, output)
+    save_model(modules.target, shape, output, modules.checkpoint())

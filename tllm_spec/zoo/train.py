@@ -15,12 +15,13 @@ from typing import Any
 
 import click
 import torch
+from torch import Tensor
 
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.head_checkpoint import head_kind
 from tllm_spec.training.acceptance import evaluate as acceptance
-from tllm_spec.training.deepseek import SHAPE, balanced_loss, build_target, load_target, save_target
-from tllm_spec.training.eagle3 import FeatureHead
+from tllm_spec.training.deepseek import SHAPE, balance, build_target, load_target, save_model
+from tllm_spec.training.eagle3 import DraftHead
 from tllm_spec.training.head_files import (
     build_head,
     draft_vocabulary,
@@ -28,23 +29,22 @@ from tllm_spec.training.head_files import (
     read_shape,
     save_head,
 )
-from tllm_spec.training.head_loss import aligned_chains, eagle3_loss, eagle3_validation
+from tllm_spec.training.head_loss import aligned_chains, head_figures
 from tllm_spec.training.language_model import (
     TokenData,
     build_model,
-    draft_loss,
-    draft_validation,
+    draft_figures,
     load_language_model,
+    mean_figures,
+    mixed,
     save,
-    target_loss,
-    target_validation,
+    target_figures,
     write_self_text,
 )
 from tllm_spec.training.mtp import (
     NextnModules,
     build_modules,
-    mtp_loss,
-    mtp_validation,
+    modules_figures,
     save_with_modules,
 )
 from tllm_spec.training.trainer import Settings, train
@@ -149,10 +149,30 @@ class Run:
     def written_by(self, teacher: Any) -> TokenData:
         return write_self_text(teacher, self.training, *self.self_text)
 
-    def train(self, model: Any, loss: Any, validation: Any, save_weights: Any = save) -> None:
-        """`save_weights(model, shape, output)` writes the folder `output`."""
+    def train(
+        self,
+        model: Any,
+        figures: Callable[[Tensor], dict[str, Tensor]],
+        written: TokenData | None = None,
+        save_weights: Callable[..., None] = save,
+    ) -> None:
+        """figures: of `[B, T]` tokens, with `loss`. written: text that the target wrote, of which
+        half of the sequences are. `save_weights(model, shape, output)` writes the folder
+        `output`."""
+
+        def loss(windows: int, length: int) -> Tensor:
+            balance(model)
+            if written is None:
+                return figures(self.training.sample(windows, length + 1))["loss"]
+            return figures(mixed(self.training, written, windows, length))["loss"]
+
         save_best = partial(save_weights, shape=self.folder, output=self.output)
+        validation = partial(mean_figures, figures, self.heldout)
         train(model, loss, validation, self.settings, self.output, save_best)
+
+    def target_figures(self, model: Any) -> Callable[[Tensor], dict[str, Tensor]]:
+        tokens_per_byte = len(self.heldout.tokens) / self.heldout.num_bytes
+        return partial(target_figures, model, tokens_per_byte)
 
 
 @click.group()
@@ -166,7 +186,7 @@ def target(**options: Any) -> None:
     """Next-token prediction on the training files."""
     run = Run(**options)
     model = build_model(run.folder, run.settings, run.device)
-    run.train(model, target_loss(model, run.training), target_validation(model, run.heldout))
+    run.train(model, run.target_figures(model))
 
 
 @main.command()
@@ -177,8 +197,7 @@ def draft(target_name: str, **options: Any) -> None:
     run = Run(**options)
     teacher = load_model(target_name, run.device)
     model = build_model(run.folder, run.settings, run.device)
-    loss = draft_loss(model, teacher, run.training, run.written_by(teacher))
-    run.train(model, loss, draft_validation(model, teacher, run.heldout))
+    run.train(model, partial(draft_figures, model, teacher), run.written_by(teacher))
 
 
 @main.command()
@@ -201,8 +220,7 @@ def eagle3(target_name: str, unroll: int, start: str | None, **options: Any) -> 
     else:
         ids = before.draft_ids
     head = build_head(head_shape, teacher, ids, run.settings, before)
-    loss = eagle3_loss(head, teacher, run.training, own, unroll)
-    run.train(head, loss, eagle3_validation(head, teacher, run.heldout, unroll), save_as)
+    run.train(head, partial(head_figures, head, teacher, unroll), own, save_as)
 
 
 @main.command()
@@ -232,15 +250,13 @@ def deepseek(
     if trained is None:
         run.output = trained = output / "target"
         model = build_target(run.folder, run.settings, run.device)
-        loss = balanced_loss(model, run.training)
-        run.train(model, loss, target_validation(model, run.heldout), save_target)
+        run.train(model, run.target_figures(model), save_weights=save_model)
     teacher = load_target(trained, run.device)
     own = run.written_by(teacher)
     sizes: dict[str, Any] = {"steps": mtp_steps, "windows": mtp_windows, "dropout": mtp_dropout}
     run.output, run.settings = output, replace(run.settings, minutes=mtp_minutes, **sizes)
     modules = build_modules(teacher, run.settings)
-    loss = mtp_loss(modules, run.training, own, unroll)
-    run.train(modules, loss, mtp_validation(modules, run.heldout, unroll), save_with_modules)
+    run.train(modules, partial(modules_figures, modules, unroll), own, save_with_modules)
 
 
 @main.command()
@@ -298,7 +314,7 @@ def load_model(name: str, device: torch.device) -> Any:
     return load_language_model(resolve_model(name), dtype, device)
 
 
-def save_as(head: FeatureHead, shape: Path, output: Path) -> None:
+def save_as(head: DraftHead, shape: Path, output: Path) -> None:
     """Saves the head with the config.json of `shape`."""
     save_head(head, (shape / "config.json").read_text(encoding="utf-8"), output)
 
