@@ -10,11 +10,11 @@ from tests.training.traffic import SAMPLING, counted
 from tllm_spec.bench.dataset import (
     ANSWER_TOKENS,
     BenchRequest,
-    NormalLengths,
-    UniformLengths,
+    normal_lengths,
     read_dataset,
     synthetic_requests,
     text_requests,
+    uniform_lengths,
     write_dataset,
 )
 from tllm_spec.bench.runner import sampling_for
@@ -127,7 +127,7 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
 
 
 def test_normal_lengths_follow_the_distribution_and_the_seed() -> None:
-    inputs, outputs = NormalLengths(100, 10), NormalLengths(20, 0)
+    inputs, outputs = normal_lengths(100, 10), normal_lengths(20, 0)
     requests = list(synthetic_requests(200, inputs, outputs, vocab_size=50, seed=1))
     lengths = [len(request.prompt) for request in requests]
     assert (
@@ -141,14 +141,14 @@ def test_normal_lengths_follow_the_distribution_and_the_seed() -> None:
 
 
 def test_uniform_lengths_have_both_bounds_and_nothing_outside() -> None:
-    inputs, outputs = UniformLengths(3, 6), UniformLengths(9, 9)
+    inputs, outputs = uniform_lengths(3, 6), uniform_lengths(9, 9)
     requests = list(synthetic_requests(200, inputs, outputs, vocab_size=50, seed=1))
     assert {len(request.prompt) for request in requests} == {3, 4, 5, 6}
     assert {request.output_tokens for request in requests} == {9}
 
 
 def test_a_drawn_length_is_never_below_one() -> None:
-    short = NormalLengths(1, 5)
+    short = normal_lengths(1, 5)
     requests = synthetic_requests(50, short, short, vocab_size=4, seed=0)
     assert min(min(len(request.prompt), request.output_tokens) for request in requests) == 1
 

@@ -10,7 +10,7 @@ from tests.cli.fake_llm import FakeHandle, FakeLLM, make_output
 from tllm_spec.bench.compare import Contestant, fidelity
 from tllm_spec.bench.dataset import BenchRequest
 from tllm_spec.bench.runner import Run
-from tllm_spec.bench.table import format_fidelity
+from tllm_spec.bench.table import FIDELITY, format_rows
 from tllm_spec.outputs import Logprob, RequestOutput
 
 REQUESTS = [BenchRequest(0, [4, 5, 6], 4), BenchRequest(1, [4], 4)]
@@ -67,7 +67,7 @@ def test_shares_are_of_all_positions_and_a_perplexity_is_of_predicted_tokens() -
             "perplexity": pytest.approx(8),
         },
     ]
-    assert next(format_fidelity(rows)).splitlines()[2].split() == [
+    assert format_rows(FIDELITY, rows).splitlines()[2].split() == [
         "int4",
         "62.5%",
         "50.0%",
@@ -78,8 +78,7 @@ def test_shares_are_of_all_positions_and_a_perplexity_is_of_predicted_tokens() -
 def test_prompts_of_one_token_say_nothing() -> None:
     (row,) = fidelity([contestant("plain", Reader(0.25), text_of(1))], REQUESTS[1:])
     assert (row["equal_choices"], row["perplexity"]) == (None, None)
-    (table,) = format_fidelity([row])
-    assert table.splitlines()[1].split() == ["plain", "100.0%", "-", "-"]
+    assert format_rows(FIDELITY, [row]).splitlines()[1].split() == ["plain", "100.0%", "-", "-"]
 
 
 def test_models_with_other_tokens_are_refused() -> None:

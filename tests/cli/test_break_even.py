@@ -2,14 +2,10 @@
 
 import pytest
 
-from tllm_spec.bench.break_even import Speedup, expected_tokens, least_acceptance
+from tllm_spec.bench.break_even import expected_tokens, least_acceptance, speedup_row
 from tllm_spec.outputs import SpeculativeStats
 
 PAIRS = (0.3, 2), (0.5, 3), (0.7, 4), (0.85, 5)
-
-
-def speedup(cost: float, stats: SpeculativeStats) -> Speedup:
-    return Speedup(0.5, 3, cost, measured=0.75, stats=stats)
 
 
 def test_the_tokens_of_a_round_follow_the_closed_form() -> None:
@@ -24,7 +20,7 @@ def test_drafts_that_are_always_accepted_never_accepted_or_absent() -> None:
 
 
 def test_the_speedup_is_the_tokens_of_a_round_over_its_time_in_plain_rounds() -> None:
-    row = speedup(1.5, SpeculativeStats(10, 19, (10, 9), (5, 4))).to_dict()
+    row = speedup_row(0.5, 3, 1.5, 0.75, SpeculativeStats(10, 19, (10, 9), (5, 4)))
     assert row["predicted"] == pytest.approx(1.875 / 1.5)
     assert row["difference"] == pytest.approx(0.75 / 1.25 - 1)
     assert (row["drafted_share"], row["measured_tokens_per_round"]) == (1, pytest.approx(1.9))
@@ -32,10 +28,10 @@ def test_the_speedup_is_the_tokens_of_a_round_over_its_time_in_plain_rounds() ->
 
 def test_rounds_without_drafts_count_as_plain_ones() -> None:
     """A drafter that finds its drafts in the text has them in 4 of 10 rounds."""
-    row = speedup(1.5, SpeculativeStats(10, 14, (4, 4), (3, 1))).to_dict()
+    row = speedup_row(0.5, 3, 1.5, 0.75, SpeculativeStats(10, 14, (4, 4), (3, 1)))
     assert (row["drafted_share"], row["measured_tokens_per_round"]) == (0.4, 2)
     assert row["predicted"] == pytest.approx((6 + 4 * 1.875) / (6 + 4 * 1.5))
-    never = speedup(1.5, SpeculativeStats(10, 10, (), ())).to_dict()
+    never = speedup_row(0.5, 3, 1.5, 0.75, SpeculativeStats(10, 10, (), ()))
     assert (never["predicted"], never["measured_tokens_per_round"]) == (1, None)
 
 
@@ -49,9 +45,3 @@ def test_at_the_least_acceptance_the_speedup_is_one(draft_len: int) -> None:
 
 def test_there_is_no_least_acceptance_when_drafting_never_pays() -> None:
     assert least_acceptance(1, cost=3.0) is None
-
-
-@pytest.mark.parametrize(("acceptance", "draft_len"), [(-0.1, 1), (1.1, 1), (0.5, -1)])
-def test_impossible_figures_are_refused(acceptance: float, draft_len: int) -> None:
-    with pytest.raises(ValueError, match="acceptance"):
-        expected_tokens(acceptance, draft_len)

@@ -1,39 +1,27 @@
 """`tllm-bench break-even` on the zoo, and the engines that it makes."""
 
 import json
-from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
-from tllm_spec.bench.break_even import BreakEvenRuns, Workload, parse_tree, with_trees
+from tllm_spec.bench.break_even import chains_of, with_rates, with_trees
 from tllm_spec.cli.bench import main
 from tllm_spec.config.draft_shape import DraftShape, chain_of
-from tllm_spec.config.llm_args import LlmArgs
+from tllm_spec.config.speculative_config import speculative_config_from
 
 
 def test_engines_use_the_files_drafter_with_a_fixed_length_and_synthetic_acceptance() -> None:
-    made: list[LlmArgs] = []
-
-    def make_llm(model: str, **arguments: Any) -> Any:
-        made.append(LlmArgs.from_kwargs(model, **arguments))
-        return nullcontext()
-
     spec = {
         "decoding_type": "Eagle3",
         "max_draft_len": 7,
         "speculative_model": "head",
         "adaptive": {},
+        "max_concurrency": 5,
     }
-    arguments = {"max_batch_size": 2, "speculative_config": spec | {"max_concurrency": 5}}
-    runs = BreakEvenRuns(make_llm, "zoo:llama", arguments, Workload())
-    runs.plain()
-    runs.drafted(0.5, 3)
-    plain, drafted = (args.speculative_config for args in made)
-    assert plain is None and drafted is not None and drafted.decoding_type == "Eagle3"
-    assert [args.max_batch_size for args in made] == [2, 2]
+    drafted = speculative_config_from(with_rates(chains_of({"speculative_config": spec}), 0.5, 3))
+    assert drafted.decoding_type == "Eagle3"
     assert (drafted.max_draft_len, drafted.synthetic_acceptance_rates) == (3, (0.5, 0.25, 0.125))
     limits = drafted.adaptive, drafted.max_concurrency, drafted.max_rejected_rounds
     assert limits == (None, None, None)
@@ -47,19 +35,13 @@ def test_a_files_own_shape_gives_way_by_any_of_its_names() -> None:
         "speculative_eagle_topk": 1,
         "speculative_num_draft_tokens": 5,
     }
-    made: list[LlmArgs] = []
-
-    def make_llm(model: str, **arguments: Any) -> Any:
-        made.append(LlmArgs.from_kwargs(model, **arguments))
-
-    runs = BreakEvenRuns(make_llm, "zoo:llama", {"speculative_config": spec}, Workload())
-    runs.drafted(0.5, 3)
-    trees = [parse_tree("5x8/31"), parse_tree("3x2/6")]
-    make_llm("zoo:llama", speculative_config=with_trees(spec, trees))
-    chain, tree = (args.speculative_config for args in made)
-    assert chain is not None and chain.shapes.longest == chain_of(3)
-    assert tree is not None and tree.shapes.longest == DraftShape(5, 31, 8)
-    assert [tree.shapes.of(tier) for tier in tree.shapes.further_tiers] == trees[::-1]
+    trees = [DraftShape(5, 31, 8), DraftShape(3, 6, 2)]
+    chains = chains_of({"speculative_config": spec})
+    chain = speculative_config_from(with_rates(chains, 0.5, 3))
+    assert chain.shapes.longest == chain_of(3)
+    shapes = speculative_config_from(with_trees(spec, trees)).shapes
+    assert shapes.longest == DraftShape(5, 31, 8)
+    assert [shapes.of(tier) for tier in shapes.further_tiers] == trees[::-1]
 
 
 @pytest.mark.parametrize(

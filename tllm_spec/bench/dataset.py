@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import IO, Any, Protocol, TypeGuard
+from typing import IO, Any, TypeGuard
 
 from tllm_spec.progress import progress
 from tllm_spec.recording.traffic_folder import read_records
@@ -139,35 +139,17 @@ def write_dataset(requests: Iterable[BenchRequest], file: IO[str]) -> None:
 
 
 Encode = Callable[[str], list[int]]
+Lengths = Callable[[random.Random], int]  # draws a length of 1 or more, in tokens
 
 
-class Lengths(Protocol):
-    """A distribution of lengths in tokens."""
-
-    def draw(self, generator: random.Random) -> int:
-        """A length of 1 or more."""
-
-
-@dataclass(frozen=True)
-class NormalLengths:
+def normal_lengths(mean: float, stdev: float) -> Lengths:
     """Normally distributed, rounded; a length below 1 becomes 1."""
-
-    mean: float
-    stdev: float
-
-    def draw(self, generator: random.Random) -> int:
-        return max(1, round(generator.gauss(self.mean, self.stdev)))
+    return lambda generator: max(1, round(generator.gauss(mean, stdev)))
 
 
-@dataclass(frozen=True)
-class UniformLengths:
+def uniform_lengths(shortest: int, longest: int) -> Lengths:
     """Every length from `shortest` to `longest` is equally likely."""
-
-    shortest: int
-    longest: int
-
-    def draw(self, generator: random.Random) -> int:
-        return generator.randint(self.shortest, self.longest)
+    return lambda generator: generator.randint(shortest, longest)
 
 
 def synthetic_requests(
@@ -176,8 +158,8 @@ def synthetic_requests(
     """Requests of uniformly random token ids; the same seed gives the same requests."""
     generator = random.Random(seed)
     for task_id in range(num_requests):
-        input_ids = generator.choices(range(vocab_size), k=inputs.draw(generator))
-        yield BenchRequest(task_id, input_ids, outputs.draw(generator))
+        input_ids = generator.choices(range(vocab_size), k=inputs(generator))
+        yield BenchRequest(task_id, input_ids, outputs(generator))
 
 
 def text_requests(

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 from tllm_spec.bench.dataset import BenchRequest
 from tllm_spec.bench.report import MS, percentiles
-from tllm_spec.bench.table import format_table
+from tllm_spec.bench.table import format_rows
 from tllm_spec.text.chat_prompt import Conversation
 
 # A small HTTP/1.1 client for benchmarks: sends JSON, gives each server-sent event with its time.
@@ -359,28 +359,24 @@ def _total(text: str, name: str) -> float:
 
 def format_serve(reports: Sequence[Mapping[str, Any]]) -> str:
     """One row for each load."""
-    header = ["load", "temperature", "requests/s", "tokens/s", "failed"]
-    header += ["TTFT p50", "p99", "TPOT p50", "p99", "ITL p99", "E2E p50", "p99 (ms)"]
     optional = {"goodput_req_s": "goodput/s", "acceptance_length": "acceptance length"}
-    shown = [name for name in optional if any(name in report for report in reports)]
-    rows = []
-    for report in reports:
-        times = [
-            report[name][rank]
-            for name, rank in (
-                *(("ttft_ms", "p50"), ("ttft_ms", "p99"), ("tpot_ms", "p50"), ("tpot_ms", "p99")),
-                *(("itl_ms", "p99"), ("e2el_ms", "p50"), ("e2el_ms", "p99")),
-            )
-        ]
-        rows.append(
-            [
-                report["load"],
-                "server's" if report["temperature"] is None else str(report["temperature"]),
-                f"{report['request_throughput_req_s']:.2f}",
-                f"{report['output_throughput_tok_s']:.1f}",
-                str(report["failed"]),
-                *(f"{time:.1f}" for time in times),
-                *(f"{report[name]:.2f}" if name in report else "-" for name in shown),
-            ]
-        )
-    return format_table([*header, *(optional[name] for name in shown)], rows)
+    found = [name for name in optional if any(name in report for report in reports)]
+    columns = [
+        ("load", "{load}"),
+        ("temperature", "{heat}"),
+        ("requests/s", "{request_throughput_req_s:.2f}"),
+        ("tokens/s", "{output_throughput_tok_s:.1f}"),
+        ("failed", "{failed}"),
+        ("TTFT p50", "{ttft_ms[p50]:.1f}"),
+        ("p99", "{ttft_ms[p99]:.1f}"),
+        ("TPOT p50", "{tpot_ms[p50]:.1f}"),
+        ("p99", "{tpot_ms[p99]:.1f}"),
+        ("ITL p99", "{itl_ms[p99]:.1f}"),
+        ("E2E p50", "{e2el_ms[p50]:.1f}"),
+        ("p99 (ms)", "{e2el_ms[p99]:.1f}"),
+        *((optional[name], f"{{{name}:.2f}}") for name in found),
+    ]
+    heats = (each["temperature"] for each in reports)
+    shown = ["server's" if heat is None else str(heat) for heat in heats]
+    rows = [{**each, "heat": heat} for each, heat in zip(reports, shown, strict=True)]
+    return format_rows(columns, rows)

@@ -12,6 +12,7 @@ import yaml
 from tllm_spec.bench.dataset import read_dataset
 from tllm_spec.bench.plot import LoadPoint
 from tllm_spec.bench.runner import run_requests, sampling_for
+from tllm_spec.bench.table import format_rows
 from tllm_spec.bench.tune import (
     PLAIN,
     Candidate,
@@ -134,14 +135,15 @@ def row_of(
 def replay_table(rows: Sequence[dict[str, Any]]) -> str:
     """Plain text; under the table how far the replay of what served is from serving, and a cause
     for each row whose counts are simulated."""
-    width = max(len(row["name"]) for row in rows)
-    lines = [f"{'':{width}}  requests  rounds  tokens/round  accepted  by position"]
-    for row in rows:
-        by_position = " ".join(f"{each:.2f}" for each in row["acceptance_by_position"])
-        lines.append(
-            f"{row['name']:{width}}  {row['requests']:8}  {row['rounds']:6}  "
-            f"{row['tokens_per_round']:12.3f}  {row['draft_acceptance_rate']:8.3f}  {by_position}"
-        )
+    columns = [
+        ("", "{name}"),
+        ("requests", "{requests}"),
+        ("rounds", "{rounds}"),
+        ("tokens/round", "{tokens_per_round:.3f}"),
+        ("accepted", "{draft_acceptance_rate:.3f}"),
+        ("by position", "{acceptance_by_position}"),
+    ]
+    lines = [format_rows(columns, rows)]
     for row in rows:
         if "other_rounds" in row:
             lines.append(f"{row['name']} served: {row['other_rounds']:.2%} of its rounds differ")
@@ -281,16 +283,19 @@ def timed_executor(args: LlmArgs, spec: Mapping[str, Any]) -> BuiltExecutor:
 
 def tune_table(scores: Sequence[Score]) -> str:
     """Plain text, the best first."""
-    rows = sorted(scores, key=lambda each: each.ms_per_token)
-    width = max(len(each.candidate.name) for each in rows)
-    lines = [f"{'':{width}}  ms/token  tokens/s  latency s  tokens/round  rounds"]
-    lines += [
-        f"{each.candidate.name:{width}}  {each.ms_per_token:8.3f}  {each.output_tokens_per_s:8.1f}"
-        f"  {each.latency_s:9.3f}  {each.tokens_per_round:12.3f}  {each.num_rounds:6}"
-        f"{'  simulated' if each.simulated else ''}"
-        for each in rows
+    columns = [
+        ("", "{name}"),
+        ("ms/token", "{ms_per_token:.3f}"),
+        ("tokens/s", "{output_tokens_per_s:.1f}"),
+        ("latency s", "{latency_s:.3f}"),
+        ("tokens/round", "{tokens_per_round:.3f}"),
+        ("rounds", "{num_rounds}"),
     ]
-    return "\n".join(lines)
+    rows = tune_report(sorted(scores, key=lambda each: each.ms_per_token))
+    if any(row["simulated"] for row in rows):
+        columns.append(("", "{note}"))
+    notes = {True: "simulated", False: ""}
+    return format_rows(columns, [row | {"note": notes[bool(row["simulated"])]} for row in rows])
 
 
 def tune_report(scores: Sequence[Score]) -> list[dict[str, Any]]:

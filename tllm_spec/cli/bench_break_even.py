@@ -14,57 +14,43 @@ from tllm_spec.cli.bench_options import (
     Model,
     ModelCommand,
     report_json_option,
+    several,
     write_json,
     yaml_option,
 )
 
 USUAL = "0.3:2,0.5:3,0.7:4,0.85:5"  # weak to strong drafters
+TREES = "steps x children of a node / drafts"
 
 
-def pairs_of(
-    context: click.Context, option: click.Parameter, value: str
-) -> list[tuple[float, int]]:
-    try:
-        parts = [part.split(":") for part in value.split(",")]
-        pairs = [(float(acceptance), int(draft_len)) for acceptance, draft_len in parts]
-    except ValueError:
-        pairs = []
-    if not pairs or not all(
-        0 <= acceptance <= 1 and draft_len > 0 for acceptance, draft_len in pairs
-    ):
-        raise click.BadParameter(
-            f"{value!r} is not a list of acceptance rates and draft lengths such as 0.3:2,0.7:4"
-        )
-    return pairs
+def _pair(text: str) -> tuple[float, int]:
+    first, second = text.split(":")
+    acceptance, draft_len = float(first), int(second)
+    if not 0 <= acceptance <= 1 or draft_len < 1:
+        raise ValueError(text)
+    return acceptance, draft_len
 
 
-def trees_of(
-    context: click.Context, option: click.Parameter, value: str | None
-) -> "list[DraftShape] | None":
-    if value is None:
-        return None
-    from tllm_spec.bench.break_even import parse_tree
+def _tree(text: str) -> "DraftShape":
+    """`5x8/31`: 5 steps, 8 children of a node, 31 drafts."""
+    from tllm_spec.config.draft_shape import DraftShape
 
-    try:
-        return [parse_tree(part) for part in value.split(",")]
-    except ValueError:
-        raise click.BadParameter(
-            f"{value!r} is not a list of trees such as 5x8/31,3x4/8: steps x children of a node / "
-            "drafts"
-        ) from None
+    steps, _, rest = text.partition("x")
+    topk, _, drafts = rest.partition("/")
+    return DraftShape(int(steps), int(drafts), int(topk))
 
 
 @click.command(name="break-even", cls=ModelCommand)
 @yaml_option
 @click.option(
     "--pairs",
-    callback=pairs_of,
+    callback=several(_pair, "acceptance rates and draft lengths such as 0.3:2,0.7:4"),
     default=USUAL,
     help="Pairs of acceptance rate and draft length to measure, such as 0.3:2,0.7:4.",
 )
 @click.option(
     "--trees",
-    callback=trees_of,
+    callback=several(_tree, f"trees such as 5x8/31,3x4/8: {TREES}"),
     help="Draft trees to measure instead, such as 5x8/31,3x4/8: steps x children / drafts.",
 )
 @click.option(
@@ -91,7 +77,8 @@ def break_even(
     trees: "list[DraftShape] | None",
     dataset: Path | None,
     report_json: Path | None,
-    **workload: int,
+    repeat: int,
+    **sizes: int,
 ) -> None:
     """Compare the predicted speedup of drafting with the measured one.
 
@@ -104,53 +91,34 @@ def break_even(
     With --trees acceptance by depth and rank is measured on the data set's first requests (without
     one, on random tokens, which say nothing about real texts), and the table shows the tokens a
     round that each shape has and those that it needs to be as fast as plain decoding."""
-    from tllm_spec.bench.break_even import BreakEvenRuns, Workload
-    from tllm_spec.bench.runner import EngineOptions
-    from tllm_spec.bench.table import format_speedups
-    from tllm_spec.llm import LLM
-    from tllm_spec.progress import progress
-
-    if trees is not None:
-        _compare_trees(model, yaml_path, trees, dataset, report_json, workload)
-        return
-    options = EngineOptions(max_batch_size=workload["batch_size"]).sharing_memory(num_engines=3)
-    requests = Workload(**workload)
-    runs = BreakEvenRuns(LLM, model.path, options.arguments(yaml_path), requests)
-    with progress(
-        "break-even", len(pairs) * requests.num_requests, "requests", has_parts=True
-    ) as bar:
-        bar.begin("round times")
-        shown, times = runs.round_seconds([draft_len for _, draft_len in pairs])
-        with runs.plain() as plain:
-            rows = [row.to_dict() for row in runs.speedups(plain, pairs, times, bar)]
-    click.echo(format_speedups(shown, rows))
-    write_json(report_json, {"round_seconds": shown, "speedups": rows})
-
-
-def _compare_trees(
-    model: Model,
-    yaml_path: Path | None,
-    trees: "list[DraftShape]",
-    dataset: Path | None,
-    report_json: Path | None,
-    workload: dict[str, int],
-) -> None:
-    from tllm_spec.bench.break_even import Workload, measured_shapes, with_trees
+    from tllm_spec.bench import break_even as runs
     from tllm_spec.bench.dataset import read_dataset
-    from tllm_spec.bench.runner import EngineOptions
-    from tllm_spec.bench.table import format_shapes
+    from tllm_spec.bench.runner import arguments_of
+    from tllm_spec.bench.table import SHAPES, SPEEDUPS, format_rows
     from tllm_spec.llm import LLM
 
-    batch_size = workload["batch_size"]
-    arguments = EngineOptions(max_batch_size=batch_size).arguments(yaml_path)
+    batch_size = sizes["batch_size"]
+    flags = {"max_batch_size": batch_size}
+    if trees is None:
+        arguments = arguments_of(flags, yaml_path, num_engines=3)
+        times, rows = runs.break_even(model.path, arguments, pairs, repeat, **sizes)
+        plain, free, drafted = (1e3 * times[name] for name in ("plain", "free", "drafted"))
+        click.echo(
+            f"round time: plain {plain:.2f} ms, verifying {times['draft_len']} drafts {free:.2f} "
+            f"ms, drafting and verifying {times['draft_len']} {drafted:.2f} ms"
+        )
+        click.echo(format_rows(SPEEDUPS, rows))
+        write_json(report_json, {"round_seconds": times, "speedups": rows})
+        return
+    arguments = arguments_of(flags, yaml_path)
     if not (spec := arguments.get("speculative_config")):
         raise ValueError("speculative_config is missing: --trees needs the options of a drafter")
-    arguments["speculative_config"] = with_trees(spec, trees)
+    arguments["speculative_config"] = runs.with_trees(spec, trees)
     with LLM(model.path, **arguments) as llm:
         if dataset is not None:
             requests = read_dataset(dataset, batch_size)
         else:
-            requests = Workload(**workload).requests(llm.model_config.vocab_size, seed=0)
-        rows = [row.to_dict() for row in measured_shapes(llm, trees, requests)]
-    click.echo(format_shapes(rows))
+            requests = runs.random_requests(llm.model_config.vocab_size, 0, **sizes)
+        rows = runs.measured_shapes(llm, trees, requests)
+    click.echo(format_rows(SHAPES, [row | {"rows": 1 + row["drafts"]} for row in rows]))
     write_json(report_json, {"shapes": rows})

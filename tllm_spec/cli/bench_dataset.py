@@ -13,6 +13,7 @@ from tllm_spec.cli.bench_options import (
     NOT_NEGATIVE,
     OUTPUT_FILE,
     POSITIVE,
+    Decorator,
     Model,
     ModelCommand,
     write_text,
@@ -44,80 +45,53 @@ def prepare_dataset(context: click.Context, /, output: Path | None, random_seed:
     context.obj = Target(context.obj, output, random_seed)
 
 
-num_requests_option = click.option(
-    "--num-requests", type=POSITIVE, required=True, help="Number of requests to write."
-)
+def length_option(name: str, text: str) -> Decorator:
+    return click.option(name, type=POSITIVE, required=True, help=text)
+
+
+num_requests_option = length_option("--num-requests", "Number of requests to write.")
 
 
 @prepare_dataset.command("token-norm-dist", cls=ModelCommand)
 @num_requests_option
-@click.option(
-    "--input-mean", type=POSITIVE, required=True, help="Mean length of a prompt, in tokens."
-)
+@length_option("--input-mean", "Mean length of a prompt, in tokens.")
 @click.option(
     "--input-stdev", type=NOT_NEGATIVE, default=0, help="Standard deviation of the prompt length."
 )
-@click.option(
-    "--output-mean", type=POSITIVE, required=True, help="Mean length of an output, in tokens."
-)
+@length_option("--output-mean", "Mean length of an output, in tokens.")
 @click.option(
     "--output-stdev", type=NOT_NEGATIVE, default=0, help="Standard deviation of the output length."
 )
 @click.pass_obj
-def token_norm_dist(
-    target: Target,
-    num_requests: int,
-    input_mean: int,
-    input_stdev: int,
-    output_mean: int,
-    output_stdev: int,
-) -> None:
+def token_norm_dist(target: Target, /, num_requests: int, **lengths: int) -> None:
     """Random token ids with normally distributed lengths."""
-    from tllm_spec.bench.dataset import NormalLengths
+    from tllm_spec.bench.dataset import normal_lengths
 
-    write_random_tokens(
-        target,
-        num_requests,
-        NormalLengths(input_mean, input_stdev),
-        NormalLengths(output_mean, output_stdev),
+    sides = (
+        normal_lengths(lengths[f"{kind}_mean"], lengths[f"{kind}_stdev"])
+        for kind in ("input", "output")
     )
+    write_random_tokens(target, num_requests, *sides)
 
 
 @prepare_dataset.command("token-unif-dist", cls=ModelCommand)
 @num_requests_option
-@click.option(
-    "--input-min", type=POSITIVE, required=True, help="Shortest length of a prompt, in tokens."
-)
-@click.option(
-    "--input-max", type=POSITIVE, required=True, help="Longest length of a prompt, in tokens."
-)
-@click.option(
-    "--output-min", type=POSITIVE, required=True, help="Shortest length of an output, in tokens."
-)
-@click.option(
-    "--output-max", type=POSITIVE, required=True, help="Longest length of an output, in tokens."
-)
+@length_option("--input-min", "Shortest length of a prompt, in tokens.")
+@length_option("--input-max", "Longest length of a prompt, in tokens.")
+@length_option("--output-min", "Shortest length of an output, in tokens.")
+@length_option("--output-max", "Longest length of an output, in tokens.")
 @click.pass_obj
-def token_unif_dist(
-    target: Target,
-    num_requests: int,
-    input_min: int,
-    input_max: int,
-    output_min: int,
-    output_max: int,
-) -> None:
+def token_unif_dist(target: Target, /, num_requests: int, **lengths: int) -> None:
     """Random token ids with uniformly distributed lengths, both bounds included."""
-    from tllm_spec.bench.dataset import UniformLengths
+    from tllm_spec.bench.dataset import uniform_lengths
 
-    for kind, low, high in (("input", input_min, input_max), ("output", output_min, output_max)):
+    sides = []
+    for kind in ("input", "output"):
+        low, high = lengths[f"{kind}_min"], lengths[f"{kind}_max"]
         if low > high:
             raise ValueError(f"--{kind}-min {low} exceeds --{kind}-max {high}")
-    write_random_tokens(
-        target,
-        num_requests,
-        UniformLengths(input_min, input_max),
-        UniformLengths(output_min, output_max),
-    )
+        sides.append(uniform_lengths(low, high))
+    write_random_tokens(target, num_requests, *sides)
 
 
 def write_random_tokens(
@@ -156,8 +130,8 @@ def real_dataset(arguments: tuple[str, ...]) -> None:
     help="Instead of --folder: the files that no zoo model was trained on.",
 )
 @num_requests_option
-@click.option("--input-len", type=POSITIVE, required=True, help="Length of a prompt, in tokens.")
-@click.option("--output-len", type=POSITIVE, required=True, help="Length of an output, in tokens.")
+@length_option("--input-len", "Length of a prompt, in tokens.")
+@length_option("--output-len", "Length of an output, in tokens.")
 @click.pass_obj
 def text(
     target: Target,

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 
@@ -14,6 +14,7 @@ from tllm_spec.cli.llm_flags import LlmCommand
 
 Command = Callable[..., None]
 Decorator = Callable[[Command], Command]
+Item = TypeVar("Item")
 
 
 class OutputFile(click.Path):
@@ -82,8 +83,41 @@ class EngineCommand(ModelCommand, LlmCommand):
     """A command that starts `LLM`."""
 
 
-def upper_case(context: click.Context, option: click.Parameter, value: str | None) -> str | None:
-    return value and value.upper()
+def _scheduler_config(
+    context: click.Context, option: click.Parameter, value: str | None
+) -> dict[str, str] | None:
+    return None if value is None else {"capacity_scheduler_policy": value.upper()}
+
+
+def several(
+    read: Callable[[str], Item], what: str
+) -> Callable[[click.Context, click.Parameter, str | None], list[Item] | None]:
+    """A callback that reads values separated by commas. read: raises ValueError for a mistake.
+    what: of them the list is, with an example."""
+
+    def callback(
+        context: click.Context, option: click.Parameter, text: str | None
+    ) -> list[Item] | None:
+        try:
+            return None if text is None else [read(part) for part in text.split(",")]
+        except ValueError:
+            raise click.BadParameter(f"{text!r} is not a list of {what}") from None
+
+    return callback
+
+
+def positive(text: str) -> float:
+    """Raises ValueError for what is no number above 0."""
+    if not 0 < (number := float(text)) < float("inf"):
+        raise ValueError(text)
+    return number
+
+
+def count(text: str) -> int:
+    """Raises ValueError for what is no integer above 0."""
+    if (number := int(text)) < 1:
+        raise ValueError(text)
+    return number
 
 
 def together(*decorators: Decorator) -> Decorator:
@@ -146,6 +180,7 @@ workload_options = together(
         "[default: greedy decoding that ignores EOS]",
     ),
 )
+# Named as arguments of `LLM`.
 engine_options = together(
     click.option(
         "--max_num_tokens", type=POSITIVE, help="Maximum number of tokens in one forward pass."
@@ -156,18 +191,21 @@ engine_options = together(
     click.option("--max_input_len", type=POSITIVE, help="Maximum length of a prompt, in tokens."),
     click.option(
         "--kv_cache_free_gpu_mem_fraction",
+        "kv_cache_free_gpu_memory_fraction",
         type=FRACTION,
         help="Fraction of the free device memory that the KV cache takes.",
     ),
     click.option(
         "--enable_chunked_context",
+        "enable_chunked_prefill",
         is_flag=True,
         help="Split long prompts over several forward passes.",
     ),
     click.option(
         "--scheduler_policy",
+        "scheduler_config",
         type=click.Choice(["guaranteed_no_evict", "max_utilization"]),
-        callback=upper_case,
+        callback=_scheduler_config,
         help="max_utilization admits more requests and may pause one when KV pages run out.",
     ),
 )

@@ -13,33 +13,17 @@ import click
 from tllm_spec.cli.bench_options import (
     DATASET,
     EXISTING_FILE,
+    count,
     plot_option,
+    positive,
     report_json_option,
+    several,
     write_bytes,
     write_json,
 )
 
 if TYPE_CHECKING:
     from tllm_spec.bench.plot import LoadPoint
-
-
-def _numbers(context: click.Context, option: click.Parameter, text: str | None) -> list[float]:
-    """Numbers above 0, with commas between them."""
-    try:
-        numbers = [float(each) for each in text.split(",")] if text else []
-    except ValueError:
-        numbers = [0.0]
-    if any(not 0 < number < float("inf") for number in numbers):
-        raise click.BadParameter(f"{text!r}: numbers above 0 are needed, as 1,2,4")
-    return numbers
-
-
-def _counts(context: click.Context, option: click.Parameter, text: str | None) -> list[int]:
-    """The same for integers."""
-    numbers = _numbers(context, option, text)
-    if any(number != int(number) for number in numbers):
-        raise click.BadParameter(f"{text!r}: integers above 0 are needed, as 1,8,64")
-    return [int(number) for number in numbers]
 
 
 @click.command()
@@ -62,7 +46,7 @@ def _counts(context: click.Context, option: click.Parameter, text: str | None) -
 )
 @click.option(
     "--request_rate",
-    callback=_numbers,
+    callback=several(positive, "numbers above 0 such as 1,2,4"),
     help="Arrivals per second; several, such as 1,2,4, are run in turn.",
 )
 @click.option(
@@ -73,7 +57,7 @@ def _counts(context: click.Context, option: click.Parameter, text: str | None) -
 )
 @click.option(
     "--concurrency",
-    callback=_counts,
+    callback=several(count, "integers above 0 such as 1,8,64"),
     help="Requests in flight at most; several, such as 1,8,64, are run in turn. [default: 1, or no "
     "limit with --request_rate]",
 )
@@ -174,9 +158,9 @@ async def _measure(
     api_key: str | None,
     dataset: Path,
     num_requests: int,
-    request_rate: list[float],
+    request_rate: list[float] | None,
     burstiness: float,
-    concurrency: list[int],
+    concurrency: list[int] | None,
     seed: int,
     warmup: int,
     quiet: bool,
@@ -199,8 +183,8 @@ async def _measure(
         except HttpError as error:
             raise ValueError(f"base_url = {base_url!r}: {error}") from error
         served_model = models["data"][0]["id"]
-    limits: list[int | None] = [*concurrency] or ([None] if request_rate else [1])
-    rates: list[float | None] = [*request_rate] or [None]
+    limits: Sequence[int | None] = concurrency or ([None] if request_rate else [1])
+    rates: Sequence[float | None] = request_rate or [None]
     loads = [Load(rate, burstiness, limit, seed) for rate in rates for limit in limits]
     if warmup:
         await send_all(target, served_model, requests[:1] * warmup, Load(concurrency=1), options)

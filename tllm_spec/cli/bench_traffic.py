@@ -11,8 +11,10 @@ from tllm_spec.cli.bench_options import (
     NOT_NEGATIVE,
     OUTPUT_FILE,
     Model,
+    count,
     plot_option,
     report_json_option,
+    several,
     write_bytes,
     write_json,
     write_text,
@@ -132,15 +134,6 @@ def tune(
     write_json(report_json, reports.tune_report(scores))
 
 
-def sizes(context: click.Context, option: click.Parameter, value: str | None) -> list[int] | None:
-    if value is None:
-        return None
-    parts = value.split(",")
-    if not all(part.strip().isdigit() and int(part) > 0 for part in parts):
-        raise click.BadParameter(f"{value!r} is not a list of batch sizes such as 1,2,4,8")
-    return [int(part) for part in parts]
-
-
 @click.command(name="adaptive-replay")
 @click.argument("trace", type=click.Path(exists=True, path_type=Path))
 @click.option(
@@ -156,7 +149,7 @@ def sizes(context: click.Context, option: click.Parameter, value: str | None) ->
 )
 @click.option(
     "--graph_batch_sizes",
-    callback=sizes,
+    callback=several(count, "batch sizes such as 1,2,4,8"),
     help="Batch sizes that batches are padded to, such as 1,2,4,8.",
 )
 @click.option(

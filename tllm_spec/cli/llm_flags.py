@@ -33,13 +33,16 @@ class LlmFlags(NamedTuple):
     arguments: dict[str, Any]
     refusals: list[str]
 
-    def over(self, given: dict[str, Any]) -> LlmFlags:
-        """With the arguments that the command's own flags gave, under the names here."""
-        try:
-            arguments = LlmArgs.with_our_names(overlay(self.arguments, given))
-        except ConfigError as error:
-            return LlmFlags({}, [*self.refusals, *error.lines])
-        return LlmFlags(arguments, self.refusals)
+
+def read_flags(flags: dict[str, Any]) -> LlmFlags:
+    """What a command line says about LLM, under the names here: the command's own flags, None or
+    False where they were not given, over its `llm_flags`."""
+    given = {name: each for name, each in flags.items() if each is not None and each is not False}
+    others: LlmFlags = given.pop(LLM_FLAGS)
+    try:
+        return others._replace(arguments=LlmArgs.with_our_names(overlay(others.arguments, given)))
+    except ConfigError as error:
+        return LlmFlags({}, [*others.refusals, *error.lines])
 
 
 class LlmCommand(click.Command):

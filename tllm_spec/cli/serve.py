@@ -15,11 +15,11 @@ import click
 from click.core import ParameterSource
 
 from tllm_spec.cli.llm_flags import (
-    LLM_FLAGS,
     LlmCommand,
     LlmFlags,
     either_spelling,
     llm_lines,
+    read_flags,
     refused_together,
     server_lines,
 )
@@ -259,13 +259,6 @@ def _bound(host: str, port: int) -> socket.socket:
     except OSError as error:
         raise ValueError(f"cannot listen on --host {host} --port {port}: {error}") from error
     return bound
-
-
-def read_flags(flags: dict[str, Any]) -> LlmFlags:
-    """What the command line says about LLM."""
-    given = {name: each for name, each in flags.items() if each is not None and each is not False}
-    others: LlmFlags = given.pop(LLM_FLAGS)
-    return others.over(given)
 
 
 def read_args(model: str, flags: LlmFlags, yaml_path: str | None) -> LlmArgs:

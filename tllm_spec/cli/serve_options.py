@@ -8,6 +8,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from functools import reduce
 from typing import Any
 
@@ -200,79 +201,36 @@ SERVER_CLICK_OPTIONS = (
 )
 
 
-SERVER_NAMES = (
-    "frontends",
-    "dp_size",
-    "max_queue_size",
-    "max_client_choices",
-    "max_request_tokens",
-    "max_body_mib",
-    "max_answer_mib",
-    "max_connections",
-    "timeout_keep_alive",
-    "request_timeout",
-    "engine_timeout",
-    "drain_delay",
-    "shutdown_timeout",
-    "api_key",
-    "allowed_hosts",
-    "allowed_origins",
-    "trusted_proxies",
-    "allow_control_tokens",
-    "tool_call_parser",
-    "reasoning_parser",
-    "vllm_metrics",
-    "otlp_traces_endpoint",
-    "draft_model_root",
-    "draft_model_key",
-    "ssl_certfile",
-    "ssl_keyfile",
-    "ssl_keyfile_password",
-    "ssl_ca_certs",
-    "log_format",
-    "print_config",
-)
-
-
 def server_options(command: Command) -> Command:
     """A decorator that adds the options."""
     return reduce(lambda wrapped, option: option(wrapped), reversed(SERVER_CLICK_OPTIONS), command)
 
 
+SERVER_NAMES = {
+    option.name for option in click.command()(server_options(lambda: None)).params if option.name
+}
+
+
 def options_of(given: Mapping[str, Any], host: str) -> ServerOptions:
     """given: the values of the command line; host: the address to listen on. Raises ValueError for
     an endpoint that no spans can be sent to."""
-    if endpoint := given["otlp_traces_endpoint"]:
+    if given["otlp_traces_endpoint"]:
         from tllm_spec.server.traces import otlp_exporter  # heavy, and an extra
 
-        otlp_exporter(endpoint)
+        otlp_exporter(given["otlp_traces_endpoint"])
     keys = read_keys(_given_key(given["api_key"]))
     _check_draft_key(given, keys)
-    return ServerOptions(
-        dp_size=given["dp_size"],
-        max_body_bytes=given["max_body_mib"] * MIB,
-        max_answer_bytes=given["max_answer_mib"] * MIB,
-        max_connections=given["max_connections"],
-        max_queue_size=given["max_queue_size"],
-        max_client_choices=given["max_client_choices"],
-        max_request_tokens=given["max_request_tokens"],
-        timeout_keep_alive=given["timeout_keep_alive"],
-        request_timeout=given["request_timeout"],
-        engine_timeout=given["engine_timeout"],
-        drain_delay=given["drain_delay"],
-        shutdown_timeout=given["shutdown_timeout"],
-        api_key=keys,
-        hosts=hosts_of(host, given["allowed_hosts"]),
-        allowed_origins=_checked(given, "allowed_origins", _is_origin, "https://chat.example"),
-        trusted_proxies=_checked(given, "trusted_proxies", _is_network, "10.0.0.0/8"),
-        allow_control_tokens=given["allow_control_tokens"],
-        tool_call_parser=given["tool_call_parser"],
-        reasoning_parser=given["reasoning_parser"],
-        vllm_metrics=given["vllm_metrics"],
-        otlp_traces_endpoint=endpoint,
-        draft_model_root=given["draft_model_root"],
-        draft_model_key=given["draft_model_key"],
-    )
+    names = {each.name for each in fields(ServerOptions)}
+    own = {name: value for name, value in given.items() if name in names}
+    own |= {
+        "max_body_bytes": given["max_body_mib"] * MIB,
+        "max_answer_bytes": given["max_answer_mib"] * MIB,
+        "api_key": keys,
+        "hosts": hosts_of(host, given["allowed_hosts"]),
+        "allowed_origins": _checked(given, "allowed_origins", _is_origin, "https://chat.example"),
+        "trusted_proxies": _checked(given, "trusted_proxies", _is_network, "10.0.0.0/8"),
+    }
+    return ServerOptions(**own)
 
 
 def _check_draft_key(given: Mapping[str, Any], keys: Keys) -> None:
