@@ -8,7 +8,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.training.eagle3_entries import DRAFT_IDS, SHAPE, with_large_weights
 from tests.zoo.runs import ZOO, call, counting, write_shape
-from tllm_spec.training.eagle3 import DraftHead
+from tllm_spec.training.draft_head import DraftHead
 from tllm_spec.zoo import train
 
 

@@ -13,8 +13,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.eagle3_config import Eagle3Config
-from tllm_spec.training import head_loss as training
-from tllm_spec.training.eagle3 import DraftHead
+from tllm_spec.training import draft_head as training
+from tllm_spec.training.draft_head import DraftHead
 from tllm_spec.training.head_files import build_head
 from tllm_spec.training.language_model import TokenData, mixed
 from tllm_spec.training.trainer import Settings

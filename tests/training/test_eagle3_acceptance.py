@@ -11,7 +11,7 @@ from transformers import LlamaForCausalLM
 from tests.training.eagle3_entries import DRAFT_IDS, EntryByEntryHead, learn
 from tests.zoo.runs import SELF_TEXT, ZOO, call, read_json, write_shape
 from tllm_spec.training.acceptance import chain_rounds, evaluate, summary
-from tllm_spec.training.eagle3 import target_states
+from tllm_spec.training.draft_head import target_states
 from tllm_spec.training.language_model import TokenData, continuations
 from tllm_spec.zoo import train
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from tests.training.eagle3_entries import FOLDER
 from tests.zoo.runs import read_json
 from tllm_spec.models.config import ModelConfig
-from tllm_spec.training.eagle3 import DraftHead
+from tllm_spec.training.draft_head import DraftHead
 from tllm_spec.training.head_files import load_head, read_shape, save_head
 from tllm_spec.zoo.registry import resolve_model
 

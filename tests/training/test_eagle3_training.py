@@ -10,8 +10,8 @@ from torch.nn import functional as F
 from transformers import LlamaForCausalLM
 
 from tests.training.eagle3_entries import DRAFT_IDS, SHAPE, EntryByEntryHead, learn, settings
-from tllm_spec.training import head_loss as training
-from tllm_spec.training.eagle3 import DraftHead, target_states
+from tllm_spec.training import draft_head as training
+from tllm_spec.training.draft_head import DraftHead, target_states
 from tllm_spec.training.head_files import build_head, draft_vocabulary
 from tllm_spec.training.language_model import ARGMAX_SHARE, TokenData
 

@@ -19,9 +19,9 @@ from tests.training.eagle3_entries import (
     settings,
     with_large_weights,
 )
-from tllm_spec.training import head_loss as training
+from tllm_spec.training import draft_head as training
 from tllm_spec.training.acceptance import head_matches
-from tllm_spec.training.eagle3 import DraftHead, target_states
+from tllm_spec.training.draft_head import DraftHead, target_states
 from tllm_spec.training.head_files import build_head, config_json, load_head, save_head
 from tllm_spec.zoo.registry import resolve_model
 

@@ -15,7 +15,7 @@ from tests.models.eagle3_runner import HeadRunner, captured_states, load_head
 from tests.models.helpers import load, random_tokens
 from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.eagle3 import Eagle3Head as ServedHead
-from tllm_spec.training.eagle3 import DraftHead
+from tllm_spec.training.draft_head import DraftHead, step_states
 from tllm_spec.training.head_files import (
     NORMS,
     Format,
@@ -24,7 +24,6 @@ from tllm_spec.training.head_files import (
     save_head,
 )
 from tllm_spec.training.head_files import load_head as load_trained
-from tllm_spec.training.head_loss import step_states
 
 VOCAB_SIZE, UNROLL = 64, 4
 TOKENS = [token % VOCAB_SIZE for token in random_tokens(20)]

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tllm_spec.cli import bench_options
-from tllm_spec.cli.bench_break_even import break_even
 from tllm_spec.cli.bench_dataset import prepare_dataset
 from tllm_spec.cli.bench_options import (
     EXISTING_FILE,
@@ -29,7 +28,7 @@ from tllm_spec.cli.bench_options import (
     write_text,
 )
 from tllm_spec.cli.bench_serve import serve
-from tllm_spec.cli.bench_traffic import adaptive_replay, erase_traffic, replay, tune
+from tllm_spec.cli.bench_traffic import adaptive_replay, break_even, erase_traffic, replay, tune
 from tllm_spec.cli.llm_flags import either_spelling, ignored_option, read_flags, refused_together
 from tllm_spec.cli.version import log_level_option, version_option
 from tllm_spec.progress import show_lines

@@ -15,10 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tllm_spec.training.eagle3 import DraftHead
-from tllm_spec.training.head_loss import steps_along
+from tllm_spec.training.draft_head import ChainHead, steps_along
 from tllm_spec.training.language_model import TokenData, continuations
-from tllm_spec.training.mtp import NextnModules
 
 BATCH = 64
 
@@ -31,12 +29,9 @@ def evaluate(
     prompts: int,
     new_tokens: int,
     draft_len: int,
-    *,
-    is_vanilla: bool = False,
 ) -> dict[str, Any]:
     """Figures over greedy continuations of `prompts` held-out prompts of 256 tokens. `draft`: a
-    model, a `DraftHead` in eval mode, or `NextnModules`, with a module for each step if
-    `is_vanilla`."""
+    model, or a `ChainHead` in eval mode."""
     prompt_len, eos = 256, target.config.eos_token_id
     starts = torch.linspace(0, len(heldout.tokens) - prompt_len, prompts).long().tolist()
     all_prompts = torch.stack(
@@ -45,11 +40,9 @@ def evaluate(
     accepted: list[int] = []
     for batch in torch.split(all_prompts, BATCH):
         text = continuations(target, batch, new_tokens, do_sample=False)
-        has_chains = isinstance(draft, (DraftHead, NextnModules))
-        if isinstance(draft, DraftHead):
+        has_chains = isinstance(draft, ChainHead)
+        if isinstance(draft, ChainHead):
             rows = head_matches(draft, target, text, draft_len)[:, prompt_len:]
-        elif isinstance(draft, NextnModules):
-            rows = module_matches(draft, text, draft_len, is_vanilla=is_vanilla)[:, prompt_len:]
         else:
             drafts = draft(input_ids=text, use_cache=False).logits[:, :-1].argmax(-1)
             rows = (drafts == text[:, 1:])[:, prompt_len - 1 :]
@@ -60,7 +53,7 @@ def evaluate(
     return summary(accepted, draft_len)
 
 
-def head_matches(head: DraftHead, target: Any, text: Tensor, draft_len: int) -> Tensor:
+def head_matches(head: ChainHead, target: Any, text: Tensor, draft_len: int) -> Tensor:
     """`[B, T]` -> `[B, T]`: the number of accepted drafts of the chain whose first draft predicts
     token i; 0 if the text is too short for a whole chain, and for the first two tokens, which a
     head does not predict.
@@ -70,20 +63,6 @@ def head_matches(head: DraftHead, target: Any, text: Tensor, draft_len: int) -> 
         step.is_best.view(len(text), -1) for step in steps_along(head, target, text, draft_len)
     ]
     return num_matches(torch.stack(steps, -1)[:, :-1])
-
-
-def module_matches(
-    modules: NextnModules, text: Tensor, draft_len: int, *, is_vanilla: bool
-) -> Tensor:
-    """As `head_matches`, of MTP modules. Each step reads the drafts of the steps before."""
-    target = modules.target
-    hidden = target.model(input_ids=text, use_cache=False)[0]
-    tokens = [text[:, 1 : text.shape[1] - draft_len]]
-    own, embed = hidden[:, : tokens[0].shape[1]], target.get_input_embeddings()
-    reads = (embed(tokens[-1]) for _ in range(draft_len))
-    for states in modules.chain(own, reads, draft_len, is_vanilla=is_vanilla):
-        tokens.append(modules.logits(states).argmax(-1))
-    return num_matches(torch.stack(tokens[1:], -1) == text[:, 2:].unfold(1, draft_len, 1))
 
 
 def num_matches(is_right: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from tllm_spec.recording.replay import replay
 from tllm_spec.recording.traffic_folder import states_files
 from tllm_spec.recording.traffic_record import TrafficRecord
 from tllm_spec.training.acceptance import chain_rounds, num_matches, standard_error, summary
-from tllm_spec.training.eagle3 import DraftHead
+from tllm_spec.training.draft_head import DraftHead, steps_along, unrolled, weighted
 from tllm_spec.training.head_files import (
     Format,
     build_head,
@@ -33,7 +33,6 @@ from tllm_spec.training.head_files import (
     new_shape,
     save_head,
 )
-from tllm_spec.training.head_loss import steps_along, unrolled, weighted
 from tllm_spec.training.language_model import TokenData, load_language_model
 from tllm_spec.training.texts import (
     Text,

@@ -14,7 +14,7 @@ from tllm_spec.recording.hidden_states import read_states_file
 from tllm_spec.recording.traffic_folder import read_records, states_files_of
 from tllm_spec.recording.traffic_record import TrafficRecord
 from tllm_spec.text.tokenizer import load_tokenizer
-from tllm_spec.training.head_loss import ALIGNMENT, Batch
+from tllm_spec.training.draft_head import ALIGNMENT, Batch
 from tllm_spec.zoo.registry import resolve_model
 
 HELD_OUT_ONE_IN = 20

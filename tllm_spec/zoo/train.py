@@ -20,8 +20,18 @@ from torch import Tensor
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.head_checkpoint import head_kind
 from tllm_spec.training.acceptance import evaluate as acceptance
-from tllm_spec.training.deepseek import SHAPE, balance, build_target, load_target, save_model
-from tllm_spec.training.eagle3 import DraftHead
+from tllm_spec.training.deepseek import (
+    SHAPE,
+    NextnModules,
+    balance,
+    build_modules,
+    build_target,
+    load_target,
+    modules_figures,
+    save_model,
+    save_with_modules,
+)
+from tllm_spec.training.draft_head import DraftHead, aligned_chains, head_figures
 from tllm_spec.training.head_files import (
     build_head,
     draft_vocabulary,
@@ -29,7 +39,6 @@ from tllm_spec.training.head_files import (
     read_shape,
     save_head,
 )
-from tllm_spec.training.head_loss import aligned_chains, head_figures
 from tllm_spec.training.language_model import (
     TokenData,
     build_model,
@@ -40,12 +49,6 @@ from tllm_spec.training.language_model import (
     save,
     target_figures,
     write_self_text,
-)
-from tllm_spec.training.mtp import (
-    NextnModules,
-    build_modules,
-    modules_figures,
-    save_with_modules,
 )
 from tllm_spec.training.trainer import Settings, train
 from tllm_spec.zoo.registry import resolve_model
@@ -298,11 +301,9 @@ def evaluate(
     on = torch.device(device)
     heldout = TokenData.load(data / "heldout.npz", on)
     teacher, drafting = load_both(target_name, draft_name, on)
-    figures = json.dumps(
-        acceptance(
-            teacher, drafting, heldout, prompts, new_tokens, draft_len, is_vanilla=mtp_vanilla
-        )
-    )
+    if mtp_vanilla:
+        drafting = drafting.vanilla()
+    figures = json.dumps(acceptance(teacher, drafting, heldout, prompts, new_tokens, draft_len))
     print(figures)
     if output is not None:
         (output / "acceptance.json").write_text(figures + "\n", encoding="utf-8")
