@@ -32,7 +32,7 @@ from tllm_spec.executor.speculative.draft_length.adaptive import (
 )
 from tllm_spec.executor.speculative.draft_length.decisions import ObservedRound
 from tllm_spec.executor.speculative.draft_length.round_times import MeasuredRoundTimes
-from tllm_spec.recording.traffic_folder import read_records
+from tllm_spec.recording.traffic_folder import read_lines, read_records
 from tllm_spec.recording.traffic_record import json_object, named
 
 
@@ -62,8 +62,8 @@ def read_controller(path: Path, *, initial_steps: int | None, **given: Any) -> A
     adaptive keys. given: as `controller_for` has it. Raises ValueError for a file that says nothing
     about adaptive draft lengths, and for a draft length to begin with that they do not have."""
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        tree = yaml.safe_load("".join(read_lines(path)))
+    except yaml.YAMLError as error:
         raise ValueError(f"cannot read {path}: {error}") from error
     given |= {"initial_steps": initial_steps}
     names = LlmArgs.model_fields.keys() | LlmArgs.ignored.keys()

@@ -18,7 +18,7 @@ from typing_extensions import TypedDict
 
 from tllm_spec.config.config_base import ConfigModel, check
 from tllm_spec.progress import progress
-from tllm_spec.recording.traffic_folder import read_records
+from tllm_spec.recording.traffic_folder import read_lines, read_records
 from tllm_spec.recording.traffic_record import json_object, named
 from tllm_spec.text.chat_prompt import Conversation
 
@@ -66,15 +66,6 @@ def recorded_requests(folder: Path, num_requests: int = 0) -> list[BenchRequest]
         BenchRequest(index, record.prompt, len(record.output), bool(record.sampling.get("end_ids")))
         for index, record in enumerate(records)
     ]
-
-
-def read_lines(path: Path) -> Iterator[str]:
-    """Yields the lines. Raises ValueError for a file that cannot be read or is not UTF-8."""
-    try:
-        with path.open(encoding="utf-8") as lines:
-            yield from lines
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"cannot read {path}: {error}") from error
 
 
 class _Message(TypedDict):

@@ -19,14 +19,6 @@ from tllm_spec.outputs import RequestOutput, SpeculativeStats
 # The draft lengths that a run used, from the engine's state before and after it.
 
 
-def may_vary(config: DecodingBaseConfig | None) -> bool:
-    """Whether rounds of one engine may have different draft lengths."""
-    if config is None:
-        return False
-    limits = (config.draft_len_schedule, config.max_concurrency, config.acceptance_rate_threshold)
-    return config.adaptive is not None or any(limit is not None for limit in limits)
-
-
 def draft_lens_section(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
     """The rounds between two answers of `LLM.server_info`.
 
@@ -87,13 +79,11 @@ def build_report(
     }
     if streaming:
         report["streaming_metrics"] = streaming_section(run.outputs)
-    if args.speculative_config is not None:
-        report["speculation"] = speculation_section(args.speculative_config)
-        report["decoding_stats"] = decoding_section(
-            args.speculative_config.decoding_type, run.outputs
-        )
-    if infos is not None and may_vary(args.speculative_config):
-        report["draft_lens"] = draft_lens_section(*infos)
+    if (spec := args.speculative_config) is not None:
+        report["speculation"] = speculation_section(spec)
+        report["decoding_stats"] = decoding_section(spec.decoding_type, run.outputs)
+        if infos is not None and spec.length_varies:
+            report["draft_lens"] = draft_lens_section(*infos)
     return report | {"dataset": dataset_section(run.outputs)}
 
 

@@ -30,7 +30,7 @@ from tllm_spec.cli.bench_options import (
 from tllm_spec.cli.bench_serve import serve
 from tllm_spec.cli.bench_traffic import adaptive_replay, break_even, erase_traffic, replay, tune
 from tllm_spec.cli.llm_flags import either_spelling, ignored_option, read_flags, refused_together
-from tllm_spec.cli.version import log_level_option, version_option
+from tllm_spec.cli.version import flag, log_level_option, option, version_option
 from tllm_spec.progress import show_lines
 from tllm_spec.zoo.registry import resolve_model
 
@@ -72,19 +72,18 @@ class FriendlyGroup(click.Group):
     epilog="Options may be spelled with - or _. TensorRT-LLM's other options are accepted with the "
     "values that this engine supports, and refused with the reason otherwise.",
 )
-@click.option(
-    "--model", "-m", help="A checkpoint's folder, a GGUF file, or a zoo model, such as zoo:llama."
-)
-@click.option(
+@option("--model -m", str, "A checkpoint's folder, a GGUF file, or a zoo model, such as zoo:llama.")
+@option(
     "--model_path",
-    help="The checkpoint's folder, when --model is only the name for reports. [default: --model]",
+    str,
+    "The checkpoint's folder, when --model is only the name for reports. [default: --model]",
 )
-@click.option(
-    "--workspace",
-    "-w",
+@option(
+    "--workspace -w",
+    str,
+    "Accepted without effect: no intermediate files are written.",
     expose_value=False,
     hidden=True,
-    help="Accepted without effect: no intermediate files are written.",
 )
 @log_level_option("warning")
 @version_option("tllm-bench")
@@ -139,11 +138,8 @@ def _one_at_a_time(context: click.Context, option: click.Parameter, value: int) 
 @bench_options.engine_options
 @bench_options.yaml_option
 @bench_options.warmup_option
-@click.option(
-    "--concurrency",
-    type=CONCURRENCY,
-    default=-1,
-    help="Maximum number of requests in flight; -1: no limit.",
+@option(
+    "--concurrency", CONCURRENCY, "Maximum number of requests in flight; -1: no limit.", default=-1
 )
 @bench_options.streaming_option
 @bench_options.record_options
@@ -158,12 +154,8 @@ def throughput(model: Model, /, **options: Any) -> None:
 @bench_options.engine_options
 @bench_options.yaml_option
 @bench_options.warmup_option
-@click.option(
-    "--concurrency",
-    type=int,
-    default=1,
-    callback=_one_at_a_time,
-    help="Only 1: one request after another.",
+@option(
+    "--concurrency", int, "Only 1: one request after another.", default=1, callback=_one_at_a_time
 )
 @bench_options.record_options
 @click.pass_obj
@@ -246,39 +238,29 @@ def prepared(
 @bench_options.workload_options
 @bench_options.max_batch_size_option
 @bench_options.engine_options
-@click.option(
+@option(
     "--concurrency",
+    str,
+    "Maximum number of requests in flight; -1: no limit. Several, such as 1,8,64, are run in turn.",
     callback=_sweep,
     default="1",
-    help="Maximum number of requests in flight; -1: no limit. Several, such as 1,8,64, are run in "
-    "turn.",
 )
 @bench_options.streaming_option
-@click.option(
-    "--repeat",
-    type=POSITIVE,
-    default=3,
-    help="Measured runs of each configuration; the table shows medians.",
+@option(
+    "--repeat", POSITIVE, "Measured runs of each configuration; the table shows medians.", default=3
 )
-@click.option(
-    "--warmup",
-    "-w",
-    type=NOT_NEGATIVE,
-    default=1,
-    help="Runs of each configuration before the measured ones.",
+@option(
+    "--warmup -w", NOT_NEGATIVE, "Runs of each configuration before the measured ones.", default=1
 )
-@click.option(
-    "--show_text", type=NOT_NEGATIVE, default=0, help="Number of generated texts to print."
-)
-@click.option(
-    "--allow_differences", is_flag=True, help="Exit with status 0 even when texts differ."
-)
-@click.option(
+@option("--show_text", NOT_NEGATIVE, "Number of generated texts to print.", default=0)
+@flag("--allow_differences", "Exit with status 0 even when texts differ.")
+@option(
     "--with_model",
-    callback=_existing_model,
-    help="Another model, such as a quantised copy. Every YAML file runs with both, and a table has "
+    str,
+    "Another model, such as a quantised copy. Every YAML file runs with both, and a table has "
     "the shares of equal tokens in their outputs and of equal first choices in the prompts, and "
     "the perplexities of the prompts.",
+    callback=_existing_model,
 )
 @bench_options.report_json_option
 @bench_options.plot_option

@@ -13,12 +13,12 @@ from tllm_spec.cli.bench_options import (
     NOT_NEGATIVE,
     OUTPUT_FILE,
     POSITIVE,
-    Decorator,
     Model,
     ModelCommand,
     write_text,
 )
 from tllm_spec.cli.llm_flags import ignored_option
+from tllm_spec.cli.version import Decorator, flag, option
 
 if TYPE_CHECKING:
     from tllm_spec.bench.dataset import BenchRequest, Lengths
@@ -36,8 +36,8 @@ class Target:
 
 
 @click.group(name="prepare-dataset")
-@click.option("--output", type=OUTPUT_FILE, help="File to write. [default: standard output]")
-@click.option("--random-seed", type=int, default=42, help="Seed of all random choices.")
+@option("--output", OUTPUT_FILE, "File to write. [default: standard output]")
+@option("--random-seed", int, "Seed of all random choices.", default=42)
 @ignored_option("--task_id", type=int)
 @click.pass_context
 def prepare_dataset(context: click.Context, /, output: Path | None, random_seed: int) -> None:
@@ -55,13 +55,9 @@ num_requests_option = length_option("--num-requests", "Number of requests to wri
 @prepare_dataset.command("token-norm-dist", cls=ModelCommand)
 @num_requests_option
 @length_option("--input-mean", "Mean length of a prompt, in tokens.")
-@click.option(
-    "--input-stdev", type=NOT_NEGATIVE, default=0, help="Standard deviation of the prompt length."
-)
+@option("--input-stdev", NOT_NEGATIVE, "Standard deviation of the prompt length.", default=0)
 @length_option("--output-mean", "Mean length of an output, in tokens.")
-@click.option(
-    "--output-stdev", type=NOT_NEGATIVE, default=0, help="Standard deviation of the output length."
-)
+@option("--output-stdev", NOT_NEGATIVE, "Standard deviation of the output length.", default=0)
 @click.pass_obj
 def token_norm_dist(target: Target, /, num_requests: int, **lengths: int) -> None:
     """Random token ids with normally distributed lengths."""
@@ -120,15 +116,9 @@ def real_dataset(arguments: tuple[str, ...]) -> None:
 
 
 @prepare_dataset.command("text", cls=ModelCommand)
-@click.option("--folder", type=EXISTING_FOLDER, help="Folder with the files, at any depth.")
-@click.option(
-    "--glob", "pattern", default="*", help="Only files whose name matches, such as '*.py'."
-)
-@click.option(
-    "--heldout",
-    is_flag=True,
-    help="Instead of --folder: the files that no zoo model was trained on.",
-)
+@option("--folder", EXISTING_FOLDER, "Folder with the files, at any depth.")
+@option("--glob pattern", str, "Only files whose name matches, such as '*.py'.", default="*")
+@flag("--heldout", "Instead of --folder: the files that no zoo model was trained on.")
 @num_requests_option
 @length_option("--input-len", "Length of a prompt, in tokens.")
 @length_option("--output-len", "Length of an output, in tokens.")

@@ -4,16 +4,14 @@ import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import reduce
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
 from tllm_spec.cli.llm_flags import LlmCommand
+from tllm_spec.cli.version import flag, option, together
 
-Command = Callable[..., None]
-Decorator = Callable[[Command], Command]
 Item = TypeVar("Item")
 
 
@@ -120,13 +118,6 @@ def count(text: str) -> int:
     return number
 
 
-def together(*decorators: Decorator) -> Decorator:
-    """Several options as one decorator; `--help` shows them in this order."""
-    return lambda command: reduce(
-        lambda wrapped, decorator: decorator(wrapped), reversed(decorators), command
-    )
-
-
 def write_text(path: Path, text: str) -> None:
     """Raises ValueError, as for a full disk."""
     write_bytes(path, text.encode())
@@ -147,117 +138,102 @@ def write_json(path: Path | None, content: object) -> None:
 
 
 workload_options = together(
-    click.option(
+    option(
         "--dataset",
-        type=DATASET,
-        required=True,
-        help="Requests as JSON lines, as written by prepare-dataset or with messages of a chat, or "
+        DATASET,
+        "Requests as JSON lines, as written by prepare-dataset or with messages of a chat, or "
         "a folder of recorded traffic.",
+        required=True,
     ),
-    click.option(
+    option(
         "--num_requests",
-        type=NOT_NEGATIVE,
-        default=0,
-        help="Number of requests to take from the top of the data set, or the latest of recorded "
+        NOT_NEGATIVE,
+        "Number of requests to take from the top of the data set, or the latest of recorded "
         "traffic; 0: all.",
+        default=0,
     ),
-    click.option(
+    option(
         "--target_output_len",
-        type=POSITIVE,
-        help="Output length of every request, instead of the data set's output_tokens.",
+        POSITIVE,
+        "Output length of every request, instead of the data set's output_tokens.",
     ),
-    click.option(
+    option(
         "--eos_id",
-        type=int,
-        default=-1,
-        help="Token id that ends an output; -1: outputs have exactly output_tokens tokens, and "
+        int,
+        "Token id that ends an output; -1: outputs have exactly output_tokens tokens, and "
         "those of messages end at the model's end tokens.",
+        default=-1,
     ),
-    click.option(
+    option(
         "--sampler_options",
-        type=EXISTING_FILE,
-        help="YAML file with SamplingParams, without max_tokens. "
+        EXISTING_FILE,
+        "YAML file with SamplingParams, without max_tokens. "
         "[default: greedy decoding that ignores EOS]",
     ),
 )
 # Named as arguments of `LLM`.
 engine_options = together(
-    click.option(
-        "--max_num_tokens", type=POSITIVE, help="Maximum number of tokens in one forward pass."
+    option("--max_num_tokens", POSITIVE, "Maximum number of tokens in one forward pass."),
+    option("--max_seq_len", POSITIVE, "Maximum length of a prompt and its output, in tokens."),
+    option("--max_input_len", POSITIVE, "Maximum length of a prompt, in tokens."),
+    option(
+        "--kv_cache_free_gpu_mem_fraction kv_cache_free_gpu_memory_fraction",
+        FRACTION,
+        "Fraction of the free device memory that the KV cache takes.",
     ),
-    click.option(
-        "--max_seq_len", type=POSITIVE, help="Maximum length of a prompt and its output, in tokens."
+    flag(
+        "--enable_chunked_context enable_chunked_prefill",
+        "Split long prompts over several forward passes.",
     ),
-    click.option("--max_input_len", type=POSITIVE, help="Maximum length of a prompt, in tokens."),
-    click.option(
-        "--kv_cache_free_gpu_mem_fraction",
-        "kv_cache_free_gpu_memory_fraction",
-        type=FRACTION,
-        help="Fraction of the free device memory that the KV cache takes.",
-    ),
-    click.option(
-        "--enable_chunked_context",
-        "enable_chunked_prefill",
-        is_flag=True,
-        help="Split long prompts over several forward passes.",
-    ),
-    click.option(
-        "--scheduler_policy",
-        "scheduler_config",
-        type=click.Choice(["guaranteed_no_evict", "max_utilization"]),
+    option(
+        "--scheduler_policy scheduler_config",
+        click.Choice(["guaranteed_no_evict", "max_utilization"]),
+        "max_utilization admits more requests and may pause one when KV pages run out.",
         callback=_scheduler_config,
-        help="max_utilization admits more requests and may pause one when KV pages run out.",
     ),
 )
-max_batch_size_option = click.option(
-    "--max_batch_size", type=POSITIVE, help="Maximum number of requests in a batch."
+max_batch_size_option = option(
+    "--max_batch_size", POSITIVE, "Maximum number of requests in a batch."
 )
-yaml_option = click.option(
-    "--extra_llm_api_options",
-    "--config",
-    "yaml_path",
-    type=EXISTING_FILE,
-    help="YAML file with arguments of LLM, such as speculative_config. "
+yaml_option = option(
+    "--extra_llm_api_options --config yaml_path",
+    EXISTING_FILE,
+    "YAML file with arguments of LLM, such as speculative_config. "
     "It takes precedence over the options of the command line.",
 )
-warmup_option = click.option(
-    "--warmup",
-    "-w",
-    type=NOT_NEGATIVE,
-    default=2,
-    help="Number of requests, from the top of the data set, to run before measuring. "
+warmup_option = option(
+    "--warmup -w",
+    NOT_NEGATIVE,
+    "Number of requests, from the top of the data set, to run before measuring. "
     "Their prompts may then be in the prefix cache.",
+    default=2,
 )
-streaming_option = click.option(
-    "--streaming",
-    is_flag=True,
-    help="Stream the tokens, and report times to the first token and between tokens.",
+streaming_option = flag(
+    "--streaming", "Stream the tokens, and report times to the first token and between tokens."
 )
-report_json_option = click.option(
-    "--report_json", type=OUTPUT_FILE, help="File to write the report to, as JSON."
-)
-plot_option = click.option(
+report_json_option = option("--report_json", OUTPUT_FILE, "File to write the report to, as JSON.")
+plot_option = option(
     "--plot",
-    type=PLOT_FILE,
-    help="File to draw throughput against latency to; its suffix is the format: .png, .svg, .pdf. "
+    PLOT_FILE,
+    "File to draw throughput against latency to; its suffix is the format: .png, .svg, .pdf. "
     "Needs tllm_spec[plot].",
 )
 record_options = together(
     report_json_option,
-    click.option(
+    option(
         "--output_json",
-        type=OUTPUT_FILE,
-        help="File to write the text and tokens of every request to, as JSON.",
+        OUTPUT_FILE,
+        "File to write the text and tokens of every request to, as JSON.",
     ),
-    click.option(
+    option(
         "--request_json",
-        type=OUTPUT_FILE,
-        help="File to write the lengths, times and draft counts of every request to, as JSON. "
+        OUTPUT_FILE,
+        "File to write the lengths, times and draft counts of every request to, as JSON. "
         "Its ttft_ms is null without streaming.",
     ),
-    click.option(
+    option(
         "--iteration_log",
-        type=OUTPUT_FILE,
-        help="File to write the statistics of every round to, as JSON lines.",
+        OUTPUT_FILE,
+        "File to write the statistics of every round to, as JSON lines.",
     ),
 )

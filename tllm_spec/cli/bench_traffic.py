@@ -24,6 +24,7 @@ from tllm_spec.cli.bench_options import (
     write_text,
     yaml_option,
 )
+from tllm_spec.cli.version import flag, option
 
 if TYPE_CHECKING:
     from tllm_spec.config.draft_shape import DraftShape
@@ -33,12 +34,13 @@ EXISTING_FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 
 @click.command(name="erase-traffic")
 @click.argument("folder", type=EXISTING_FOLDER)
-@click.option(
+@option(
     "--client",
+    str,
+    "Name of the client's key, its address (in IPv6 a network), or its hash in the records.",
     required=True,
-    help="Name of the client's key, its address (in IPv6 a network), or its hash in the records.",
 )
-@click.option("--user", help="Only this user of the client (`user`, `safety_identifier`).")
+@option("--user", str, "Only this user of the client (`user`, `safety_identifier`).")
 def erase_traffic(folder: Path, client: str, user: str | None) -> None:
     """Erase a client's records from FOLDER. Servers may be recording to it."""
     from tllm_spec.recording.traffic_folder import TrafficFolder
@@ -57,18 +59,14 @@ def erase_traffic(folder: Path, client: str, user: str | None) -> None:
 
 @click.command()
 @click.argument("folder", type=EXISTING_FOLDER)
-@click.option(
-    "--extra_llm_api_options",
-    "--config",
-    "configs",
-    type=EXISTING_FILE,
+@option(
+    "--extra_llm_api_options --config configs",
+    EXISTING_FILE,
+    "YAML file with arguments of LLM that have a speculative_config. May be given repeatedly.",
     multiple=True,
     required=True,
-    help="YAML file with arguments of LLM that have a speculative_config. May be given repeatedly.",
 )
-@click.option(
-    "--num_requests", type=NOT_NEGATIVE, default=0, help="The latest requests to take; 0: all."
-)
+@option("--num_requests", NOT_NEGATIVE, "The latest requests to take; 0: all.", default=0)
 @report_json_option
 @click.pass_obj
 def replay(
@@ -91,24 +89,20 @@ def replay(
 
 @click.command()
 @click.argument("data", type=DATASET)
-@click.option(
-    "--extra_llm_api_options",
-    "--config",
-    "configs",
-    type=EXISTING_FILE,
-    multiple=True,
-    help="YAML file with arguments of LLM: a drafter, whose draft length and shorter ones are "
+@option(
+    "--extra_llm_api_options --config configs",
+    EXISTING_FILE,
+    "YAML file with arguments of LLM: a drafter, whose draft length and shorter ones are "
     "compared. May be given repeatedly. [default: the drafter that served, and SA]",
+    multiple=True,
 )
-@click.option(
+@option(
     "--num_requests",
-    type=NOT_NEGATIVE,
+    NOT_NEGATIVE,
+    "The latest requests to take, of a data set the first ones; 0: all.",
     default=0,
-    help="The latest requests to take, of a data set the first ones; 0: all.",
 )
-@click.option(
-    "--output", type=OUTPUT_FILE, help="YAML file to write the best configuration to, whole."
-)
+@option("--output", OUTPUT_FILE, "YAML file to write the best configuration to, whole.")
 @plot_option
 @report_json_option
 @click.pass_obj
@@ -144,28 +138,21 @@ def tune(
 
 @click.command(name="adaptive-replay")
 @click.argument("trace", type=click.Path(exists=True, path_type=Path))
-@click.option(
+@option(
     "--config",
-    type=EXISTING_FILE,
+    EXISTING_FILE,
+    "YAML file with LLM arguments, or with the keys of `adaptive` alone.",
     required=True,
-    help="YAML file with LLM arguments, or with the keys of `adaptive` alone.",
 )
-@click.option(
-    "--round_times",
-    type=EXISTING_FILE,
-    help="JSON file with measured round times, for the cost model.",
-)
-@click.option(
+@option("--round_times", EXISTING_FILE, "JSON file with measured round times, for the cost model.")
+@option(
     "--graph_batch_sizes",
+    str,
+    "Batch sizes that batches are padded to, such as 1,2,4,8.",
     callback=several(count, "batch sizes such as 1,2,4,8"),
-    help="Batch sizes that batches are padded to, such as 1,2,4,8.",
 )
-@click.option(
-    "--initial_steps", type=NOT_NEGATIVE, help="Draft length of the first round, for strategy: ema."
-)
-@click.option(
-    "--every_round", is_flag=True, help="Print every round, not only those that change it."
-)
+@option("--initial_steps", NOT_NEGATIVE, "Draft length of the first round, for strategy: ema.")
+@flag("--every_round", "Print every round, not only those that change it.")
 def adaptive_replay(
     trace: Path,
     config: Path,
@@ -181,7 +168,7 @@ def adaptive_replay(
     round's time). Or it is a folder of recorded traffic (--record_traffic). When --config holds LLM
     arguments, their limits on the draft length apply as in an engine."""
     from tllm_spec.bench import adaptive_replay as replays
-    from tllm_spec.bench.dataset import read_lines
+    from tllm_spec.recording.traffic_folder import read_lines
 
     controller = replays.read_controller(
         config,
@@ -223,30 +210,32 @@ def _tree(text: str) -> "DraftShape":
 
 @click.command(name="break-even", cls=ModelCommand)
 @yaml_option
-@click.option(
+@option(
     "--pairs",
+    str,
+    "Pairs of acceptance rate and draft length to measure, such as 0.3:2,0.7:4.",
     callback=several(_pair, "acceptance rates and draft lengths such as 0.3:2,0.7:4"),
     default=USUAL,
-    help="Pairs of acceptance rate and draft length to measure, such as 0.3:2,0.7:4.",
 )
-@click.option(
+@option(
     "--trees",
+    str,
+    "Draft trees to measure instead, such as 5x8/31,3x4/8: steps x children / drafts.",
     callback=several(_tree, f"trees such as 5x8/31,3x4/8: {TREES}"),
-    help="Draft trees to measure instead, such as 5x8/31,3x4/8: steps x children / drafts.",
 )
-@click.option(
+@option(
     "--dataset",
-    type=click.Path(path_type=Path),
-    help="With --trees: requests as JSON lines, whose texts decide the acceptance.",
+    click.Path(path_type=Path),
+    "With --trees: requests as JSON lines, whose texts decide the acceptance.",
 )
-@click.option("--batch_size", type=POSITIVE, default=1, help="Number of requests in the batch.")
-@click.option("--input_len", type=POSITIVE, default=16, help="Length of a prompt, in tokens.")
-@click.option("--output_len", type=POSITIVE, default=64, help="Length of an output, in tokens.")
-@click.option(
+@option("--batch_size", POSITIVE, "Number of requests in the batch.", default=1)
+@option("--input_len", POSITIVE, "Length of a prompt, in tokens.", default=16)
+@option("--output_len", POSITIVE, "Length of an output, in tokens.", default=64)
+@option(
     "--repeat",
-    type=POSITIVE,
+    POSITIVE,
+    "Measured runs of each engine after a warm-up; the table shows medians.",
     default=3,
-    help="Measured runs of each engine after a warm-up; the table shows medians.",
 )
 @report_json_option
 @click.pass_obj

@@ -192,7 +192,7 @@ def why_simulated(records: Sequence[TrafficRecord], args: LlmArgs) -> list[str]:
         "a public pool depends on the order of requests": (
             search is not None and search.num_shared > 0
         ),
-        "the draft length follows the load": _follows_load(spec),
+        "the draft length follows the load": spec.length_varies,
         "the rows of a round follow the load": spec.verify_budget is not None,
         "a request without drafts may leave those that join it without drafts for a round": any(
             each.draft_limit == 0 for each in records
@@ -301,11 +301,6 @@ def request_of(number: int, record: TrafficRecord, limits: RequestLimits) -> Llm
         draft_pause=RequestPause(limits.pause_patience),
         stop_checker=EndOfText(len(record.output)),
     )
-
-
-def _follows_load(spec: DecodingBaseConfig) -> bool:
-    limits = spec.draft_len_schedule, spec.max_concurrency, spec.acceptance_rate_threshold
-    return spec.adaptive is not None or any(limit is not None for limit in limits)
 
 
 def _needs_host(record: TrafficRecord) -> bool:

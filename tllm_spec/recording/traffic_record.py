@@ -135,7 +135,7 @@ def read_line(line: str, place: str = "") -> TrafficRecord | TrafficHeader:
     return record
 
 
-def json_object(line: str) -> dict[str, Any]:
+def json_object(line: str | bytes) -> dict[str, Any]:
     """Raises ValueError for anything else."""
     try:
         tree = json.loads(line)

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tllm_spec.training.draft_head import ChainHead, steps_along
+from tllm_spec.training.deepseek import NextnModules
+from tllm_spec.training.draft_head import DraftHead, Head, steps_along
 from tllm_spec.training.language_model import TokenData, continuations
 
 BATCH = 64
@@ -31,7 +32,7 @@ def evaluate(
     draft_len: int,
 ) -> dict[str, Any]:
     """Figures over greedy continuations of `prompts` held-out prompts of 256 tokens. `draft`: a
-    model, or a `ChainHead` in eval mode."""
+    model, or a `DraftHead` or `NextnModules` in eval mode."""
     prompt_len, eos = 256, target.config.eos_token_id
     starts = torch.linspace(0, len(heldout.tokens) - prompt_len, prompts).long().tolist()
     all_prompts = torch.stack(
@@ -40,8 +41,8 @@ def evaluate(
     accepted: list[int] = []
     for batch in torch.split(all_prompts, BATCH):
         text = continuations(target, batch, new_tokens, do_sample=False)
-        has_chains = isinstance(draft, ChainHead)
-        if isinstance(draft, ChainHead):
+        has_chains = isinstance(draft, (DraftHead, NextnModules))
+        if has_chains:
             rows = head_matches(draft, target, text, draft_len)[:, prompt_len:]
         else:
             drafts = draft(input_ids=text, use_cache=False).logits[:, :-1].argmax(-1)
@@ -53,7 +54,7 @@ def evaluate(
     return summary(accepted, draft_len)
 
 
-def head_matches(head: ChainHead, target: Any, text: Tensor, draft_len: int) -> Tensor:
+def head_matches(head: Head, target: Any, text: Tensor, draft_len: int) -> Tensor:
     """`[B, T]` -> `[B, T]`: the number of accepted drafts of the chain whose first draft predicts
     token i; 0 if the text is too short for a whole chain, and for the first two tokens, which a
     head does not predict.

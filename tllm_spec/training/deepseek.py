@@ -27,7 +27,6 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
 from tllm_spec.training.draft_head import (
     Batch,
     Cache,
-    ChainHead,
     attend,
     extended,
     head_figures,
@@ -248,13 +247,14 @@ class NextnModule(nn.Module):
         return output, cache
 
 
-class NextnModules(ChainHead):
+class NextnModules(nn.Module):
     """The modules of a checkpoint with their target, which is not trained. is_vanilla: module k
     makes step k, and the later ones only note what they read; otherwise the first one makes every
     step."""
 
     target: Any
     is_vanilla = False
+    mask_token = None
 
     def __init__(self, target: Any) -> None:
         super().__init__()
@@ -307,6 +307,9 @@ class NextnModules(ChainHead):
         hidden = target.model(input_ids=tokens, use_cache=False)[0]
         return hidden, target.lm_head(hidden)
 
+    def fuse(self, features: Tensor) -> Tensor:
+        return features
+
     def forward(
         self,
         hidden: Tensor,
@@ -314,7 +317,8 @@ class NextnModules(ChainHead):
         starts: Tensor,
         caches: Sequence[Cache | None] | None = None,
     ) -> tuple[Tensor, list[Any]]:
-        """hidden: at the first step the target's states after its final norm."""
+        """As that of `DraftHead`; hidden: at the first step the target's states after its final
+        norm."""
         modules: list[Any] = list(self.steps) if self.is_vanilla else [self.steps[0]]
         last = None if caches is None else caches[-1]
         step = 0 if last is None else len(last.own) + 1

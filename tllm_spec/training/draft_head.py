@@ -25,6 +25,7 @@ from tllm_spec.models.eagle3_config import Eagle3Config
 from tllm_spec.training.language_model import ARGMAX_SHARE
 
 NUM_CAPTURED = 3
+Head = Any  # a `DraftHead`, or MTP modules (`deepseek.py`) with the same methods
 
 
 class Cache(NamedTuple):
@@ -109,55 +110,9 @@ def rotate(heads: Tensor, cos_sin: Tensor) -> Tensor:
     return (heads * cos_sin[0] + torch.cat((-high, low), -1) * cos_sin[1]).to(heads.dtype)
 
 
-class ChainHead(nn.Module):
-    """What drafts chains from the target's states. mask_token: that it reads instead of its own
-    drafts; None: it reads these."""
-
-    mask_token: int | None = None
-    mask_hidden: Tensor
-
-    @property
-    def draft_ids(self) -> Tensor:
-        """`[D]`: the target's id of each token that it drafts."""
-        raise NotImplementedError
-
-    def target_states(self, target: Any, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """`[B, T]` tokens -> the states `[B, T, F]` that it reads, and the logits `[B, T, V]` from
-        one forward of the target."""
-        raise NotImplementedError
-
-    def fuse(self, features: Tensor) -> Tensor:
-        """The states -> `[..., H]`, for the first step."""
-        return features
-
-    def forward(
-        self,
-        hidden: Tensor,
-        embeddings: Tensor,
-        starts: Tensor,
-        caches: list[Cache] | None = None,
-    ) -> tuple[Tensor, list[Cache]]:
-        """The next step of A chains; at the first step all S chains of a text.
-
-        Args:
-            hidden: `[B, A, H]`: at the first step `fuse` of the target's states, then the output
-                of the previous step, or `fuse` of `mask_hidden`.
-            embeddings: `[B, A, H]` of the token at `s + k + 1`, for chain s at step k.
-            starts: `[A]`: which chains.
-            caches: from the previous step.
-
-        Returns:
-            `[B, A, H]`, for `logits` and the next step, and the caches with this step's entries.
-        """
-        raise NotImplementedError
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """`[..., H]`, from `forward`, -> `[..., D]`."""
-        raise NotImplementedError
-
-
-class DraftHead(ChainHead):
-    """An EAGLE-3 or P-EAGLE head. The `state_dict` is a checkpoint in the speculators format. `d2t`
+class DraftHead(nn.Module):
+    """An EAGLE-3 or P-EAGLE head. mask_token: that it reads instead of its own drafts; None: it
+    reads these. The `state_dict` is a checkpoint in the speculators format. `d2t`
     holds offsets: the target's id is `draft id + d2t[draft id]`."""
 
     d2t: Tensor
@@ -189,6 +144,7 @@ class DraftHead(ChainHead):
         return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
 
     def target_states(self, target: Any, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """As the function of this name."""
         return target_states(target, tokens, self.config.capture_layers)
 
     def fuse(self, features: Tensor) -> Tensor:
@@ -209,6 +165,18 @@ class DraftHead(ChainHead):
         starts: Tensor,
         caches: list[Cache] | None = None,
     ) -> tuple[Tensor, list[Cache]]:
+        """The next step of A chains; at the first step all S chains of a text.
+
+        Args:
+            hidden: `[B, A, H]`: at the first step `fuse` of the target's states, then the output
+                of the previous step, or `fuse` of `mask_hidden`.
+            embeddings: `[B, A, H]` of the token at `s + k + 1`, for chain s at step k.
+            starts: `[A]`: which chains.
+            caches: from the previous step.
+
+        Returns:
+            `[B, A, H]`, for `logits` and the next step, and the caches with this step's entries.
+        """
         step = 0 if caches is None else len(caches[0].own) + 1
         cos_sin = rotary_rows(self.config, starts + step)
         extended_caches = []
@@ -219,6 +187,7 @@ class DraftHead(ChainHead):
         return self.norm(hidden) if self.config.norm_output else hidden, extended_caches
 
     def logits(self, hidden: Tensor) -> Tensor:
+        """`[..., H]`, from `forward`, -> `[..., draft_vocab_size]`."""
         normed = hidden if self.config.norm_output else self.norm(hidden)
         logits: Tensor = self.lm_head(normed)
         return logits
@@ -312,7 +281,7 @@ def labels(target_logits: Tensor, draft_ids: Tensor) -> Labels:
 
 
 def step_states(
-    head: ChainHead, target: Any, features: Tensor, tokens: Tensor, unroll: int
+    head: Head, target: Any, features: Tensor, tokens: Tensor, unroll: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """What `head.logits` reads at steps 0..unroll-1 along the text, `[B, n, H]`, and for each of
     the n rows the index `[n]`, on the CPU, of the target's logits that predict the same token.
@@ -370,7 +339,7 @@ class Step(NamedTuple):
 
 
 def steps_along(
-    head: ChainHead,
+    head: Head,
     target: Any,
     tokens: Tensor,
     unroll: int,
@@ -404,7 +373,7 @@ def steps_along(
             yield Step(losses, head.draft_ids[logits.argmax(-1)] == best, rows)
 
 
-def unrolled(head: ChainHead, target: Any, batch: Batch, unroll: int) -> tuple[Tensor, Tensor]:
+def unrolled(head: Head, target: Any, batch: Batch, unroll: int) -> tuple[Tensor, Tensor]:
     """Loss and agreement with the target's best tokens, each `[unroll]`: this rank's part of the
     mean over the batch. The ranks' parts add up to the mean."""
     losses, agreements = [], []
@@ -432,7 +401,7 @@ def weighted(losses: Tensor) -> Tensor:
     return (weights * losses).sum() / weights.sum()
 
 
-def head_figures(head: ChainHead, target: Any, unroll: int, tokens: Tensor) -> dict[str, Tensor]:
+def head_figures(head: Head, target: Any, unroll: int, tokens: Tensor) -> dict[str, Tensor]:
     """The loss along `[B, T]` tokens, and `agreement` `[unroll]`: how often each draft is the
     target's best token."""
     losses, agreements = unrolled(head, target, Batch.whole(tokens, unroll), unroll)

@@ -69,36 +69,20 @@ def training_options(
         click.option(
             "--output", type=FOLDER, required=True, help="Folder for the best weights so far."
         ),
-        click.option(
-            "--shape", default=shape, show_default=True, help="Model whose config.json to use."
-        ),
-        click.option("--device", default=DEVICE, show_default=True),
-        click.option("--seed", default=0, show_default=True),
-        click.option("--minutes", default=minutes, show_default=True, help="Time budget."),
+        click.option("--shape", default=shape, help="Model whose config.json to use."),
+        click.option("--device", default=DEVICE),
+        click.option("--seed", default=0),
+        click.option("--minutes", default=minutes, help="Time budget."),
         click.option("--steps", default=10**9, help="Step budget."),
-        click.option("--windows", default=windows, show_default=True, help="Sequences a step."),
-        click.option("--length", default=1024, show_default=True, help="Tokens a sequence."),
-        click.option("--learning-rate", default=learning_rate, show_default=True),
-        click.option("--weight-decay", default=0.1, show_default=True),
-        click.option("--dropout", default=dropout, show_default=True),
-        click.option("--warmup-steps", default=200, show_default=True),
+        click.option("--windows", default=windows, help="Sequences a step."),
+        click.option("--length", default=1024, help="Tokens a sequence."),
+        click.option("--learning-rate", default=learning_rate),
+        click.option("--weight-decay", default=0.1),
+        click.option("--dropout", default=dropout),
+        click.option("--warmup-steps", default=200),
         click.option("--compile/--no-compile", default=False, help="torch.compile the layers."),
-        click.option("--checkpoint-steps", default=500, show_default=True),
+        click.option("--checkpoint-steps", default=500),
         click.option("--resume", is_flag=True, help="Go on from the checkpoint in --output."),
-    )
-
-
-def teacher_options() -> Decorator:
-    """The trained target, and the text that it generates for the draft."""
-    return all_of(
-        click.option(
-            "--target",
-            "target_name",
-            default="zoo:llama",
-            show_default=True,
-            help="The trained target.",
-        ),
-        self_text_options(0.8),
     )
 
 
@@ -106,15 +90,10 @@ def self_text_options(minutes: float) -> Decorator:
     """As `write_self_text` has them, one after the other."""
     return all_of(
         click.option(
-            "--self-text-minutes",
-            default=minutes,
-            show_default=True,
-            help="How long the target generates text.",
+            "--self-text-minutes", default=minutes, help="How long the target generates text."
         ),
-        click.option("--self-text-batch", default=4096, show_default=True),
-        click.option(
-            "--self-text-tokens", default=384, show_default=True, help="New tokens a text."
-        ),
+        click.option("--self-text-batch", default=4096),
+        click.option("--self-text-tokens", default=384, help="New tokens a text."),
     )
 
 
@@ -125,6 +104,13 @@ def all_of(*options: Decorator) -> Decorator:
         return command
 
     return decorate
+
+
+# The trained target, and the text that it generates for the draft.
+teacher_options = all_of(
+    click.option("--target", "target_name", default="zoo:llama", help="The trained target."),
+    self_text_options(0.8),
+)
 
 
 class Run:
@@ -178,7 +164,7 @@ class Run:
         return partial(target_figures, model, tokens_per_byte)
 
 
-@click.group()
+@click.group(context_settings={"show_default": True})
 def main() -> None:
     torch.set_float32_matmul_precision("high")
 
@@ -194,7 +180,7 @@ def target(**options: Any) -> None:
 
 @main.command()
 @training_options("zoo:llama-draft", minutes=6.7, learning_rate=3e-3, dropout=0.0)
-@teacher_options()
+@teacher_options
 def draft(target_name: str, **options: Any) -> None:
     """Distillation from the target on the training files and on text that the target generates."""
     run = Run(**options)
@@ -205,8 +191,8 @@ def draft(target_name: str, **options: Any) -> None:
 
 @main.command()
 @training_options("zoo:llama-eagle3", minutes=6.0, learning_rate=2e-3, dropout=0.0, windows=32)
-@teacher_options()
-@click.option("--unroll", default=5, show_default=True, help="Steps of a chain in training.")
+@teacher_options
+@click.option("--unroll", default=5, help="Steps of a chain in training.")
 @click.option("--start", help="A trained head to begin from, also one with fewer layers.")
 def eagle3(target_name: str, unroll: int, start: str | None, **options: Any) -> None:
     """An EAGLE-3 head on the target's hidden states, trained on the same text as the draft, or a
@@ -229,23 +215,17 @@ def eagle3(target_name: str, unroll: int, start: str | None, **options: Any) -> 
 @main.command()
 @training_options(str(SHAPE), minutes=5.0, learning_rate=2e-3, dropout=0.1)
 @click.option("--trained", type=FOLDER, help="A trained target; only MTP modules are trained.")
-@click.option("--mtp-minutes", default=2.5, show_default=True, help="Time of the MTP modules.")
+@click.option("--mtp-minutes", default=2.5, help="Time of the MTP modules.")
 @click.option("--mtp-steps", default=10**9, help="Step budget of the MTP modules.")
-@click.option("--mtp-windows", default=32, show_default=True, help="Sequences a step.")
-@click.option("--mtp-dropout", default=0.0, show_default=True)
-@click.option("--unroll", default=3, show_default=True, help="Steps of a chain in training.")
+@click.option("--mtp-windows", default=32, help="Sequences a step.")
+@click.option("--mtp-dropout", default=0.0)
+@click.option("--unroll", default=3, help="Steps of a chain in training.")
 @self_text_options(0.6)
-def deepseek(
-    trained: Path | None,
-    mtp_minutes: float,
-    mtp_steps: int,
-    mtp_windows: int,
-    mtp_dropout: float,
-    unroll: int,
-    **options: Any,
-) -> None:
+def deepseek(trained: Path | None, unroll: int, **options: Any) -> None:
     """A DeepSeek V3 target, then its MTP modules by distillation from it. The target is also left
     in OUTPUT/target."""
+    names = ("minutes", "steps", "windows", "dropout")
+    of_modules = {name: options.pop(f"mtp_{name}") for name in names}
     run = Run(**options)
     # Refuses a short --length before the target is trained.
     aligned_chains(run.settings.length, unroll)
@@ -256,8 +236,7 @@ def deepseek(
         run.train(model, run.target_figures(model), save_weights=save_model)
     teacher = load_target(trained, run.device)
     own = run.written_by(teacher)
-    sizes: dict[str, Any] = {"steps": mtp_steps, "windows": mtp_windows, "dropout": mtp_dropout}
-    run.output, run.settings = output, replace(run.settings, minutes=mtp_minutes, **sizes)
+    run.output, run.settings = output, replace(run.settings, **of_modules)
     modules = build_modules(teacher, run.settings)
     run.train(modules, partial(modules_figures, modules, unroll), own, save_with_modules)
 
@@ -265,7 +244,7 @@ def deepseek(
 @main.command()
 @click.option("--data", type=FOLDER, required=True, help="Folder with training.npz.")
 @click.option("--output", type=click.Path(path_type=Path, dir_okay=False), required=True)
-@click.option("--tokens", default=1024, show_default=True, help="How many.")
+@click.option("--tokens", default=1024, help="How many.")
 def token_map(data: Path, output: Path, tokens: int) -> None:
     """The most frequent tokens of the training text, for `speculative_token_map`."""
     text = TokenData.load(data / "training.npz", torch.device("cpu"))
@@ -277,13 +256,13 @@ def token_map(data: Path, output: Path, tokens: int) -> None:
 
 @main.command()
 @click.option("--data", type=FOLDER, required=True, help="Folder with heldout.npz.")
-@click.option("--target", "target_name", default="zoo:llama", show_default=True)
-@click.option("--draft", "draft_name", default="zoo:llama-draft", show_default=True)
+@click.option("--target", "target_name", default="zoo:llama")
+@click.option("--draft", "draft_name", default="zoo:llama-draft")
 @click.option("--output", type=FOLDER, help="Folder for acceptance.json.")
-@click.option("--device", default=DEVICE, show_default=True)
-@click.option("--prompts", default=256, show_default=True)
-@click.option("--new-tokens", default=128, show_default=True)
-@click.option("--draft-len", default=4, show_default=True)
+@click.option("--device", default=DEVICE)
+@click.option("--prompts", default=256)
+@click.option("--new-tokens", default=128)
+@click.option("--draft-len", default=4)
 @click.option("--mtp-vanilla", is_flag=True, help="An MTP module for each step.")
 def evaluate(
     data: Path,
@@ -291,10 +270,8 @@ def evaluate(
     draft_name: str,
     output: Path | None,
     device: str,
-    prompts: int,
-    new_tokens: int,
-    draft_len: int,
     mtp_vanilla: bool,
+    **sizes: int,
 ) -> None:
     """Greedy acceptance length of a draft model, EAGLE-3 head or MTP modules on continuations of
     held-out text. MTP: `--target` and `--draft` are the same folder."""
@@ -303,7 +280,7 @@ def evaluate(
     teacher, drafting = load_both(target_name, draft_name, on)
     if mtp_vanilla:
         drafting = drafting.vanilla()
-    figures = json.dumps(acceptance(teacher, drafting, heldout, prompts, new_tokens, draft_len))
+    figures = json.dumps(acceptance(teacher, drafting, heldout, **sizes))
     print(figures)
     if output is not None:
         (output / "acceptance.json").write_text(figures + "\n", encoding="utf-8")
