@@ -171,20 +171,14 @@ def tune(
         return _tune(data, model, configs, num_requests)
     if model is None:
         raise ValueError(f"{data} is a data set, whose outputs come from --model, which is missing")
-    with TemporaryDirectory() as folder:
-        record(data, model, configs, Path(folder), num_requests)
-        return _tune(Path(folder), model, configs)
-
-
-def record(
-    dataset: Path, model: str, configs: Sequence[Path], folder: Path, num_requests: int
-) -> None:
-    """Serves a data set without drafts, with the first file's other options, and records it."""
     options = read_options(configs[0]) if configs else {}
-    options |= {"speculative_config": None, "record_traffic": str(folder)}
-    requests = read_dataset(dataset, num_requests)
-    with LLM(model, **options) as llm, progress("outputs", len(requests), "requests") as bar:
-        run_requests(llm, requests, sampling_for(requests), bar=bar)
+    with TemporaryDirectory() as folder:
+        # Served without drafts, with the first file's other options.
+        options |= {"speculative_config": None, "record_traffic": folder}
+        requests = read_dataset(data, num_requests)
+        with LLM(model, **options) as llm, progress("outputs", len(requests), "requests") as bar:
+            run_requests(llm, requests, sampling_for(requests), bar=bar)
+        return _tune(Path(folder), model, configs)
 
 
 def _tune(
@@ -206,7 +200,7 @@ def _tune(
     with progress("tune", len(drafters) + sum(map(len, candidates))) as bar:
         for (name, args), own in zip(drafters, candidates, strict=True):
             assert args.speculative_config is not None
-            size = served_batch_size(args)
+            size = min(args.max_batch_size, args.max_num_tokens)
             bar.begin(f"round times of {name}")
             times = measured_times(args, args.speculative_config, records, size)
             for each in own:
@@ -221,10 +215,6 @@ def _candidates(name: str, args: LlmArgs) -> list[Candidate]:
     options = _without_nulls(args.as_options(), args)
     options = {key: each for key, each in options.items() if key not in NOT_WRITTEN}
     return [replace(each, options=options) for each in candidates_of(name, args.speculative_config)]
-
-
-def served_batch_size(args: LlmArgs) -> int:
-    return min(args.max_batch_size, args.max_num_tokens)
 
 
 def measured_times(
@@ -290,12 +280,11 @@ def tune_table(scores: Sequence[Score]) -> str:
         ("latency s", "{latency_s:.3f}"),
         ("tokens/round", "{tokens_per_round:.3f}"),
         ("rounds", "{num_rounds}"),
+        ("", "{note}"),
     ]
     rows = tune_report(sorted(scores, key=lambda each: each.ms_per_token))
-    if any(row["simulated"] for row in rows):
-        columns.append(("", "{note}"))
-    notes = {True: "simulated", False: ""}
-    return format_rows(columns, [row | {"note": notes[bool(row["simulated"])]} for row in rows])
+    notes = [{"note": "simulated" if row["simulated"] else ""} for row in rows]
+    return format_rows(columns, [row | note for row, note in zip(rows, notes, strict=True)])
 
 
 def tune_report(scores: Sequence[Score]) -> list[dict[str, Any]]:
