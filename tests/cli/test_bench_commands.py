@@ -110,6 +110,12 @@ def test_options_reach_the_engine_and_the_yaml_file_takes_precedence(
     assert args.scheduler_config.capacity_scheduler_policy == "MAX_UTILIZATION"
 
 
+def test_memory_given_under_llms_own_name_is_not_that_of_an_engine_alone(dataset: Path) -> None:
+    flags = "--kv_cache_config.free_gpu_memory_fraction", 0.25
+    assert run("throughput", "--dataset", dataset, *flags).exit_code == 0
+    assert FakeLLM.made[0].args.kv_cache_config.free_gpu_memory_fraction == 0.25
+
+
 def test_sampler_options_replace_greedy_decoding_and_honour_eos(
     dataset: Path, tmp_path: Path
 ) -> None:

@@ -16,13 +16,7 @@ from tests.models.helpers import load, random_tokens
 from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.eagle3 import Eagle3Head as ServedHead
 from tllm_spec.training.draft_head import DraftHead, step_states
-from tllm_spec.training.head_files import (
-    NORMS,
-    Format,
-    config_json,
-    new_shape,
-    save_head,
-)
+from tllm_spec.training.head_files import NORMS, Format, config_json, new_shape, save_head
 from tllm_spec.training.head_files import load_head as load_trained
 
 VOCAB_SIZE, UNROLL = 64, 4

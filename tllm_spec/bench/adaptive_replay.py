@@ -26,10 +26,7 @@ from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 from tllm_spec.config.adaptive_config import AdaptiveConfig, EmaOptions
 from tllm_spec.config.config_base import ConfigModel, check
 from tllm_spec.config.llm_args import LlmArgs, read_options
-from tllm_spec.executor.speculative.draft_length.adaptive import (
-    AdaptiveController,
-    controller_for,
-)
+from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController, controller_for
 from tllm_spec.executor.speculative.draft_length.decisions import ObservedRound
 from tllm_spec.executor.speculative.draft_length.round_times import MeasuredRoundTimes
 from tllm_spec.recording.traffic_folder import read_lines, read_records

@@ -218,10 +218,7 @@ def _candidates(name: str, args: LlmArgs) -> list[Candidate]:
 
 
 def measured_times(
-    args: LlmArgs,
-    spec: DecodingBaseConfig,
-    records: Sequence[TrafficRecord],
-    max_batch_size: int,
+    args: LlmArgs, spec: DecodingBaseConfig, records: Sequence[TrafficRecord], max_batch_size: int
 ) -> Callable[[str], Times]:
     """Times of a drafter on this machine, by the name of the drafts' shape: of rounds, as an
     adaptive engine measures them at its start, and of recorded prompts."""

@@ -90,11 +90,7 @@ class FriendlyGroup(click.Group):
 @ignored_option("--hf_revision", "--revision")
 @click.pass_context
 def main(
-    context: click.Context,
-    /,
-    model: str | None,
-    model_path: str | None,
-    log_level: str,
+    context: click.Context, /, model: str | None, model_path: str | None, log_level: str
 ) -> None:
     """Benchmark a model, and what it gains from speculative decoding."""
     logging.basicConfig(level=log_level.upper(), format="%(levelname)s %(name)s: %(message)s")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from tllm_spec.cli.bench_options import (
+    EXISTING_FOLDER,
     NOT_NEGATIVE,
     OUTPUT_FILE,
     POSITIVE,
@@ -22,8 +23,6 @@ from tllm_spec.cli.version import Decorator, flag, option
 
 if TYPE_CHECKING:
     from tllm_spec.bench.dataset import BenchRequest, Lengths
-
-EXISTING_FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 
 
 @dataclass(frozen=True)

@@ -16,33 +16,31 @@ Item = TypeVar("Item")
 
 
 class OutputFile(click.Path):
-    """A file to write when the work is done. Its folder is checked before the work starts."""
+    """A file to write when the work is done. Its folder is checked before the work starts, and the
+    suffix of a picture, which names the format."""
+
+    def __init__(self, *, is_plot: bool = False) -> None:
+        super().__init__(dir_okay=False, writable=True, path_type=Path)
+        self._is_plot = is_plot
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         path = Path(os.fsdecode(super().convert(value, param, ctx)))
         if not path.parent.is_dir():
             self.fail(f"Folder {str(path.parent)!r} does not exist.", param, ctx)
-        return path
+        if self._is_plot:
+            from tllm_spec.bench.plot import check_format
 
-
-class PlotFile(OutputFile):
-    """The same for a picture, whose suffix names the format."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        from tllm_spec.bench.plot import check_format
-
-        path = super().convert(value, param, ctx)
-        try:
-            check_format(path)
-        except ValueError as error:
-            self.fail(str(error), param, ctx)
+            try:
+                check_format(path)
+            except ValueError as error:
+                self.fail(str(error), param, ctx)
         return path
 
 
 EXISTING_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 DATASET = click.Path(exists=True, path_type=Path)
-OUTPUT_FILE = OutputFile(dir_okay=False, writable=True, path_type=Path)
-PLOT_FILE = PlotFile(dir_okay=False, writable=True, path_type=Path)
+EXISTING_FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
+OUTPUT_FILE, PLOT_FILE = OutputFile(), OutputFile(is_plot=True)
 POSITIVE = click.IntRange(min=1)
 NOT_NEGATIVE = click.IntRange(min=0)
 FRACTION = click.FloatRange(0, 1, min_open=True)

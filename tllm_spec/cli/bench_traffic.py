@@ -10,6 +10,7 @@ import click
 from tllm_spec.cli.bench_options import (
     DATASET,
     EXISTING_FILE,
+    EXISTING_FOLDER,
     NOT_NEGATIVE,
     OUTPUT_FILE,
     POSITIVE,
@@ -28,8 +29,6 @@ from tllm_spec.cli.version import flag, option
 
 if TYPE_CHECKING:
     from tllm_spec.config.draft_shape import DraftShape
-
-EXISTING_FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 
 
 @click.command(name="erase-traffic")

@@ -111,12 +111,9 @@ def _is_switch(name: str) -> bool:
         return True
     kind: Any = LlmArgs
     for part in (name if row is None else row.path).split("."):
-        kind = kind.model_fields[part].annotation if part in _fields_of(kind) else None
+        fields = getattr(kind, "model_fields", {})
+        kind = fields[part].annotation if part in fields else None
     return kind is bool
-
-
-def _fields_of(kind: Any) -> Iterable[str]:
-    return getattr(kind, "model_fields", {})
 
 
 def _path_of(name: str) -> str:
@@ -223,16 +220,13 @@ def _lines(
     for name in type(model).model_fields:
         value = getattr(model, name)
         if isinstance(value, BaseModel):
-            nested = [(source, _mapping(given.get(name))) for source, given in sources]
+            inner = ((source, given.get(name)) for source, given in sources)
+            nested = [(source, own if isinstance(own, Mapping) else {}) for source, own in inner]
             yield f"{indent}{name}:"
             yield from _lines(value, nested, indent + "  ")
         else:
             source = next((source for source, given in sources if name in given), "default")
             yield indent + _line(name, plain(value), source)
-
-
-def _mapping(value: object) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}
 
 
 def _line(name: str, value: Any, source: str) -> str:

@@ -21,6 +21,7 @@ from tllm_spec.server.parsers.reasoning import STARTS_INSIDE
 
 KEY_VARIABLE = "TLLM_SPEC_API_KEY"
 MIB = 1 << 20
+ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
 DEFAULTS = ServerOptions()
 PROCESSES, MIBS = click.IntRange(1, 64), click.IntRange(1, 512)
 ABOVE_0 = click.FloatRange(0, min_open=True)
@@ -204,7 +205,9 @@ def options_of(given: Mapping[str, Any], host: str) -> ServerOptions:
         from tllm_spec.server.traces import otlp_exporter  # heavy, and an extra
 
         otlp_exporter(given["otlp_traces_endpoint"])
-    keys = read_keys(_given_key(given["api_key"]))
+    # click ignores an empty variable, which must be refused as an empty key.
+    is_empty = given["api_key"] is None and os.environ.get(KEY_VARIABLE) == ""
+    keys = read_keys("" if is_empty else given["api_key"])
     _check_draft_key(given, keys)
     names = {each.name for each in fields(ServerOptions)}
     own = {name: value for name, value in given.items() if name in names}
@@ -213,7 +216,9 @@ def options_of(given: Mapping[str, Any], host: str) -> ServerOptions:
         "max_answer_bytes": given["max_answer_mib"] * MIB,
         "api_key": keys,
         "hosts": hosts_of(host, given["allowed_hosts"]),
-        "allowed_origins": _checked(given, "allowed_origins", _is_origin, "https://chat.example"),
+        "allowed_origins": _checked(
+            given, "allowed_origins", ORIGIN.fullmatch, "https://chat.example"
+        ),
         "trusted_proxies": _checked(given, "trusted_proxies", _is_network, "10.0.0.0/8"),
     }
     return ServerOptions(**own)
@@ -231,13 +236,8 @@ def _check_draft_key(given: Mapping[str, Any], keys: Keys) -> None:
         )
 
 
-def _given_key(key: str | None) -> str | None:
-    """The key as given. click ignores an empty variable, which must be refused as an empty key."""
-    return "" if key is None and os.environ.get(KEY_VARIABLE) == "" else key
-
-
 def _checked(
-    given: Mapping[str, Any], name: str, accepts: Callable[[str], bool], example: str
+    given: Mapping[str, Any], name: str, accepts: Callable[[str], object], example: str
 ) -> tuple[str, ...]:
     for value in given[name]:
         if value != ANY and not accepts(value):
@@ -246,16 +246,11 @@ def _checked(
     return names
 
 
-def _is_origin(value: str) -> bool:
-    return re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", value) is not None
-
-
 def _is_network(value: str) -> bool:
     try:
-        ipaddress.ip_network(value)
+        return bool(ipaddress.ip_network(value))
     except ValueError:
         return False
-    return True
 
 
 def tls_of(given: Mapping[str, Any]) -> dict[str, Any] | None:

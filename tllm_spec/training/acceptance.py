@@ -24,12 +24,7 @@ BATCH = 64
 
 @torch.inference_mode()
 def evaluate(
-    target: Any,
-    draft: Any,
-    heldout: TokenData,
-    prompts: int,
-    new_tokens: int,
-    draft_len: int,
+    target: Any, draft: Any, heldout: TokenData, prompts: int, new_tokens: int, draft_len: int
 ) -> dict[str, Any]:
     """Figures over greedy continuations of `prompts` held-out prompts of 256 tokens. `draft`: a
     model, or a `DraftHead` or `NextnModules` in eval mode."""

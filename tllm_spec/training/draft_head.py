@@ -159,11 +159,7 @@ class DraftHead(nn.Module):
         return hidden
 
     def forward(
-        self,
-        hidden: Tensor,
-        embeddings: Tensor,
-        starts: Tensor,
-        caches: list[Cache] | None = None,
+        self, hidden: Tensor, embeddings: Tensor, starts: Tensor, caches: list[Cache] | None = None
     ) -> tuple[Tensor, list[Cache]]:
         """The next step of A chains; at the first step all S chains of a text.
 

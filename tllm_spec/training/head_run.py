@@ -34,15 +34,7 @@ from tllm_spec.training.head_files import (
     save_head,
 )
 from tllm_spec.training.language_model import TokenData, load_language_model
-from tllm_spec.training.texts import (
-    Text,
-    batches,
-    draw,
-    padded,
-    read_texts,
-    split,
-    unseen_records,
-)
+from tllm_spec.training.texts import Text, batches, draw, padded, read_texts, split, unseen_records
 from tllm_spec.training.trainer import FILE, Ranks, Settings, train
 from tllm_spec.zoo.registry import resolve_model
 
@@ -187,11 +179,7 @@ def _replayed(options: HeadOptions, head: Path, records: list[TrafficRecord]) ->
 
 
 def _served(head: Path, draft_len: int) -> dict[str, Any]:
-    return {
-        "decoding_type": "Eagle3",
-        "speculative_model": str(head),
-        "max_draft_len": draft_len,
-    }
+    return {"decoding_type": "Eagle3", "speculative_model": str(head), "max_draft_len": draft_len}
 
 
 def tell_how_to_serve(options: HeadOptions, *, can_swap: bool) -> None:

@@ -185,9 +185,7 @@ def _text(tokens: list[int], record: TrafficRecord) -> Text:
 def _pieces(text: Text, max_length: int) -> list[Text]:
     return [
         text._replace(
-            tokens=tokens,
-            start=max(1, text.start - index * max_length),
-            offset=index * max_length,
+            tokens=tokens, start=max(1, text.start - index * max_length), offset=index * max_length
         )
         for index, tokens in enumerate(torch.split(text.tokens, max_length))
     ]
