@@ -137,8 +137,9 @@ def load_target(folder: Path, device: torch.device) -> Any:
 def save_model(
     model: Any, shape: Path, output: Path, added: Mapping[str, Tensor] = MappingProxyType({})
 ) -> None:
-    """Writes the checkpoint: weights in bf16 and correction biases in fp32, the configuration files
-    of `shape`, and the tokenizer of `zoo:llama`. added: further tensors, such as MTP modules'."""
+    """Writes a model's checkpoint: weights in bf16 and correction biases in fp32, the configuration
+    files of `shape`, and the tokenizer of `zoo:llama`. added: further tensors, such as MTP
+    modules'."""
     output.mkdir(parents=True, exist_ok=True)
     kept = {
         name: tensor.to(torch.float32 if "correction_bias" in name else torch.bfloat16)

@@ -2,7 +2,6 @@
 itself, the next token, and a teacher's distribution."""
 
 import math
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -50,7 +49,7 @@ class TokenData:
             yield batch.long()
 
 
-# A language model of transformers that is trained: its making, its logits and its checkpoint.
+# A language model of transformers that is trained: its making and its logits.
 
 
 def build_model(
@@ -84,16 +83,6 @@ def logits_of(model: Any, tokens: Tensor) -> Tensor:
     with torch.autocast("cuda", torch.bfloat16, enabled=tokens.is_cuda):
         logits: Tensor = model(input_ids=tokens, use_cache=False).logits
     return logits
-
-
-def save(model: Any, shape: Path, output: Path) -> None:
-    """Write the weights in bf16 with transformers, and copy the configuration files of `shape`."""
-    weights = {name: tensor.to(torch.bfloat16) for name, tensor in model.state_dict().items()}
-    del weights["lm_head.weight"]  # tied to the embedding; the conversion made a second tensor
-    model.save_pretrained(output, state_dict=weights)
-    # They replace the files just written, which have the spelling of the installed version.
-    for name in ("config.json", "generation_config.json"):
-        shutil.copyfile(shape / name, output / name)
 
 
 # Text that a model generates with transformers: half of it greedy, half sampled at T=1.

@@ -46,7 +46,6 @@ from tllm_spec.training.language_model import (
     load_language_model,
     mean_figures,
     mixed,
-    save,
     target_figures,
     write_self_text,
 )
@@ -143,7 +142,7 @@ class Run:
         model: Any,
         figures: Callable[[Tensor], dict[str, Tensor]],
         written: TokenData | None = None,
-        save_weights: Callable[..., None] = save,
+        save_weights: Callable[..., None] = save_model,
     ) -> None:
         """figures: of `[B, T]` tokens, with `loss`. written: text that the target wrote, of which
         half of the sequences are. `save_weights(model, shape, output)` writes the folder
@@ -233,7 +232,7 @@ def deepseek(trained: Path | None, unroll: int, **options: Any) -> None:
     if trained is None:
         run.output = trained = output / "target"
         model = build_target(run.folder, run.settings, run.device)
-        run.train(model, run.target_figures(model), save_weights=save_model)
+        run.train(model, run.target_figures(model))
     teacher = load_target(trained, run.device)
     own = run.written_by(teacher)
     run.output, run.settings = output, replace(run.settings, **of_modules)
