@@ -147,10 +147,12 @@ class EntryByEntryHead:
         return logits
 
 
-def learn(target: LlamaForCausalLM, num_steps: int) -> tuple[DraftHead, list[float]]:
+def learn(
+    target: LlamaForCausalLM, num_steps: int, shape: Eagle3Config = SHAPE
+) -> tuple[DraftHead, list[float]]:
     """A head after a few training steps on random text, and their losses."""
     data = TokenData(torch.randint(12, (400,), dtype=torch.int16), 0)
-    head = build_head(SHAPE, target, DRAFT_IDS, settings())
+    head = build_head(shape, target, DRAFT_IDS, settings())
     optimizer, losses = torch.optim.AdamW(head.parameters(), 1e-2), []
     for _ in range(num_steps):
         loss = training.head_figures(head, target, 4, mixed(data, data, 4, 44))["loss"]

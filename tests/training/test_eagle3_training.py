@@ -23,6 +23,7 @@ from tests.training.eagle3_entries import (
 )
 from tests.zoo.runs import SELF_TEXT, ZOO, call, read_json, write_shape
 from tllm_spec.models.config import ModelConfig
+from tllm_spec.models.eagle3_config import Eagle3Config
 from tllm_spec.training import draft_head as training
 from tllm_spec.training.acceptance import chain_rounds, evaluate, summary
 from tllm_spec.training.draft_head import DraftHead, target_states
@@ -187,8 +188,9 @@ def test_a_fresh_head_starts_from_the_targets_output_layer(target: LlamaForCausa
     assert torch.equal(head(*inputs)[0], head(*inputs)[0])
 
 
-def test_a_few_steps_reduce_the_loss(target: LlamaForCausalLM) -> None:
-    _, losses = learn(target, 40)
+@pytest.mark.parametrize("shape", [SHAPE, replace(SHAPE, num_layers=2, mask_token=5)])
+def test_a_few_steps_reduce_the_loss(target: LlamaForCausalLM, shape: Eagle3Config) -> None:
+    _, losses = learn(target, 40, shape)
     assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
 
 

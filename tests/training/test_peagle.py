@@ -92,20 +92,6 @@ def test_a_head_starts_from_what_a_trained_head_has_in_common(target: LlamaForCa
     assert torch.equal(own[f"layers.0.{name}"], trained[f"layers.0.{name}"])
 
 
-def test_a_few_steps_reduce_the_loss(target: LlamaForCausalLM) -> None:
-    torch.manual_seed(4)
-    head = build_head(PARALLEL_SHAPE, target, DRAFT_IDS, settings())
-    optimizer, losses = torch.optim.AdamW(head.parameters(), lr=1e-2), []
-    batch = training.Batch.whole(torch.randint(12, (2, 28)), UNROLL)
-    for _ in range(20):
-        loss = training.weighted(training.unrolled(head, target, batch, UNROLL)[0])
-        torch.autograd.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    assert losses[-1] < 0.9 * losses[0]
-
-
 def test_the_zoos_head_has_the_speculators_format_and_is_small() -> None:
     file = FOLDER / "model.safetensors"
     assert file.stat().st_size < 3_000_000
