@@ -1,19 +1,31 @@
 """The benchmarks' harness: what it times, that the scripts run, and that the page shows their
 results."""
 
+from __future__ import annotations
+
 import json
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
-from benchmarks import cpu, experts, fp8, ngram, rounds
+from benchmarks import cpu, experts, fp8, ngram, rounds, several_devices, verify_budget
 from benchmarks.harness import engine, report
 from benchmarks.harness.device_time import idle_us
 from benchmarks.harness.engine import Rounds, in_turns, stopwatch
 from benchmarks.harness.models import Models
+from benchmarks.harness.scripted_tokens import MIXED, TokenScript, quantiles, scripted_tokens
+from benchmarks.harness.simulated_rows import Simulation, round_ms
 from benchmarks.harness.tables import DOCUMENTS, filled
+from benchmarks.verify_budget import STEPS, Measurement
+from tllm_spec.config.draft_shape import DraftShape, chain_of
+from tllm_spec.config.verify_budget import with_budgets
 from tllm_spec.executor.device.transfer import ToHost
+from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
+from tllm_spec.executor.speculative.draft_length.round_times import MeasuredRoundTimes
 
 
 def test_host_time_leaves_out_the_wait_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,3 +169,93 @@ def test_a_tree_wins_where_its_tokens_outweigh_its_longer_round() -> None:
     assert len(always) == 99 and not never
     wins = rounds.winning(32, 1.3)
     assert wins == [p for p in always if min(wins) <= p <= max(wins)] and max(wins) < 0.95
+
+
+# `benchmarks.soak` runs and passes, for a moment.
+
+
+@pytest.mark.slow
+def test_the_soak_passes_with_few_clients() -> None:
+    command = [sys.executable, "-m", "benchmarks.soak", "--minutes", "0.05", "--clients", "12"]
+    done = subprocess.run(
+        command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "all parts have passed" in done.stdout
+
+
+# `benchmarks.several_devices` measures tiny models on one and two ranks of this machine's CPU.
+
+
+pytest.importorskip("mpi4py")
+pytestmark = pytest.mark.slow
+
+
+def test_every_job_runs_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "results.json"
+    arguments = ["llama-8b", "v3", "--device", "cpu", "--output", str(file)]
+    assert report.main(several_devices.SUBJECTS, None, arguments, ranks="1,2", layers=80) == 0
+    results = json.loads(file.read_text())
+    rounds = [row for row in results["llama-8b"]["rows"] if "batch" in row]
+    assert {(row["ranks"], row["batch"]) for row in rounds} == {(1, 1), (1, 2), (2, 1), (2, 2)}
+    assert {row["job"] for row in results["v3"]["rows"]} == {"V3-style, tp", "V3-style, ep"}
+    assert "| llama-8b, plain | 2 | 1 |" in capsys.readouterr().out
+
+
+# `benchmarks/verify_budget.py`: how much of the possible the choice of drafts reaches, and that a
+# running engine counts what it verifies.
+
+
+SHAPES = with_budgets(7, STEPS)
+
+
+@pytest.mark.parametrize(("means", "least"), [(MIXED, 1.4), ((0.6,), 1.02)])
+def test_the_drafts_reach_most_of_what_true_probabilities_would(
+    means: tuple[float, ...], least: float
+) -> None:
+    """And more than chains with as many rows."""
+    simulation, shape = Simulation(32, means), DraftShape(7, 7, mean_rows=4)
+    found, chains = simulation.play(shape, 30), simulation.play(chain_of(3), 30)
+    assert found.reached > 0.97 * found.oracle
+    assert (found.reached - 32) / (chains.reached - 32) > least
+
+
+@pytest.mark.parametrize(("means", "best", "least"), [(MIXED, 3, 1.12), ((0.9,), 5, 0.97)])
+def test_the_choice_beats_the_best_length_or_is_as_good(
+    means: tuple[float, ...], best: int, least: float
+) -> None:
+    tiers = (*STEPS, *SHAPES.budgeted_tiers)
+    ms = {tier: round_ms(SHAPES.of(tier), 64) for tier in tiers}
+    own = AdaptiveController.from_config(
+        {"candidate_steps": STEPS}, round_times=MeasuredRoundTimes({64: ms}), shapes=SHAPES
+    )
+    simulation = Simulation(64, means)
+    rate = simulation.play(chain_of(best), 30).reached / ms[best]
+    assert simulation.chosen_rate(own, SHAPES, 60) > least * rate
+
+
+def test_round_times_are_those_measured_at_chains() -> None:
+    measured = [round_ms(chain_of(length), 64) for length in (0, 1, 2, 3, 5)]
+    assert measured == pytest.approx([6.18, 7.13, 8.59, 10.11, 13.67], abs=0.01)
+    assert measured[1] < round_ms(SHAPES.of(SHAPES.budgeted_tiers[0]), 64) < measured[3]
+
+
+def test_quantiles_have_the_mean() -> None:
+    assert float(quantiles(0.6).mean()) == pytest.approx(0.6, abs=0.01)
+
+
+@pytest.mark.slow
+def test_an_engine_counts_what_its_drafts_are_expected_to_bring() -> None:
+    script = TokenScript.new(21, STEPS[-1], "cpu")
+    script.table.fill_(0.5)
+    with scripted_tokens(script):
+        measurement = Measurement(Models("zoo", "cpu", Path()), (20,), script)
+        measurement.rounds.start(20, 16)
+        for length, each in ((0, 1.0), (1, 1.5), (3, 1.875)):
+            block = measurement.play(AdaptiveController.fixed(length), 4)
+            assert block.tokens / block.rounds / 20 == pytest.approx(each, abs=1e-3)
+        tier = measurement.shapes.budgeted_tiers[0]
+        block = measurement.play(AdaptiveController.fixed(tier), 4)
+        assert 1.5 < block.tokens / block.rounds / 20 < 1.75  # the drafter's noise chooses
+        measurement.rounds.stop()
+    assert torch.isfinite(script.total).all() and verify_budget.SUBJECTS

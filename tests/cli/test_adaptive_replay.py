@@ -181,7 +181,7 @@ def test_measured_times_and_the_recorded_draft_length_reach_the_cost_model(
         ),
         (ACCEPTED, served(EMA, draft_len=3), [], "max_draft_len = 3 is the most"),
         (ACCEPTED, served(EMA, "max_concurency: 3"), [], "did you mean max_concurrency"),
-        (ACCEPTED, "{max_batch_size: 8, 5: {}}", [], "has the key 5"),
+        (ACCEPTED, "{max_batch_size: 8, 5: {}}", [], "must hold a mapping of option names"),
     ],
 )
 def test_a_mistake_is_reported_in_one_sentence(

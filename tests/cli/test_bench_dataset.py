@@ -6,15 +6,16 @@ from pathlib import Path
 
 import pytest
 
+from tests.cli.bench_command import run
 from tests.training.traffic import SAMPLING, counted
 from tllm_spec.bench.dataset import (
     ANSWER_TOKENS,
     BenchRequest,
-    NormalLengths,
-    UniformLengths,
+    normal_lengths,
     read_dataset,
     synthetic_requests,
     text_requests,
+    uniform_lengths,
     write_dataset,
 )
 from tllm_spec.bench.runner import sampling_for
@@ -84,20 +85,20 @@ def test_only_the_first_requests_are_read_when_a_number_is_given(tmp_path: Path)
     ("line", "complaint"),
     [
         ("{", "not JSON"),
-        ("[1]", "a JSON object is expected"),
-        ('{"task_id": 0, "input_ids": [1]}', "output_tokens is None"),
-        ('{"task_id": 0, "input_ids": [1], "output_tokens": 0}', "output_tokens is 0"),
-        ('{"task_id": 0, "input_ids": [1], "output_tokens": true}', "output_tokens is True"),
-        ('{"task_id": "a", "input_ids": [1], "output_tokens": 1}', "task_id is 'a'"),
-        ('{"task_id": 0, "output_tokens": 1}', "'input_ids' .* or 'prompt'"),
-        ('{"task_id": 0, "prompt": "", "output_tokens": 1}', "'input_ids' .* or 'prompt'"),
-        ('{"messages": [], "output_tokens": 1}', "messages must be a list of objects"),
-        ('{"messages": [{"content": "a"}]}', "messages must be a list of objects"),
-        ('{"task_id": 0, "input_ids": [], "output_tokens": 1}', "at least one token id"),
-        ('{"task_id": 0, "input_ids": [-1], "output_tokens": 1}', "at least one token id"),
+        ("[1]", "a JSON object is needed"),
+        ('{"task_id": 0, "input_ids": [1]}', "output_tokens = None"),
+        ('{"task_id": 0, "input_ids": [1], "output_tokens": 0}', "output_tokens = 0"),
+        ('{"task_id": 0, "input_ids": [1], "output_tokens": true}', "output_tokens = True"),
+        ('{"task_id": "a", "input_ids": [1], "output_tokens": 1}', "task_id = .a."),
+        ('{"task_id": 0, "output_tokens": 1}', "input_ids .* or messages is needed"),
+        ('{"task_id": 0, "prompt": "", "output_tokens": 1}', "input_ids .* or messages is needed"),
+        ('{"messages": [], "output_tokens": 1}', "messages"),
+        ('{"messages": [{"content": "a"}]}', "messages"),
+        ('{"task_id": 0, "input_ids": [], "output_tokens": 1}', "input_ids"),
+        ('{"task_id": 0, "input_ids": [-1], "output_tokens": 1}', "input_ids"),
         (
             '{"task_id": 0, "prompt": "x", "output_tokens": 1, "media_paths": []}',
-            "media_paths not supported",
+            "media_paths = .* is refused: only text is served",
         ),
     ],
 )
@@ -127,7 +128,7 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
 
 
 def test_normal_lengths_follow_the_distribution_and_the_seed() -> None:
-    inputs, outputs = NormalLengths(100, 10), NormalLengths(20, 0)
+    inputs, outputs = normal_lengths(100, 10), normal_lengths(20, 0)
     requests = list(synthetic_requests(200, inputs, outputs, vocab_size=50, seed=1))
     lengths = [len(request.prompt) for request in requests]
     assert (
@@ -141,14 +142,14 @@ def test_normal_lengths_follow_the_distribution_and_the_seed() -> None:
 
 
 def test_uniform_lengths_have_both_bounds_and_nothing_outside() -> None:
-    inputs, outputs = UniformLengths(3, 6), UniformLengths(9, 9)
+    inputs, outputs = uniform_lengths(3, 6), uniform_lengths(9, 9)
     requests = list(synthetic_requests(200, inputs, outputs, vocab_size=50, seed=1))
     assert {len(request.prompt) for request in requests} == {3, 4, 5, 6}
     assert {request.output_tokens for request in requests} == {9}
 
 
 def test_a_drawn_length_is_never_below_one() -> None:
-    short = NormalLengths(1, 5)
+    short = normal_lengths(1, 5)
     requests = synthetic_requests(50, short, short, vocab_size=4, seed=0)
     assert min(min(len(request.prompt), request.output_tokens) for request in requests) == 1
 
@@ -172,3 +173,85 @@ def test_it_is_an_error_when_no_file_is_as_long_as_a_prompt(tmp_path: Path) -> N
     (tmp_path / "short.txt").write_text("tiny\n")
     with pytest.raises(ValueError, match="none of the 1 files has 40 tokens"):
         list(text_requests(list(tmp_path.iterdir()), encode, 1, input_len=40, output_len=3, seed=0))
+
+
+# `tllm-bench prepare-dataset` from its command line.
+
+
+@pytest.mark.usefixtures("fake_llm")
+def test_prepare_dataset_writes_what_the_other_commands_read(tmp_path: Path) -> None:
+    folder = tmp_path / "files"
+    folder.mkdir()
+    (folder / "code.py").write_text("def add(left, right):\n    return left + right\n" * 20)
+    (folder / "notes.md").write_text("words " * 200)
+    path = tmp_path / "made.jsonl"
+    lengths = ["--num_requests", "3", "--input_len", "16", "--output_len", "5"]
+    made = run(
+        "prepare-dataset", "--output", path, "text", "--folder", folder, "--glob", "*.py", *lengths
+    )
+    assert made.exit_code == 0, made.output
+    assert run("throughput", "--dataset", path).exit_code == 0
+    entries = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [len(entry["input_ids"]) for entry in entries] == [16] * 3
+
+
+def test_random_token_ids_stay_within_the_vocabulary() -> None:
+    lengths = [
+        "--num-requests",
+        "4",
+        "--input-mean",
+        "500",
+        "--output-mean",
+        "8",
+        "--output-stdev",
+        "2",
+    ]
+    result = run("prepare-dataset", "--random-seed", 3, "token-norm-dist", *lengths)
+    assert result.exit_code == 0, result.output
+    tokens = [
+        token for line in result.output.splitlines() for token in json.loads(line)["input_ids"]
+    ]
+    assert len(tokens) == 2000 and 0 <= min(tokens) < 20 and 2000 < max(tokens) < 2048
+    assert (
+        run("prepare-dataset", "--random-seed", 3, "token-norm-dist", *lengths).output
+        == result.output
+    )
+
+
+def test_text_prompts_need_exactly_one_source() -> None:
+    lengths = ["--num_requests", "3", "--input_len", "16", "--output_len", "5"]
+    result = run("prepare-dataset", "text", *lengths)
+    assert result.exit_code == 1 and "either --folder FOLDER or --heldout" in result.output
+
+
+BOUNDS = {"input-min": 3, "input-max": 5, "output-min": 7, "output-max": 7}
+UNIFORM = ["--num-requests=20", *(f"--{name}={value}" for name, value in BOUNDS.items())]
+
+
+def test_uniform_lengths_are_within_their_bounds_and_repeat_with_the_seed() -> None:
+    result = run("prepare-dataset", "--random-seed", 3, "token-unif-dist", *UNIFORM)
+    assert result.exit_code == 0, result.output
+    entries = [json.loads(line) for line in result.output.splitlines()]
+    assert {len(entry["input_ids"]) for entry in entries} == {3, 4, 5}
+    assert [entry["output_tokens"] for entry in entries] == [7] * 20
+    again = run("prepare-dataset", "--random-seed", 3, "token-unif-dist", *UNIFORM)
+    assert again.output == result.output
+
+
+def test_a_uniform_distribution_with_its_bounds_exchanged_is_refused() -> None:
+    options = [*UNIFORM, "--input-max=2"]
+    result = run("prepare-dataset", "token-unif-dist", *options)
+    assert result.exit_code == 1 and "--input-min 3 exceeds --input-max 2" in result.output
+
+
+def test_a_data_set_that_would_be_downloaded_is_refused_with_the_reason() -> None:
+    options = ["--dataset-name", "x", "--dataset-split", "test", "--num-requests", 3]
+    result = run("prepare-dataset", "real-dataset", *options)
+    assert result.exit_code == 1
+    assert "data sets are not downloaded" in result.output and "text --folder" in result.output
+
+
+def test_lora_task_ids_are_refused_unless_they_mean_none() -> None:
+    assert run("prepare-dataset", "--task-id", -1, "token-unif-dist", *UNIFORM).exit_code == 0
+    result = run("prepare-dataset", "--task-id", 2, "token-unif-dist", *UNIFORM)
+    assert result.exit_code == 1 and "accepted: None or -1" in result.output

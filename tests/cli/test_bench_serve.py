@@ -164,7 +164,7 @@ def test_a_failed_request_is_counted_and_ends_with_status_1(url: str, tmp_path: 
         (["--goodput", "ttft"], "NAME:MILLISECONDS"),
         (["--goodput", "x:5"], "NAME of ttft, tpot, e2el"),
         (["--sampling", "[1]"], "a JSON object is needed"),
-        (["--concurrency", "1,x"], "numbers above 0"),
+        (["--concurrency", "1,x"], "integers above 0"),
         (["--concurrency", "1.5"], "integers above 0"),
     ],
 )

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from tllm_spec.cli.llm_flags import LLM_FLAGS, LlmFlags
-from tllm_spec.cli.serve import main, read_args, read_command_line, read_flags
+from tllm_spec.cli.llm_flags import LLM_FLAGS, LlmFlags, read_flags
+from tllm_spec.cli.serve import main, read_args, read_command_line
 from tllm_spec.config.llm_args import KvCacheConfig, LlmArgs
 from tllm_spec.server.child import freeze_heap
 

@@ -8,7 +8,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.training.eagle3_entries import DRAFT_IDS, SHAPE, with_large_weights
 from tests.zoo.runs import ZOO, call, counting, write_shape
-from tllm_spec.training.eagle3 import Eagle3Head
+from tllm_spec.training.draft_head import DraftHead
 from tllm_spec.zoo import train
 
 
@@ -22,9 +22,9 @@ def target() -> LlamaForCausalLM:
 
 
 @pytest.fixture
-def head() -> Eagle3Head:
+def head() -> DraftHead:
     torch.manual_seed(2)
-    return with_large_weights(Eagle3Head(SHAPE, DRAFT_IDS))
+    return with_large_weights(DraftHead(SHAPE, DRAFT_IDS))
 
 
 @pytest.fixture(scope="session")

@@ -13,10 +13,10 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.eagle3_config import Eagle3Config
-from tllm_spec.training import head_loss as training
-from tllm_spec.training.eagle3 import Eagle3Head, FeatureHead
+from tllm_spec.training import draft_head as training
+from tllm_spec.training.draft_head import DraftHead
 from tllm_spec.training.head_files import build_head
-from tllm_spec.training.language_model import TokenData
+from tllm_spec.training.language_model import TokenData, mixed
 from tllm_spec.training.trainer import Settings
 from tllm_spec.zoo.registry import resolve_model
 
@@ -69,7 +69,7 @@ class EntryByEntryHead:
     """The head over one text, one entry at a time, from the checkpoint's tensors, without the code
     of the head."""
 
-    def __init__(self, head: Eagle3Head, features: Tensor, embeddings: Tensor) -> None:
+    def __init__(self, head: DraftHead, features: Tensor, embeddings: Tensor) -> None:
         """`features` `[T, 3H]`, `embeddings` `[T, H]`."""
         self.weights, self.shape = head.state_dict(), head.config
         rope = LlamaConfig(hidden_size=32, num_attention_heads=4, rope_theta=10000.0)
@@ -147,14 +147,15 @@ class EntryByEntryHead:
         return logits
 
 
-def learn(target: LlamaForCausalLM, num_steps: int) -> tuple[FeatureHead, list[float]]:
+def learn(
+    target: LlamaForCausalLM, num_steps: int, shape: Eagle3Config = SHAPE
+) -> tuple[DraftHead, list[float]]:
     """A head after a few training steps on random text, and their losses."""
     data = TokenData(torch.randint(12, (400,), dtype=torch.int16), 0)
-    head = build_head(SHAPE, target, DRAFT_IDS, settings())
-    loss_of = training.eagle3_loss(head, target, data, data, unroll=4)
+    head = build_head(shape, target, DRAFT_IDS, settings())
     optimizer, losses = torch.optim.AdamW(head.parameters(), 1e-2), []
     for _ in range(num_steps):
-        loss = loss_of(4, 44)
+        loss = training.head_figures(head, target, 4, mixed(data, data, 4, 44))["loss"]
         torch.autograd.backward(loss)
         optimizer.step()
         optimizer.zero_grad()

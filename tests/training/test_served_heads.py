@@ -4,6 +4,7 @@ served from its export, after a prompt and in the recurrent steps."""
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,16 +15,9 @@ from tests.models.eagle3_runner import HeadRunner, captured_states, load_head
 from tests.models.helpers import load, random_tokens
 from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.eagle3 import Eagle3Head as ServedHead
-from tllm_spec.training.eagle3 import Eagle3Head
-from tllm_spec.training.head_files import (
-    NORMS,
-    Format,
-    config_json,
-    new_shape,
-    save_head,
-)
+from tllm_spec.training.draft_head import DraftHead, step_states
+from tllm_spec.training.head_files import NORMS, Format, config_json, new_shape, save_head
 from tllm_spec.training.head_files import load_head as load_trained
-from tllm_spec.training.head_loss import chain_states
 
 VOCAB_SIZE, UNROLL = 64, 4
 TOKENS = [token % VOCAB_SIZE for token in random_tokens(20)]
@@ -46,7 +40,7 @@ def exported(
     torch.manual_seed(3)
     shape = new_shape(target.config, 48, num_layers, None, norms)
     shape = replace(shape, capture_layers=(0, 2, 5))
-    head = Eagle3Head(shape, torch.randperm(VOCAB_SIZE)[:48].sort().values)
+    head = DraftHead(shape, torch.randperm(VOCAB_SIZE)[:48].sort().values)
     with torch.no_grad():
         for parameter in head.parameters():
             if parameter.dim() > 1:
@@ -75,12 +69,12 @@ def test_a_trained_head_has_the_logits_of_the_served_one(
 ) -> None:
     folder = exported(target, *VARIANTS[name], form, tmp_path)
     trained, served = load_trained(folder, target.config).eval(), load_head(folder, target)
-    assert isinstance(trained, Eagle3Head)
     assert trained.config.capture_layers == served.config.capture_layers == (0, 2, 5)
     captured = captured_states(target, TOKENS, (0, 2, 5))
-    embeddings = served.embedding.forward(torch.tensor(TOKENS))
-    states = chain_states(trained, captured[None], embeddings[None], UNROLL)
-    steps = list(map(trained.logits, states))
+    embed = served.embedding.forward
+    embedder = SimpleNamespace(get_input_embeddings=lambda: lambda ids: embed(ids[0])[None])
+    states = step_states(trained, embedder, captured[None], torch.tensor([TOKENS]), UNROLL)
+    steps = [trained.logits(hidden) for hidden, _ in states]
     fused = served.fuse(captured)
     for start in (0, 9, len(TOKENS) - UNROLL - 1):
         for step, logits in enumerate(served_chain(served, fused, start)):

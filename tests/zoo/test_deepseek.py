@@ -17,18 +17,20 @@ from tests.training.eagle3_entries import settings
 from tests.zoo.runs import SELF_TEXT, call, counting, read_json, read_weights, write_shape
 from tllm_spec.models.deepseek import DeepseekForCausalLM
 from tllm_spec.models.mtp import load_nextn
-from tllm_spec.training.acceptance import module_matches
+from tllm_spec.training.acceptance import head_matches
 from tllm_spec.training.deepseek import (
     SHAPE,
+    NextnModules,
     balance,
+    build_modules,
     build_target,
     deepseek_config,
     load_target,
     mixtures,
+    modules_figures,
     published,
 )
-from tllm_spec.training.language_model import TokenData
-from tllm_spec.training.mtp import NextnModules, build_modules, mtp_loss, target_rows
+from tllm_spec.training.language_model import TokenData, mixed
 from tllm_spec.zoo import train
 
 TINY = {
@@ -103,12 +105,13 @@ def test_engine_training_and_transformers_have_the_same_logits(
 
 def test_the_engines_module_equals_the_trained_one(runs: Path, modules: NextnModules) -> None:
     tokens = torch.tensor([[7, 8, 9, 30, 31, 2, 60, 61, 5, 6, 7, 8]])
-    rows = target_rows(modules.target, tokens)
-    (states,) = modules.chain(rows.hidden, rows.embeddings, 1, is_vanilla=False)
+    hidden = modules.target_states(modules.target, tokens)[0][:, :-1]
+    embeddings = modules.target.get_input_embeddings()(tokens)[:, 1:]
+    states, _ = modules(hidden, embeddings, torch.arange(len(hidden[0])))
     engine = load(runs / "model")
     assert isinstance(engine, DeepseekForCausalLM)
     runner = ModuleRunner(load_nextn(runs / "model", engine, "auto"))
-    found = runner.predict(tokens[0, 1:].tolist(), rows.hidden[0, :-1])
+    found = runner.predict(tokens[0, 1:].tolist(), hidden[0])
     torch.testing.assert_close(found, states[0], rtol=0, atol=1e-4)
 
 
@@ -129,18 +132,19 @@ def test_parallel_chains_equal_chains_that_are_drafted_one_by_one(
     text, draft_len = torch.randint(64, (1, 24)), 2
     text[0, 12:] = torch.arange(12)
     steps = [plain(modules, runs / "model", step if is_vanilla else 0) for step in range(draft_len)]
-    counts = module_matches(modules, text, draft_len, is_vanilla=is_vanilla)[0].tolist()
-    tokens = text[0].tolist()
+    own = modules.vanilla() if is_vanilla else modules
+    counts = head_matches(own, modules.target, text, draft_len)[0].tolist()
+    tokens, best = text[0].tolist(), modules.target(text, use_cache=False).logits[0].argmax(-1)
     for start in range(2, 24 - draft_len):
         hidden, read = steps[0].target_states(tokens[: start - 1]), tokens[1:start]
         accepted = 0
         for step, module in enumerate(steps):
             states = module.states(read, hidden)
             draft = int(module.logits(states[-1]).argmax())
-            if draft != tokens[start + step]:
+            if draft != best[start + step - 1]:
                 break
             accepted += 1
-            read, hidden = [*read, draft], torch.cat((hidden, states[-1:]))
+            read, hidden = [*read, tokens[start + step]], torch.cat((hidden, states[-1:]))
         assert counts[start] == accepted, start
     assert len(set(counts[2:22])) > 1
 
@@ -189,7 +193,7 @@ def test_every_module_is_trained_and_the_target_is_not(runs: Path) -> None:
     target = load_target(runs / "model", CPU)
     modules = build_modules(target, RUN)
     data = TokenData((torch.arange(4096) % 50).short(), 0)
-    torch.autograd.backward(mtp_loss(modules, data, data, 2)(2, 32))
+    torch.autograd.backward(modules_figures(modules, 2, mixed(data, data, 2, 32))["loss"])
     assert all(x.grad is not None and x.grad.any() for x in modules.parameters())
     assert all(x.grad is None for x in target.parameters())
 

@@ -17,7 +17,6 @@ included; one of the `adaptive` keys alone gives that policy without any limit."
 
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +25,12 @@ from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
 from tllm_spec.config.adaptive_config import AdaptiveConfig, EmaOptions
 from tllm_spec.config.config_base import ConfigModel, check
-from tllm_spec.config.llm_args import LlmArgs
-from tllm_spec.executor.speculative.draft_length.adaptive import (
-    AdaptiveController,
-    controller_for,
-)
+from tllm_spec.config.llm_args import LlmArgs, read_options
+from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController, controller_for
 from tllm_spec.executor.speculative.draft_length.decisions import ObservedRound
 from tllm_spec.executor.speculative.draft_length.round_times import MeasuredRoundTimes
-from tllm_spec.recording.traffic_folder import read_records
+from tllm_spec.recording.traffic_folder import read_lines, read_records
+from tllm_spec.recording.traffic_record import json_object, named
 
 
 class TraceRound(ConfigModel):
@@ -57,77 +54,38 @@ class TraceRound(ConfigModel):
             )
 
 
-@dataclass(frozen=True)
-class ReplayedRound:
-    line: int
-    batch_size: int
-    steps: int  # what the controller asked for
-    changed: bool  # whether it will ask for another length at this batch size next time
-
-    def __str__(self) -> str:
-        return f"round {self.line}: batch {self.batch_size}, draft length {self.steps}"
-
-
-def read_controller(
-    path: Path,
-    *,
-    graph_batch_sizes: Iterable[int] | None = None,
-    initial_steps: int | None = None,
-    round_times: MeasuredRoundTimes | None = None,
-) -> AdaptiveController:
-    """From a YAML or JSON file of LLM arguments, or of the adaptive keys. Raises ValueError for a
-    file that says nothing about adaptive draft lengths, and for a draft length to begin with that
-    they do not have."""
+def read_controller(path: Path, *, initial_steps: int | None, **given: Any) -> AdaptiveController:
+    """From a YAML or JSON file of LLM arguments, checked as an engine checks them, or of the
+    adaptive keys. given: as `controller_for` has it. Raises ValueError for a file that says nothing
+    about adaptive draft lengths, and for a draft length to begin with that they do not have."""
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        tree = yaml.safe_load("".join(read_lines(path)))
+    except yaml.YAMLError as error:
         raise ValueError(f"cannot read {path}: {error}") from error
-    if not _is_llm_arguments(tree):
+    given |= {"initial_steps": initial_steps}
+    names = LlmArgs.model_fields.keys() | LlmArgs.ignored.keys()
+    if not isinstance(tree, dict) or names.isdisjoint(tree):
         config = AdaptiveConfig.parse({} if tree is None else tree)
         _check_initial_steps(initial_steps, config)
-        return AdaptiveController.from_config(
-            config,
-            graph_batch_sizes=graph_batch_sizes,
-            initial_steps=initial_steps,
-            round_times=round_times,
-        )
-    args, config = _llm_args(tree, path)
-    _check_initial_steps(initial_steps, config)
-    return controller_for(
-        args.speculative_config,
-        graph_batch_sizes=graph_batch_sizes,
-        initial_steps=initial_steps,
-        round_times=round_times,
-        max_num_tokens=args.max_num_tokens,
-        # An engine has no more slots than rows.
-        max_batch_size=min(args.max_batch_size, args.max_num_tokens),
-    )
-
-
-def _is_llm_arguments(tree: object) -> bool:
-    names = LlmArgs.model_fields.keys() | LlmArgs.ignored.keys()
-    return isinstance(tree, dict) and not names.isdisjoint(tree)
-
-
-def _llm_args(tree: dict[Any, Any], path: Path) -> tuple[LlmArgs, AdaptiveConfig]:
-    """Checked as an engine checks them, and their `adaptive`. No model is looked at."""
-    if wrong := [key for key in tree if not isinstance(key, str)]:
-        raise ValueError(
-            f"{path} has the key {wrong[0]!r} among LLM arguments; names of options are needed"
-        )
-    args = LlmArgs(**{"model": "of no importance", **tree})
-    spec = args.speculative_config
-    if spec is None:
+        return AdaptiveController.from_config(config, **given)
+    args = LlmArgs(**{"model": "of no importance", **read_options(path)})
+    if (spec := args.speculative_config) is None:
         raise ValueError(
             f"{path}: speculative_config = None: nothing to replay, as no round has drafts"
         )
     if spec.adaptive is None:
         raise ValueError(
             f"{path}: speculative_config.adaptive = None: nothing to replay, as every round has "
-            "max_draft_len = "
-            f"{spec.max_draft_len} drafts or what the limits leave of them"
+            f"max_draft_len = {spec.max_draft_len} drafts or what the limits leave of them"
         )
-    return args, spec.adaptive
+    _check_initial_steps(initial_steps, spec.adaptive)
+    return controller_for(
+        spec,
+        **given,
+        max_num_tokens=args.max_num_tokens,
+        # An engine has no more slots than rows.
+        max_batch_size=min(args.max_batch_size, args.max_num_tokens),
+    )
 
 
 def _check_initial_steps(steps: int | None, config: AdaptiveConfig) -> None:
@@ -155,13 +113,8 @@ def read_round_times(path: Path) -> MeasuredRoundTimes:
 def read_trace(lines: Iterable[str]) -> Iterator[TraceRound]:
     """Raises ValueError that names the line."""
     for number, line in enumerate(lines, start=1):
-        try:
-            tree: Any = json.loads(line)
-            if not isinstance(tree, dict):
-                raise ValueError("a JSON object is needed")
-            yield TraceRound(**tree)
-        except ValueError as error:
-            raise ValueError(f"line {number} of the trace: {error}") from error
+        with named(f"line {number} of the trace"):
+            yield TraceRound(**json_object(line))
 
 
 def recorded_trace(folder: Path) -> Iterator[TraceRound]:
@@ -184,14 +137,19 @@ def recorded_trace(folder: Path) -> Iterator[TraceRound]:
         )
 
 
-def replay(controller: AdaptiveController, rounds: Iterable[TraceRound]) -> Iterator[ReplayedRound]:
+def replay(
+    controller: AdaptiveController, rounds: Iterable[TraceRound], *, every_round: bool
+) -> Iterator[str]:
+    """A line for each round, or only for those after which another length is asked for."""
     for number, each in enumerate(rounds, start=1):
         controller.note_context(each.context_len)
         steps = controller.tier_for(each.batch_size)
-        changed = controller.observe(
+        is_changed = controller.observe(
             ObservedRound(
                 *(each.batch_size, each.num_accepted, each.num_steps, each.seconds),
                 context_len=controller.context_len,
             )
         )
-        yield ReplayedRound(number, each.batch_size, steps, changed)
+        if every_round or is_changed:
+            then = f" -> {controller.tier_for(each.batch_size)}" if is_changed else ""
+            yield f"round {number}: batch {each.batch_size}, draft length {steps}{then}"

@@ -6,14 +6,14 @@ a: n = (1 - a^(K+1)) / (1 - a) tokens a round. Runs in turn, as those of `compar
 speedups. Their drafts are accepted by chance, so that texts mean nothing and a is known."""
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tllm_spec.bench.compare import Contestant, run_in_turn
-from tllm_spec.bench.dataset import BenchRequest, NormalLengths, synthetic_requests
+from tllm_spec.bench.dataset import BenchRequest, normal_lengths, synthetic_requests
 from tllm_spec.bench.report import total_stats
 from tllm_spec.bench.runner import run_requests, sampling_for
 from tllm_spec.bench.tune import WITHOUT_LIMITS
@@ -26,11 +26,9 @@ from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.resources.interface import ResourceManager
 from tllm_spec.executor.speculative.draft_length.estimates import by_rank, expected_accepted
 from tllm_spec.executor.speculative.drafting.drafter import Drafter
+from tllm_spec.llm import LLM
 from tllm_spec.outputs import SpeculativeStats
-from tllm_spec.progress import Progress
-
-if TYPE_CHECKING:
-    from tllm_spec.llm import LLM
+from tllm_spec.progress import Progress, progress
 
 # What says how many drafts a round has.
 SHAPE = {
@@ -54,12 +52,7 @@ class FreeDrafts(Drafter):
 
 
 def expected_tokens(acceptance: float, draft_len: int) -> float:
-    """Tokens of a round, the target's own included. Raises ValueError outside 0..1 and below 0."""
-    if not 0 <= acceptance <= 1 or draft_len < 0:
-        raise ValueError(
-            f"acceptance = {acceptance} and draft_len = {draft_len}: accepted are 0..1 and "
-            "integers of 0 or more"
-        )
+    """Tokens of a round, the target's own included."""
     return float(sum(acceptance**position for position in range(draft_len + 1)))
 
 
@@ -75,152 +68,127 @@ def least_acceptance(draft_len: int, cost: float) -> float | None:
     return high
 
 
-@dataclass(frozen=True)
-class Speedup:
-    """One line of the table. cost: plain rounds that a round with drafts takes. stats: of the
-    measured runs; a drafter may have no draft in some of their rounds."""
-
-    acceptance: float
-    draft_len: int
-    cost: float
-    measured: float
-    stats: SpeculativeStats
-
-    @property
-    def drafted_share(self) -> float:
-        """Of the measured rounds, those that had drafts."""
-        return max((0, *self.stats.per_position_drafted)) / max(1, self.stats.rounds)
-
-    @property
-    def predicted(self) -> float:
-        """By the equation, where rounds without drafts are plain ones."""
-        share, tokens = self.drafted_share, expected_tokens(self.acceptance, self.draft_len)
-        return (1 + share * (tokens - 1)) / (1 + share * (self.cost - 1))
-
-    def to_dict(self) -> dict[str, Any]:
-        stats, drafted = self.stats, self.drafted_share * self.stats.rounds
-        return {
-            "acceptance": self.acceptance,
-            "draft_len": self.draft_len,
-            "predicted": self.predicted,
-            "measured": self.measured,
-            # Of rounds with drafts: what chance made of the expected ones.
-            "measured_tokens_per_round": (
-                1 + (stats.num_emitted_tokens - stats.rounds) / drafted if drafted else None
-            ),
-            "rounds": stats.rounds,
-            "drafted_share": self.drafted_share,
-            "least_acceptance": least_acceptance(self.draft_len, self.cost),
-            "tokens_per_round": expected_tokens(self.acceptance, self.draft_len),
-            "difference": self.measured / self.predicted - 1,
-        }
+def speedup_row(
+    acceptance: float, draft_len: int, cost: float, measured: float, stats: SpeculativeStats
+) -> dict[str, Any]:
+    """One line of the table. cost: plain rounds that a round with drafts takes. measured: the
+    speedup. stats: of the measured runs; a drafter may have no draft in some of their rounds, which
+    are predicted as plain ones."""
+    share = max((0, *stats.per_position_drafted)) / max(1, stats.rounds)
+    tokens, drafted = expected_tokens(acceptance, draft_len), share * stats.rounds
+    predicted = (1 + share * (tokens - 1)) / (1 + share * (cost - 1))
+    return {
+        "acceptance": acceptance,
+        "draft_len": draft_len,
+        "predicted": predicted,
+        "measured": measured,
+        # Of rounds with drafts: what chance made of the expected ones.
+        "measured_tokens_per_round": (
+            1 + (stats.num_emitted_tokens - stats.rounds) / drafted if drafted else None
+        ),
+        "rounds": stats.rounds,
+        "drafted_share": share,
+        "least_acceptance": least_acceptance(draft_len, cost),
+        "tokens_per_round": tokens,
+        "difference": measured / predicted - 1,
+    }
 
 
-@dataclass(frozen=True)
-class Workload:
-    """Requests of random tokens that run together."""
-
-    batch_size: int = 1
-    input_len: int = 16
-    output_len: int = 64
-    repeat: int = 3
-
-    @property
-    def num_requests(self) -> int:
-        """Of all runs of an engine with drafts and of plain decoding, with a warm-up."""
-        return 2 * (1 + self.repeat) * self.batch_size
-
-    def requests(self, vocab_size: int, seed: int) -> list[BenchRequest]:
-        inputs, outputs = NormalLengths(self.input_len, 0), NormalLengths(self.output_len, 0)
-        return list(synthetic_requests(self.batch_size, inputs, outputs, vocab_size, seed))
+def random_requests(
+    vocab_size: int, seed: int, *, batch_size: int, input_len: int, output_len: int
+) -> list[BenchRequest]:
+    lengths = normal_lengths(input_len, 0), normal_lengths(output_len, 0)
+    return list(synthetic_requests(batch_size, *lengths, vocab_size, seed))
 
 
-class BreakEvenRuns:
-    """`model` with the arguments of `LLM`, by `make_llm` (`LLM` itself). At most three engines live
-    at a time."""
-
-    def __init__(
-        self,
-        make_llm: Callable[..., "LLM"],
-        model: str,
-        arguments: Mapping[str, Any],
-        workload: Workload,
-    ) -> None:
-        """Raises ValueError for arguments without chains of drafts."""
-        if not arguments.get("speculative_config"):
-            raise ValueError(
-                "speculative_config is missing: break-even needs the options of a drafter "
-                "(--config x.yaml)"
-            )
-        if drafter_of(arguments["speculative_config"]).drafts_trees:
-            raise ValueError(
-                "speculative_config has draft trees, and the equation is for chains; --trees says "
-                "which trees are measured, e.g. --trees 4x4/16"
-            )
-        self._make_llm, self._model = make_llm, model
-        self._arguments, self._workload = dict(arguments), workload
-        self._own = without_shape(arguments["speculative_config"]) | WITHOUT_LIMITS
-
-    def plain(self) -> "LLM":
-        return self._make_llm(self._model, **self._arguments | {"speculative_config": None})
-
-    def drafted(self, acceptance: float, draft_len: int) -> "LLM":
-        rates = [acceptance ** (position + 1) for position in range(draft_len)]
-        spec = self._own | {"max_draft_len": draft_len, "synthetic_acceptance_rates": rates}
-        with _without_line_on_rates():
-            return self._make_llm(self._model, **self._arguments | {"speculative_config": spec})
-
-    def round_seconds(self, draft_lens: Sequence[int]) -> tuple[dict[str, Any], dict[int, float]]:
-        """Seconds of a plain round, of one that verifies the longest drafts made at no cost, and
-        of one with the drafter's; and of rounds with the drafter's, by their length."""
-        free = {"decoding_type": "User_Provided", "drafter": FreeDrafts(), **WITHOUT_LIMITS}
-        longest = max(draft_lens)
-        times, verifying = (
-            self._times(spec | {"max_draft_len": longest}, lengths)
-            for spec, lengths in ((self._own, draft_lens), (free, [longest]))
+def chains_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The drafter of `LLM`'s arguments, for chains of any length. Raises ValueError without one,
+    and for draft trees."""
+    if not (spec := arguments.get("speculative_config")):
+        raise ValueError(
+            "speculative_config is missing: break-even needs the options of a drafter "
+            "(--config x.yaml)"
         )
-        shown = {
-            "plain": times[0],
-            "free": verifying[longest],
-            "drafted": times[longest],
-            "draft_len": longest,
-        }
-        return shown, times
+    if drafter_of(spec).drafts_trees:
+        raise ValueError(
+            "speculative_config has draft trees, and the equation is for chains; --trees says "
+            "which trees are measured, e.g. --trees 4x4/16"
+        )
+    return without_shape(spec) | WITHOUT_LIMITS
 
-    def _times(self, spec: Mapping[str, Any], draft_lens: Sequence[int]) -> dict[int, float]:
-        args = LlmArgs.from_kwargs(self._model, **self._arguments | {"speculative_config": None})
-        timed = dict(spec) | {"adaptive": adaptive_options(draft_lens)}
+
+def with_rates(chains: Mapping[str, Any], acceptance: float, draft_len: int) -> dict[str, Any]:
+    rates = [acceptance ** (position + 1) for position in range(draft_len)]
+    return {**chains, "max_draft_len": draft_len, "synthetic_acceptance_rates": rates}
+
+
+def break_even(
+    model: str,
+    arguments: Mapping[str, Any],
+    pairs: Sequence[tuple[float, int]],
+    repeat: int,
+    **sizes: int,
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Seconds of a plain round, of one that verifies the longest drafts made at no cost, and of one
+    with the drafter's; and the rows of `speedup_row`. pairs: acceptance and draft length. sizes: of
+    `random_requests`. At most three engines live at a time. Raises ValueError as `chains_of`
+    does."""
+    chains, plainly = chains_of(arguments), {**arguments, "speculative_config": None}
+    # Of an engine with drafts and of plain decoding, with a warm-up.
+    number = len(pairs) * 2 * (1 + repeat) * sizes["batch_size"]
+    rows = []
+    with progress("break-even", number, "requests", has_parts=True) as bar:
+        bar.begin("round times")
+        shown, times = compared_times(LlmArgs.from_kwargs(model, **plainly), chains, pairs, sizes)
+        with LLM(model, **plainly) as plain:
+            for acceptance, draft_len in pairs:
+                spec = with_rates(chains, acceptance, draft_len)
+                with _without_line_on_rates():
+                    drafted = LLM(model, **{**arguments, "speculative_config": spec})
+                slow = Contestant("plain", plain)
+                fast = Contestant(f"a = {acceptance:g}, K = {draft_len}", drafted)
+                with drafted:
+                    run_with_luck([slow, fast], repeat, bar, **sizes)
+                speeds = [median(each.output_tokens_per_s) for each in (fast, slow)]
+                stats = total_stats([output for run in fast.runs for output in run.outputs])
+                cost = times[draft_len] / times[0]
+                rows.append(speedup_row(acceptance, draft_len, cost, speeds[0] / speeds[1], stats))
+    return shown, rows
+
+
+def compared_times(
+    args: LlmArgs,
+    chains: Mapping[str, Any],
+    pairs: Sequence[tuple[float, int]],
+    sizes: Mapping[str, int],
+) -> tuple[dict[str, Any], dict[int, float]]:
+    """The seconds that `break_even` shows, and those of rounds by their draft length."""
+    free = {"decoding_type": "User_Provided", "drafter": FreeDrafts(), **WITHOUT_LIMITS}
+    draft_lens = [draft_len for _, draft_len in pairs]
+    longest, found = max(draft_lens), []
+    for spec, lengths in ((chains, draft_lens), (free, [longest])):
+        timed = {**spec, "max_draft_len": longest, "adaptive": adaptive_options(lengths)}
         controller = timed_executor(args, timed).executor.parts.controller
-        seconds = controller.round_seconds(self._workload.batch_size)
-        return {int(name): each for name, each in seconds.items()}
+        seconds = controller.round_seconds(sizes["batch_size"])
+        found.append({int(name): each for name, each in seconds.items()})
+    times, verifying = found
+    shown = {"plain": times[0], "free": verifying[longest], "drafted": times[longest]}
+    return {**shown, "draft_len": longest}, times
 
-    def speedups(
-        self,
-        plain: "LLM",
-        pairs: Sequence[tuple[float, int]],
-        times: Mapping[int, float],
-        bar: Progress,
-    ) -> Iterator[Speedup]:
-        """bar: counts `num_requests` for each pair."""
-        for acceptance, draft_len in pairs:
-            with self.drafted(acceptance, draft_len) as drafted:
-                name = f"a = {acceptance:g}, K = {draft_len}"
-                slow, fast = Contestant("plain", plain), Contestant(name, drafted)
-                # Every run has its own luck, the same for both engines; the first one warms up.
-                for number in range(1 + self._workload.repeat):
-                    vocab_size = plain.model_config.vocab_size
-                    requests = self._workload.requests(vocab_size, seed=number)
-                    seeds = range(number * len(requests), (number + 1) * len(requests))
-                    sampling = [
-                        replace(params, seed=seed)
-                        for params, seed in zip(sampling_for(requests), seeds, strict=True)
-                    ]
-                    counted = min(1, number)
-                    run_in_turn([slow, fast], requests, sampling, counted, 1 - counted, False, bar)
-            speeds = (median(each.output_tokens_per_s) for each in (fast, slow))
-            stats = total_stats([output for run in fast.runs for output in run.outputs])
-            cost, measured = times[draft_len] / times[0], next(speeds) / next(speeds)
-            yield Speedup(acceptance, draft_len, cost, measured, stats)
+
+def run_with_luck(
+    contestants: Sequence[Contestant], repeat: int, bar: Progress, **sizes: int
+) -> None:
+    """Every run has its own luck, the same for both engines; the first one warms up."""
+    for number in range(1 + repeat):
+        requests = random_requests(contestants[0].llm.model_config.vocab_size, number, **sizes)
+        seeds = range(number * len(requests), (number + 1) * len(requests))
+        sampling = [
+            replace(params, seed=seed)
+            for params, seed in zip(sampling_for(requests), seeds, strict=True)
+        ]
+        counted = min(1, number)
+        run_in_turn(contestants, requests, sampling, counted, 1 - counted, False, bar)
 
 
 def drafter_of(spec: Mapping[str, Any]) -> DecodingBaseConfig:
@@ -251,28 +219,6 @@ def _without_line_on_rates() -> Iterator[None]:
         log.removeFilter(is_other)
 
 
-@dataclass(frozen=True)
-class ShapeRow:
-    """`tokens`: expected of a request's round. `needed`: with which it is as fast as plain
-    decoding."""
-
-    shape: str
-    drafts: int
-    round_ms: float
-    tokens: float
-    needed: float
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"speedup": self.tokens / self.needed}
-
-
-def parse_tree(text: str) -> DraftShape:
-    """`5x8/31`: 5 steps, 8 children of a node, 31 drafts. Raises ValueError for anything else."""
-    steps, _, rest = text.partition("x")
-    topk, _, drafts = rest.partition("/")
-    return DraftShape(int(steps), int(drafts), int(topk))
-
-
 def with_trees(spec: Mapping[str, Any], trees: Sequence[DraftShape]) -> dict[str, Any]:
     """A drafter's options with these trees to choose from, next to plain decoding and a chain. Half
     of the time may go to probes, so that every rank is seen. Raises ValueError where no
@@ -295,9 +241,10 @@ def with_trees(spec: Mapping[str, Any], trees: Sequence[DraftShape]) -> dict[str
 
 
 def measured_shapes(
-    llm: "LLM", trees: Sequence[DraftShape], requests: Sequence[BenchRequest]
-) -> list[ShapeRow]:
-    """Runs the requests together; the engine has `with_trees`."""
+    llm: LLM, trees: Sequence[DraftShape], requests: Sequence[BenchRequest]
+) -> list[dict[str, Any]]:
+    """Runs the requests together; the engine has `with_trees`. `tokens`: expected of a request's
+    round. `needed`: with which it is as fast as plain decoding."""
     run_requests(llm, requests, sampling_for(requests))
     controller = llm.server_info()["internal_states"][0]["controller"]
     (slot,) = controller["slots"].values()
@@ -311,5 +258,6 @@ def measured_shapes(
         gain = slot["tree_gain"] if shape.is_tree else 1.0
         tokens = 1 + gain * expected_accepted(shape, rates)
         needed = times[shape.name] / times["0"]
-        rows.append(ShapeRow(shape.name, shape.num_nodes, times[shape.name], tokens, needed))
+        row = {"shape": shape.name, "drafts": shape.num_nodes, "round_ms": times[shape.name]}
+        rows.append(row | {"tokens": tokens, "needed": needed, "speedup": tokens / needed})
     return rows

@@ -3,7 +3,9 @@
 All engines stay in memory. Each pass runs all of them, every second pass in reverse order, so that
 a slow phase of the machine affects every configuration."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from statistics import median
@@ -20,16 +22,12 @@ from tllm_spec.bench.report import (
     total_stats,
 )
 from tllm_spec.bench.runner import Run, num_output_tokens, run_requests
-from tllm_spec.outputs import RequestOutput
+from tllm_spec.outputs import Logprob, RequestOutput
 from tllm_spec.progress import Progress, progress
 from tllm_spec.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from tllm_spec.llm import LLM
-import math
-from collections.abc import Iterator
-
-from tllm_spec.outputs import Logprob
 
 
 @dataclass(frozen=True)
@@ -77,20 +75,18 @@ def run_in_turn(
 ) -> None:
     """Appends `repeat` runs to every contestant's `runs`, after `warmup` runs that are
     discarded. bar: counts requests; None: one of its own."""
-    if bar is None:
-        title, num_runs = "compare", len(contestants) * (warmup + repeat)
-        with progress(title, num_runs * len(requests), "requests", has_parts=True) as own:
-            run_in_turn(contestants, requests, sampling, repeat, warmup, streaming, own)
-        return
-    for number in range(warmup + repeat):
-        for contestant in contestants[:: -1 if number % 2 else 1]:
-            run_of = f"run {number + 1} of {warmup + repeat}"
-            bar.begin(f"{contestant.name}, concurrency {contestant.concurrency}, {run_of}")
-            run = run_requests(
-                contestant.llm, requests, sampling, contestant.concurrency, streaming, bar
-            )
-            if number >= warmup:
-                contestant.runs.append(run)
+    total = len(contestants) * (warmup + repeat) * len(requests)
+    own = (
+        progress("compare", total, "requests", has_parts=True) if bar is None else nullcontext(bar)
+    )
+    with own as shown:
+        for number in range(warmup + repeat):
+            for each in contestants[:: -1 if number % 2 else 1]:
+                run_of = f"run {number + 1} of {warmup + repeat}"
+                shown.begin(f"{each.name}, concurrency {each.concurrency}, {run_of}")
+                run = run_requests(each.llm, requests, sampling, each.concurrency, streaming, shown)
+                if number >= warmup:
+                    each.runs.append(run)
 
 
 def differences(

@@ -11,13 +11,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import IO, Any, Protocol, TypeGuard
+from typing import IO, Annotated
 
+from pydantic import ConfigDict, Field, NonNegativeInt, PositiveInt
+from typing_extensions import TypedDict
+
+from tllm_spec.config.config_base import ConfigModel, check
 from tllm_spec.progress import progress
-from tllm_spec.recording.traffic_folder import read_records
+from tllm_spec.recording.traffic_folder import read_lines, read_records
+from tllm_spec.recording.traffic_record import json_object, named
 from tllm_spec.text.chat_prompt import Conversation
 
-KEYS = {"task_id", "prompt", "input_ids", "messages", "output_tokens"}
 ANSWER_TOKENS = 256  # at most, of messages without `output_tokens`
 
 
@@ -64,61 +68,37 @@ def recorded_requests(folder: Path, num_requests: int = 0) -> list[BenchRequest]
     ]
 
 
-def read_lines(path: Path) -> Iterator[str]:
-    """Yields the lines. Raises ValueError for a file that cannot be read or is not UTF-8."""
-    try:
-        with path.open(encoding="utf-8") as lines:
-            yield from lines
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"cannot read {path}: {error}") from error
+class _Message(TypedDict):
+    __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]  # pydantic's
+
+    role: str
+
+
+class _Line(ConfigModel):
+    task_id: NonNegativeInt | None = None
+    input_ids: Annotated[list[NonNegativeInt], Field(min_length=1)] | None = None
+    messages: Annotated[list[_Message], Field(min_length=1)] | None = None
+    prompt: str | None = None
+    output_tokens: PositiveInt | None = None
+
+    @check
+    def _check_together(self) -> Iterator[str]:
+        if not (self.input_ids or self.messages or self.prompt):
+            yield "input_ids (token ids), prompt (text, not empty) or messages is needed"
+        if self.output_tokens is None and (self.input_ids or not self.messages):
+            yield "output_tokens = None: an integer above 0 is needed"
 
 
 def parse_request(line: str, where: str, index: int = 0) -> BenchRequest:
     """index: its `task_id` without one of its own."""
-    try:
-        entry = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where}: not JSON ({error})") from error
-    if not isinstance(entry, dict):
-        raise ValueError(f"{where}: a JSON object is expected, not {line.strip()[:40]!r}")
-    if unknown := sorted(entry.keys() - KEYS):
-        raise ValueError(
-            f"{where}: {', '.join(unknown)} not supported; the keys are {', '.join(sorted(KEYS))}"
-        )
-    prompt, task_id = parse_prompt(entry, where), entry.get("task_id", index)
-    is_chat = isinstance(prompt, Conversation)
-    output_tokens = entry.get("output_tokens", ANSWER_TOKENS if is_chat else None)
-    if not is_count(task_id):
-        raise ValueError(f"{where}: task_id is {task_id!r}, an integer of 0 or more is expected")
-    if not is_count(output_tokens) or not output_tokens:
-        raise ValueError(
-            f"{where}: output_tokens is {output_tokens!r}, an integer above 0 is expected"
-        )
-    return BenchRequest(task_id, prompt, output_tokens, ends_itself=is_chat)
-
-
-def parse_prompt(entry: dict[str, Any], where: str) -> str | list[int] | Conversation:
-    if (input_ids := entry.get("input_ids")) is not None:
-        if isinstance(input_ids, list) and input_ids and all(map(is_count, input_ids)):
-            return input_ids
-        raise ValueError(f"{where}: input_ids must be a list of at least one token id")
-    if (messages := entry.get("messages")) is not None:
-        if not isinstance(messages, list) or not messages or not all(map(_is_message, messages)):
-            raise ValueError(f"{where}: messages must be a list of objects with role and content")
-        return Conversation(messages)
-    if isinstance(prompt := entry.get("prompt"), str) and prompt:
-        return prompt
-    raise ValueError(
-        f"{where}: 'input_ids' (token ids) or 'prompt' (text, not empty) or 'messages' is needed"
-    )
-
-
-def _is_message(value: object) -> bool:
-    return isinstance(value, dict) and isinstance(value.get("role"), str)
-
-
-def is_count(value: object) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    with named(where):
+        entry = _Line(**json_object(line))
+    task_id = index if entry.task_id is None else entry.task_id
+    if entry.input_ids is None and entry.messages is not None:
+        length = entry.output_tokens or ANSWER_TOKENS
+        return BenchRequest(task_id, Conversation(entry.messages), length, ends_itself=True)
+    assert entry.output_tokens is not None
+    return BenchRequest(task_id, entry.input_ids or entry.prompt or "", entry.output_tokens)
 
 
 def write_dataset(requests: Iterable[BenchRequest], file: IO[str]) -> None:
@@ -139,35 +119,17 @@ def write_dataset(requests: Iterable[BenchRequest], file: IO[str]) -> None:
 
 
 Encode = Callable[[str], list[int]]
+Lengths = Callable[[random.Random], int]  # draws a length of 1 or more, in tokens
 
 
-class Lengths(Protocol):
-    """A distribution of lengths in tokens."""
-
-    def draw(self, generator: random.Random) -> int:
-        """A length of 1 or more."""
-
-
-@dataclass(frozen=True)
-class NormalLengths:
+def normal_lengths(mean: float, stdev: float) -> Lengths:
     """Normally distributed, rounded; a length below 1 becomes 1."""
-
-    mean: float
-    stdev: float
-
-    def draw(self, generator: random.Random) -> int:
-        return max(1, round(generator.gauss(self.mean, self.stdev)))
+    return lambda generator: max(1, round(generator.gauss(mean, stdev)))
 
 
-@dataclass(frozen=True)
-class UniformLengths:
+def uniform_lengths(shortest: int, longest: int) -> Lengths:
     """Every length from `shortest` to `longest` is equally likely."""
-
-    shortest: int
-    longest: int
-
-    def draw(self, generator: random.Random) -> int:
-        return generator.randint(self.shortest, self.longest)
+    return lambda generator: generator.randint(shortest, longest)
 
 
 def synthetic_requests(
@@ -176,8 +138,8 @@ def synthetic_requests(
     """Requests of uniformly random token ids; the same seed gives the same requests."""
     generator = random.Random(seed)
     for task_id in range(num_requests):
-        input_ids = generator.choices(range(vocab_size), k=inputs.draw(generator))
-        yield BenchRequest(task_id, input_ids, outputs.draw(generator))
+        input_ids = generator.choices(range(vocab_size), k=inputs(generator))
+        yield BenchRequest(task_id, input_ids, outputs(generator))
 
 
 def text_requests(

@@ -12,6 +12,8 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tllm_spec.bench.table import load_of
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -77,10 +79,8 @@ def comparison_curves(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[LoadP
     """The curves of the rows of `tllm-bench compare`."""
     curves: dict[str, list[LoadPoint]] = {}
     for row in rows:
-        limit = row["concurrency"]
-        point = LoadPoint(
-            str(limit) if limit > 0 else "no limit", row["output_tokens_per_s"], _latencies(row)
-        )
+        load = load_of(row["concurrency"])
+        point = LoadPoint(load, row["output_tokens_per_s"], _latencies(row))
         curves.setdefault(row["configuration"], []).append(point)
     return curves
 

@@ -19,26 +19,19 @@ from tllm_spec.outputs import RequestOutput, SpeculativeStats
 # The draft lengths that a run used, from the engine's state before and after it.
 
 
-def may_vary(config: DecodingBaseConfig | None) -> bool:
-    """Whether rounds of one engine may have different draft lengths."""
-    if config is None:
-        return False
-    limits = (config.draft_len_schedule, config.max_concurrency, config.acceptance_rate_threshold)
-    return config.adaptive is not None or any(limit is not None for limit in limits)
-
-
 def draft_lens_section(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
     """The rounds between two answers of `LLM.server_info`.
 
     `num_switches` counts decisions of the controller; `num_changes` counts rounds whose draft
     length differs from the previous round's, also because of probes and limits. Times exclude
     rounds that contain prompts."""
-    old, new = _state(before), _state(after)
     rows = difference(before, after)
     rounds = sum(row["rounds"] for row in rows.values())
     seconds = sum(row["seconds"] for row in rows.values())
+    old, new = (each["internal_states"][0] for each in (before, after))
+    switches = [each["controller"]["decisions"]["num_switches"] for each in (old, new)]
     section: dict[str, Any] = {
-        "num_switches": _num_switches(new) - _num_switches(old),
+        "num_switches": switches[1] - switches[0],
         "num_changes": new["totals"]["draft_len_changes"] - old["totals"]["draft_len_changes"],
     }
     for draft_len, row in rows.items():
@@ -55,7 +48,7 @@ def draft_lens_section(before: Mapping[str, Any], after: Mapping[str, Any]) -> d
 def difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
     """The totals of the rounds between two answers of `LLM.server_info`, by draft length. Draft
     lengths without rounds are left out."""
-    old, new = (_state(each)["totals"]["by_draft_len"] for each in (before, after))
+    old, new = (each["internal_states"][0]["totals"]["by_draft_len"] for each in (before, after))
     rows = {
         int(draft_len): {
             key: value - old.get(draft_len, {}).get(key, 0) for key, value in row.items()
@@ -63,15 +56,6 @@ def difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[int,
         for draft_len, row in new.items()
     }
     return {draft_len: rows[draft_len] for draft_len in sorted(rows) if rows[draft_len]["rounds"]}
-
-
-def _state(info: Mapping[str, Any]) -> Mapping[str, Any]:
-    state: Mapping[str, Any] = info["internal_states"][0]
-    return state
-
-
-def _num_switches(state: Mapping[str, Any]) -> int:
-    return int(state["controller"]["decisions"]["num_switches"])
 
 
 MS = 1000.0
@@ -95,13 +79,11 @@ def build_report(
     }
     if streaming:
         report["streaming_metrics"] = streaming_section(run.outputs)
-    if args.speculative_config is not None:
-        report["speculation"] = speculation_section(args.speculative_config)
-        report["decoding_stats"] = decoding_section(
-            args.speculative_config.decoding_type, run.outputs
-        )
-    if infos is not None and may_vary(args.speculative_config):
-        report["draft_lens"] = draft_lens_section(*infos)
+    if (spec := args.speculative_config) is not None:
+        report["speculation"] = speculation_section(spec)
+        report["decoding_stats"] = decoding_section(spec.decoding_type, run.outputs)
+        if infos is not None and spec.length_varies:
+            report["draft_lens"] = draft_lens_section(*infos)
     return report | {"dataset": dataset_section(run.outputs)}
 
 

@@ -16,17 +16,16 @@ from time import perf_counter
 from typing import Any
 from urllib.parse import urlsplit
 
+import h11
+
 from tllm_spec.bench.dataset import BenchRequest
 from tllm_spec.bench.report import MS, percentiles
-from tllm_spec.bench.table import format_table
+from tllm_spec.bench.table import format_rows
 from tllm_spec.text.chat_prompt import Conversation
 
 # A small HTTP/1.1 client for benchmarks: sends JSON, gives each server-sent event with its time.
 #
 # Over plain asyncio streams, so that the client costs little and times are those of arrival.
-
-
-MAX_LINE = 1 << 24  # bytes
 
 
 class HttpError(Exception):
@@ -78,67 +77,43 @@ async def events(
 async def _chunks(
     target: Target, method: str, path: str, body: dict[str, Any] | None
 ) -> AsyncIterator[bytes]:
-    parts = urlsplit(target.base_url)
-    is_tls = parts.scheme == "https"
+    """Raises ConnectionError if the connection ends too early."""
+    parts, content = urlsplit(target.base_url), b"" if body is None else json.dumps(body).encode()
+    headers = {
+        "Host": parts.netloc.rpartition("@")[2],
+        "Content-Type": "application/json",
+        "Content-Length": str(len(content)),
+        "Connection": "close",
+    }
+    if target.api_key:
+        headers["Authorization"] = f"Bearer {target.api_key}"
+    is_tls, protocol, status = parts.scheme == "https", h11.Connection(h11.CLIENT), 0
     reader, writer = await asyncio.open_connection(
         parts.hostname,
         parts.port or (443 if is_tls else 80),
         ssl=ssl.create_default_context() if is_tls else None,
-        limit=MAX_LINE,
     )
     try:
-        writer.write(_head_and_body(target, parts.netloc, method, path, body))
-        status, headers = await _answer_head(reader)
-        if status != 200:
-            content = b"".join([chunk async for chunk in _content(reader, headers)])
-            raise HttpError(f"{status}: {content[:500].decode(errors='replace')}")
-        async for chunk in _content(reader, headers):
-            yield chunk
+        request = h11.Request(method=method, target=path, headers=list(headers.items()))
+        for sent in (request, h11.Data(data=content), h11.EndOfMessage()):
+            writer.write(protocol.send(sent) or b"")
+        refused = b""
+        while not isinstance(event := protocol.next_event(), h11.EndOfMessage):
+            if event is h11.NEED_DATA:
+                protocol.receive_data(await reader.read(1 << 16))
+            elif isinstance(event, h11.Response):
+                status = event.status_code
+            elif isinstance(event, h11.Data) and status == 200:
+                yield bytes(event.data)
+            elif isinstance(event, h11.Data):
+                refused += event.data
+    except h11.RemoteProtocolError as error:
+        when = "within an answer" if status else "without an answer"
+        raise ConnectionError(f"the server closed the connection {when}") from error
     finally:
         writer.close()
-
-
-def _head_and_body(
-    target: Target, host: str, method: str, path: str, body: dict[str, Any] | None
-) -> bytes:
-    content = b"" if body is None else json.dumps(body).encode()
-    lines = [
-        f"{method} {path} HTTP/1.1",
-        f"Host: {host.rpartition('@')[2]}",
-        "Content-Type: application/json",
-        f"Content-Length: {len(content)}",
-        "Connection: close",
-    ]
-    if target.api_key:
-        lines.append(f"Authorization: Bearer {target.api_key}")
-    return "\r\n".join([*lines, "", ""]).encode() + content
-
-
-async def _answer_head(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]:
-    try:
-        head = await reader.readuntil(b"\r\n\r\n")
-    except asyncio.IncompleteReadError as error:
-        raise ConnectionError("the server closed the connection without an answer") from error
-    first, *lines = head.decode("latin-1").split("\r\n")
-    named = (line.partition(":") for line in lines if line)
-    return int(first.split()[1]), {name.lower(): value.strip() for name, _, value in named}
-
-
-async def _content(reader: asyncio.StreamReader, headers: dict[str, str]) -> AsyncIterator[bytes]:
-    """Raises ConnectionError if the connection ends too early."""
-    try:
-        if headers.get("transfer-encoding", "").lower() != "chunked":
-            if (length := headers.get("content-length")) is not None:
-                yield await reader.readexactly(int(length))
-                return
-            while data := await reader.read(MAX_LINE):
-                yield data
-            return
-        while size := int((await reader.readuntil(b"\r\n")).split(b";")[0], 16):
-            yield await reader.readexactly(size)
-            await reader.readexactly(2)
-    except asyncio.IncompleteReadError as error:
-        raise ConnectionError("the server closed the connection within an answer") from error
+    if status != 200:
+        raise HttpError(f"{status}: {refused[:500].decode(errors='replace')}")
 
 
 # Sends a data set to an OpenAI-compatible server and notes when each token arrives.
@@ -332,15 +307,11 @@ def serve_report(
         "e2el_ms": percentiles([sent.latency * MS for sent in done]),
     }
     if goals:
-        good = sum(_is_good(sent, goals) for sent in done)
-        report["goodput_req_s"] = good / run.elapsed
+        times = [{"ttft": s.ttft, "tpot": s.tpot or 0.0, "e2el": s.latency} for s in done]
+        good = (all(each[name] * MS <= goals[name] for name in goals) for each in times)
+        report["goodput_req_s"] = sum(good) / run.elapsed
     length = None if metrics is None else acceptance_length(*metrics)
     return report | ({} if length is None else {"acceptance_length": length})
-
-
-def _is_good(sent: Sent, goals: Mapping[str, float]) -> bool:
-    values = {"ttft": sent.ttft, "tpot": sent.tpot or 0.0, "e2el": sent.latency}
-    return all(values[name] * MS <= limit for name, limit in goals.items())
 
 
 def acceptance_length(before: str, after: str) -> float | None:
@@ -359,28 +330,24 @@ def _total(text: str, name: str) -> float:
 
 def format_serve(reports: Sequence[Mapping[str, Any]]) -> str:
     """One row for each load."""
-    header = ["load", "temperature", "requests/s", "tokens/s", "failed"]
-    header += ["TTFT p50", "p99", "TPOT p50", "p99", "ITL p99", "E2E p50", "p99 (ms)"]
     optional = {"goodput_req_s": "goodput/s", "acceptance_length": "acceptance length"}
-    shown = [name for name in optional if any(name in report for report in reports)]
-    rows = []
-    for report in reports:
-        times = [
-            report[name][rank]
-            for name, rank in (
-                *(("ttft_ms", "p50"), ("ttft_ms", "p99"), ("tpot_ms", "p50"), ("tpot_ms", "p99")),
-                *(("itl_ms", "p99"), ("e2el_ms", "p50"), ("e2el_ms", "p99")),
-            )
-        ]
-        rows.append(
-            [
-                report["load"],
-                "server's" if report["temperature"] is None else str(report["temperature"]),
-                f"{report['request_throughput_req_s']:.2f}",
-                f"{report['output_throughput_tok_s']:.1f}",
-                str(report["failed"]),
-                *(f"{time:.1f}" for time in times),
-                *(f"{report[name]:.2f}" if name in report else "-" for name in shown),
-            ]
-        )
-    return format_table([*header, *(optional[name] for name in shown)], rows)
+    found = [name for name in optional if any(name in report for report in reports)]
+    columns = [
+        ("load", "{load}"),
+        ("temperature", "{heat}"),
+        ("requests/s", "{request_throughput_req_s:.2f}"),
+        ("tokens/s", "{output_throughput_tok_s:.1f}"),
+        ("failed", "{failed}"),
+        ("TTFT p50", "{ttft_ms[p50]:.1f}"),
+        ("p99", "{ttft_ms[p99]:.1f}"),
+        ("TPOT p50", "{tpot_ms[p50]:.1f}"),
+        ("p99", "{tpot_ms[p99]:.1f}"),
+        ("ITL p99", "{itl_ms[p99]:.1f}"),
+        ("E2E p50", "{e2el_ms[p50]:.1f}"),
+        ("p99 (ms)", "{e2el_ms[p99]:.1f}"),
+        *((optional[name], f"{{{name}:.2f}}") for name in found),
+    ]
+    heats = (each["temperature"] for each in reports)
+    shown = ["server's" if heat is None else str(heat) for heat in heats]
+    rows = [{**each, "heat": heat} for each, heat in zip(reports, shown, strict=True)]
+    return format_rows(columns, rows)

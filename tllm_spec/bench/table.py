@@ -1,6 +1,7 @@
 """Formats reports: dicts in, text out."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from string import Formatter
 from typing import Any
 
 from tllm_spec.outputs import RequestOutput
@@ -50,106 +51,71 @@ def _format_section(title: str, section: dict[str, Any]) -> str:
     return "\n".join([f"== {title} ==", *plain, *table])
 
 
+class _Cells(Formatter):
+    """A value that is missing or None is written as -, and a list with spaces between its items."""
+
+    def get_value(self, key: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        return kwargs.get(key)
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        return format(value, format_spec) if format_spec and value is not None else _text(value)
+
+
+def format_rows(columns: Sequence[tuple[str, str]], rows: Sequence[Mapping[str, Any]]) -> str:
+    """columns: the title, and the cell as a format of a row's values."""
+    cells = _Cells()
+    lines = [[cells.vformat(form, (), row) for _, form in columns] for row in rows]
+    return format_table([title for title, _ in columns], lines)
+
+
+def load_of(concurrency: int) -> str:
+    return str(concurrency) if concurrency > 0 else "no limit"
+
+
 def format_comparison(rows: Sequence[dict[str, Any]]) -> str:
     times = {"ttft_ms": "TTFT p50", "tpot_ms": "TPOT p50", "e2el_ms": "E2E p50 (ms)"}
-    shown = [name for name in times if name in rows[0]]
-    header = [
-        "configuration",
-        "concurrency",
-        "tokens/s",
-        "(range)",
-        "speedup",
-        *(times[name] for name in shown),
-        "acceptance length",
-        "acceptance rate",
+    columns = [
+        ("configuration", "{configuration}"),
+        ("concurrency", "{load}"),
+        ("tokens/s", "{output_tokens_per_s:.1f}"),
+        ("(range)", "{output_tokens_per_s_range[0]:.1f}-{output_tokens_per_s_range[1]:.1f}"),
+        ("speedup", "{speedup:.2f}x"),
+        *((times[name], f"{{{name}[p50]:.1f}}") for name in times if name in rows[0]),
+        ("acceptance length", "{acceptance_length}"),
+        ("acceptance rate", "{draft_acceptance_rate}"),
+        ("per position", "{per_position_acceptance}"),
     ]
-    lines = (_comparison_row(row, shown) for row in rows)
-    return format_table([*header, "per position"], lines)
+    return format_rows(columns, [row | {"load": load_of(row["concurrency"])} for row in rows])
 
 
-def _comparison_row(row: dict[str, Any], times: Sequence[str]) -> list[str]:
-    low, high = row["output_tokens_per_s_range"]
-    return [
-        row["configuration"],
-        str(row["concurrency"]) if row["concurrency"] > 0 else "no limit",
-        f"{row['output_tokens_per_s']:.1f}",
-        f"{low:.1f}-{high:.1f}",
-        f"{row['speedup']:.2f}x",
-        *(f"{row[name]['p50']:.1f}" for name in times),
-        _text(row["acceptance_length"]),
-        _text(row["draft_acceptance_rate"]),
-        _text(row["per_position_acceptance"] or None),
-    ]
+FIDELITY = (
+    ("configuration", "{configuration}"),
+    ("equal tokens", "{equal_tokens:.1%}"),
+    ("equal first choices", "{equal_choices:.1%}"),
+    ("perplexity", "{perplexity:.4f}"),
+)
+SPEEDUPS = (
+    ("a", "{acceptance}"),
+    ("K", "{draft_len}"),
+    ("tokens a round", "{tokens_per_round}"),
+    ("(measured)", "{measured_tokens_per_round}"),
+    ("speedup", "{predicted:.2f}x"),
+    ("(measured)", "{measured:.2f}x"),
+    ("difference", "{difference:+.0%}"),
+    ("rounds", "{rounds}"),
+    ("drafted", "{drafted_share:.0%}"),
+    ("break-even at a", "{least_acceptance}"),
+)
 
 
-def format_fidelity(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Nothing without rows."""
-    header = ["configuration", "equal tokens", "equal first choices", "perplexity"]
-    shares = "equal_tokens", "equal_choices"
-    lines = (
-        [
-            row["configuration"],
-            *("-" if row[key] is None else f"{row[key]:.1%}" for key in shares),
-            "-" if row["perplexity"] is None else f"{row['perplexity']:.4f}",
-        ]
-        for row in rows
-    )
-    if rows:
-        yield format_table(header, lines)
-
-
-def format_speedups(times: dict[str, float], rows: Sequence[dict[str, Any]]) -> str:
-    """`times`: seconds of a plain round, of one that verifies `draft_len` drafts made at no cost,
-    and of one with the drafter's."""
-    plain, free, drafted = (f"{1e3 * times[name]:.2f} ms" for name in ("plain", "free", "drafted"))
-    draft_len = times["draft_len"]
-    first = (
-        f"round time: plain {plain}, verifying {draft_len} drafts {free}, "
-        f"drafting and verifying {draft_len} {drafted}"
-    )
-    header = [
-        "a",
-        "K",
-        "tokens a round",
-        "(measured)",
-        "speedup",
-        "(measured)",
-        "difference",
-        "rounds",
-        "drafted",
-        "break-even at a",
-    ]
-    return f"{first}\n{format_table(header, map(_speedup_row, rows))}"
-
-
-def _speedup_row(row: dict[str, Any]) -> list[str]:
-    return [
-        _text(row["acceptance"]),
-        str(row["draft_len"]),
-        _text(row["tokens_per_round"]),
-        _text(row["measured_tokens_per_round"]),
-        f"{row['predicted']:.2f}x",
-        f"{row['measured']:.2f}x",
-        f"{row['difference']:+.0%}",
-        str(row["rounds"]),
-        f"{row['drafted_share']:.0%}",
-        _text(row["least_acceptance"]),
-    ]
-
-
-def format_shapes(rows: Sequence[dict[str, Any]]) -> str:
-    """`ShapeRow`s as dictionaries."""
-    header = ["drafts", "rows", "round, ms", "tokens a round", "break-even at", "speedup"]
-    lines = [
-        [
-            row["shape"],
-            str(1 + row["drafts"]),
-            *(_text(row[key]) for key in ("round_ms", "tokens", "needed")),
-            f"{row['speedup']:.2f}x",
-        ]
-        for row in rows
-    ]
-    return format_table(header, lines)
+SHAPES = (
+    ("drafts", "{shape}"),
+    ("rows", "{rows}"),
+    ("round, ms", "{round_ms}"),
+    ("tokens a round", "{tokens}"),
+    ("break-even at", "{needed}"),
+    ("speedup", "{speedup:.2f}x"),
+)
 
 
 def format_texts(outputs: Iterable[RequestOutput], tokenizer: Tokenizer | None) -> Iterator[str]:
@@ -182,5 +148,5 @@ def _text(value: object) -> str:
     if value is None:
         return "-"
     if isinstance(value, list):
-        return " ".join(map(_text, value))
+        return " ".join(map(_text, value)) or "-"
     return f"{value:.2f}" if isinstance(value, float) else str(value)

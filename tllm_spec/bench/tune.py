@@ -72,15 +72,6 @@ class Request(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Simulated:
-    """Seconds. latencies: of each request, from its arrival to its last token."""
-
-    seconds: float
-    num_rounds: int
-    latencies: Sequence[float]
-
-
-@dataclass(frozen=True)
 class Score:
     """What a candidate would have done with the traffic. ms_per_token: mean of the requests'
     latencies, each divided by its tokens."""
@@ -139,16 +130,16 @@ def score_of(
     for each, stats in zip(records, rounds, strict=True):
         num_tokens = max(1, len(each.prompt) - each.cached_tokens)
         requests.append(Request((each.arrived_us - first) / 1e6, num_tokens, stats.rounds))
-    ran = simulate(requests, times, max_batch_size)
+    seconds, num_rounds, latencies = simulate(requests, times, max_batch_size)
     lengths = [len(each.output) for each in records]
     total = sum(rounds, SpeculativeStats())
     return Score(
         candidate,
         total.acceptance_length or 1.0,
-        sum(lengths) / ran.seconds,
-        1e3 * mean(took / num for took, num in zip(ran.latencies, lengths, strict=True)),
-        median(ran.latencies),
-        ran.num_rounds,
+        sum(lengths) / seconds,
+        1e3 * mean(took / num for took, num in zip(latencies, lengths, strict=True)),
+        median(latencies),
+        num_rounds,
         simulated,
     )
 
@@ -159,8 +150,11 @@ def best_of(scores: Sequence[Score]) -> Score:
     return min(scores, key=lambda score: score.ms_per_token)
 
 
-def simulate(requests: Sequence[Request], times: Times, max_batch_size: int) -> Simulated:
-    """Requests in order of arrival. A request's prompt is read next to a round of those before."""
+def simulate(
+    requests: Sequence[Request], times: Times, max_batch_size: int
+) -> tuple[float, int, list[float]]:
+    """Seconds in total, rounds, and the seconds of each request from its arrival to its last token.
+    Requests in order of arrival. A request's prompt is read next to a round of those before."""
     now, played, coming = requests[0].arrival, 0, 0
     latencies = [0.0] * len(requests)
     running: list[tuple[int, int]] = []  # the round after which each request ends, and its number
@@ -183,7 +177,7 @@ def simulate(requests: Sequence[Request], times: Times, max_batch_size: int) -> 
         while running and running[0][0] <= played:
             _, number = heappop(running)
             latencies[number] = now - requests[number].arrival
-    return Simulated(now - requests[0].arrival, played, latencies)
+    return now - requests[0].arrival, played, latencies
 
 
 # How long the prompts of a round take on this machine.

@@ -12,6 +12,7 @@ import yaml
 from tllm_spec.bench.dataset import read_dataset
 from tllm_spec.bench.plot import LoadPoint
 from tllm_spec.bench.runner import run_requests, sampling_for
+from tllm_spec.bench.table import format_rows
 from tllm_spec.bench.tune import (
     PLAIN,
     Candidate,
@@ -134,14 +135,15 @@ def row_of(
 def replay_table(rows: Sequence[dict[str, Any]]) -> str:
     """Plain text; under the table how far the replay of what served is from serving, and a cause
     for each row whose counts are simulated."""
-    width = max(len(row["name"]) for row in rows)
-    lines = [f"{'':{width}}  requests  rounds  tokens/round  accepted  by position"]
-    for row in rows:
-        by_position = " ".join(f"{each:.2f}" for each in row["acceptance_by_position"])
-        lines.append(
-            f"{row['name']:{width}}  {row['requests']:8}  {row['rounds']:6}  "
-            f"{row['tokens_per_round']:12.3f}  {row['draft_acceptance_rate']:8.3f}  {by_position}"
-        )
+    columns = [
+        ("", "{name}"),
+        ("requests", "{requests}"),
+        ("rounds", "{rounds}"),
+        ("tokens/round", "{tokens_per_round:.3f}"),
+        ("accepted", "{draft_acceptance_rate:.3f}"),
+        ("by position", "{acceptance_by_position}"),
+    ]
+    lines = [format_rows(columns, rows)]
     for row in rows:
         if "other_rounds" in row:
             lines.append(f"{row['name']} served: {row['other_rounds']:.2%} of its rounds differ")
@@ -169,20 +171,14 @@ def tune(
         return _tune(data, model, configs, num_requests)
     if model is None:
         raise ValueError(f"{data} is a data set, whose outputs come from --model, which is missing")
-    with TemporaryDirectory() as folder:
-        record(data, model, configs, Path(folder), num_requests)
-        return _tune(Path(folder), model, configs)
-
-
-def record(
-    dataset: Path, model: str, configs: Sequence[Path], folder: Path, num_requests: int
-) -> None:
-    """Serves a data set without drafts, with the first file's other options, and records it."""
     options = read_options(configs[0]) if configs else {}
-    options |= {"speculative_config": None, "record_traffic": str(folder)}
-    requests = read_dataset(dataset, num_requests)
-    with LLM(model, **options) as llm, progress("outputs", len(requests), "requests") as bar:
-        run_requests(llm, requests, sampling_for(requests), bar=bar)
+    with TemporaryDirectory() as folder:
+        # Served without drafts, with the first file's other options.
+        options |= {"speculative_config": None, "record_traffic": folder}
+        requests = read_dataset(data, num_requests)
+        with LLM(model, **options) as llm, progress("outputs", len(requests), "requests") as bar:
+            run_requests(llm, requests, sampling_for(requests), bar=bar)
+        return _tune(Path(folder), model, configs)
 
 
 def _tune(
@@ -204,7 +200,7 @@ def _tune(
     with progress("tune", len(drafters) + sum(map(len, candidates))) as bar:
         for (name, args), own in zip(drafters, candidates, strict=True):
             assert args.speculative_config is not None
-            size = served_batch_size(args)
+            size = min(args.max_batch_size, args.max_num_tokens)
             bar.begin(f"round times of {name}")
             times = measured_times(args, args.speculative_config, records, size)
             for each in own:
@@ -221,15 +217,8 @@ def _candidates(name: str, args: LlmArgs) -> list[Candidate]:
     return [replace(each, options=options) for each in candidates_of(name, args.speculative_config)]
 
 
-def served_batch_size(args: LlmArgs) -> int:
-    return min(args.max_batch_size, args.max_num_tokens)
-
-
 def measured_times(
-    args: LlmArgs,
-    spec: DecodingBaseConfig,
-    records: Sequence[TrafficRecord],
-    max_batch_size: int,
+    args: LlmArgs, spec: DecodingBaseConfig, records: Sequence[TrafficRecord], max_batch_size: int
 ) -> Callable[[str], Times]:
     """Times of a drafter on this machine, by the name of the drafts' shape: of rounds, as an
     adaptive engine measures them at its start, and of recorded prompts."""
@@ -281,16 +270,18 @@ def timed_executor(args: LlmArgs, spec: Mapping[str, Any]) -> BuiltExecutor:
 
 def tune_table(scores: Sequence[Score]) -> str:
     """Plain text, the best first."""
-    rows = sorted(scores, key=lambda each: each.ms_per_token)
-    width = max(len(each.candidate.name) for each in rows)
-    lines = [f"{'':{width}}  ms/token  tokens/s  latency s  tokens/round  rounds"]
-    lines += [
-        f"{each.candidate.name:{width}}  {each.ms_per_token:8.3f}  {each.output_tokens_per_s:8.1f}"
-        f"  {each.latency_s:9.3f}  {each.tokens_per_round:12.3f}  {each.num_rounds:6}"
-        f"{'  simulated' if each.simulated else ''}"
-        for each in rows
+    columns = [
+        ("", "{name}"),
+        ("ms/token", "{ms_per_token:.3f}"),
+        ("tokens/s", "{output_tokens_per_s:.1f}"),
+        ("latency s", "{latency_s:.3f}"),
+        ("tokens/round", "{tokens_per_round:.3f}"),
+        ("rounds", "{num_rounds}"),
+        ("", "{note}"),
     ]
-    return "\n".join(lines)
+    rows = tune_report(sorted(scores, key=lambda each: each.ms_per_token))
+    notes = [{"note": "simulated" if row["simulated"] else ""} for row in rows]
+    return format_rows(columns, [row | note for row, note in zip(rows, notes, strict=True)])
 
 
 def tune_report(scores: Sequence[Score]) -> list[dict[str, Any]]:

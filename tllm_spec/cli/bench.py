@@ -3,9 +3,12 @@
 Only the command line is here. `tllm_spec.bench` does the work and is imported when a command runs.
 """
 
+import json
 import logging
+import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tllm_spec.cli import bench_options
-from tllm_spec.cli.bench_break_even import break_even
 from tllm_spec.cli.bench_dataset import prepare_dataset
 from tllm_spec.cli.bench_options import (
     EXISTING_FILE,
@@ -26,14 +28,15 @@ from tllm_spec.cli.bench_options import (
     write_text,
 )
 from tllm_spec.cli.bench_serve import serve
-from tllm_spec.cli.bench_traffic import adaptive_replay, erase_traffic, replay, tune
-from tllm_spec.cli.llm_flags import LLM_FLAGS, either_spelling, ignored_option, refused_together
-from tllm_spec.cli.version import log_level_option, version_option
+from tllm_spec.cli.bench_traffic import adaptive_replay, break_even, erase_traffic, replay, tune
+from tllm_spec.cli.llm_flags import either_spelling, ignored_option, read_flags, refused_together
+from tllm_spec.cli.version import flag, log_level_option, option, version_option
 from tllm_spec.progress import show_lines
 from tllm_spec.zoo.registry import resolve_model
 
 if TYPE_CHECKING:
-    from tllm_spec.bench.runner import WorkloadOptions
+    from tllm_spec.bench.dataset import BenchRequest
+    from tllm_spec.sampling_params import SamplingParams
 
 CONCURRENCY = click.IntRange(min=-1)  # 0 and -1 both mean "no limit"
 
@@ -69,30 +72,25 @@ class FriendlyGroup(click.Group):
     epilog="Options may be spelled with - or _. TensorRT-LLM's other options are accepted with the "
     "values that this engine supports, and refused with the reason otherwise.",
 )
-@click.option(
-    "--model", "-m", help="A checkpoint's folder, a GGUF file, or a zoo model, such as zoo:llama."
-)
-@click.option(
+@option("--model -m", str, "A checkpoint's folder, a GGUF file, or a zoo model, such as zoo:llama.")
+@option(
     "--model_path",
-    help="The checkpoint's folder, when --model is only the name for reports. [default: --model]",
+    str,
+    "The checkpoint's folder, when --model is only the name for reports. [default: --model]",
 )
-@click.option(
-    "--workspace",
-    "-w",
+@option(
+    "--workspace -w",
+    str,
+    "Accepted without effect: no intermediate files are written.",
     expose_value=False,
     hidden=True,
-    help="Accepted without effect: no intermediate files are written.",
 )
 @log_level_option("warning")
 @version_option("tllm-bench")
 @ignored_option("--hf_revision", "--revision")
 @click.pass_context
 def main(
-    context: click.Context,
-    /,
-    model: str | None,
-    model_path: str | None,
-    log_level: str,
+    context: click.Context, /, model: str | None, model_path: str | None, log_level: str
 ) -> None:
     """Benchmark a model, and what it gains from speculative decoding."""
     logging.basicConfig(level=log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
@@ -136,11 +134,8 @@ def _one_at_a_time(context: click.Context, option: click.Parameter, value: int) 
 @bench_options.engine_options
 @bench_options.yaml_option
 @bench_options.warmup_option
-@click.option(
-    "--concurrency",
-    type=CONCURRENCY,
-    default=-1,
-    help="Maximum number of requests in flight; -1: no limit.",
+@option(
+    "--concurrency", CONCURRENCY, "Maximum number of requests in flight; -1: no limit.", default=-1
 )
 @bench_options.streaming_option
 @bench_options.record_options
@@ -155,12 +150,8 @@ def throughput(model: Model, /, **options: Any) -> None:
 @bench_options.engine_options
 @bench_options.yaml_option
 @bench_options.warmup_option
-@click.option(
-    "--concurrency",
-    type=int,
-    default=1,
-    callback=_one_at_a_time,
-    help="Only 1: one request after another.",
+@option(
+    "--concurrency", int, "Only 1: one request after another.", default=1, callback=_one_at_a_time
 )
 @bench_options.record_options
 @click.pass_obj
@@ -183,15 +174,13 @@ def measure(
     **options: Any,
 ) -> None:
     from tllm_spec.bench import report as reports
-    from tllm_spec.bench.runner import COLLECT_ROUNDS, as_lines, run_requests, warm_up
+    from tllm_spec.bench.runner import run_requests, warm_up
     from tllm_spec.bench.table import format_report
     from tllm_spec.llm import LLM
 
-    workload, (arguments,) = read_options(model, [yaml_path], options)
-    requests = workload.requests()
-    sampling = workload.sampling(requests)
-    if iteration_log is not None:
-        arguments |= COLLECT_ROUNDS
+    requests, sampling, (arguments,) = prepared(model, [yaml_path], **options)
+    if iteration_log is not None:  # read at the end, so no round may be dropped before
+        arguments |= {"enable_iter_perf_stats": True, "max_stats_len": sys.maxsize}
     with LLM(model.path, **arguments) as llm:
         warm_up(llm, requests, sampling, concurrency, warmup)
         before = llm.server_info()
@@ -207,25 +196,37 @@ def measure(
     write_json(output_json, reports.output_records(run.outputs))
     write_json(request_json, reports.request_records(run.outputs, streaming))
     if iteration_log is not None:
-        write_text(iteration_log, as_lines(rounds))
+        write_text(iteration_log, "".join(f"{json.dumps(each)}\n" for each in rounds))
 
 
-def read_options(
-    model: Model, yaml_paths: Sequence[Path | None], options: dict[str, Any]
-) -> "tuple[WorkloadOptions, list[dict[str, Any]]]":
-    """The workload, and LLM's keyword arguments for each YAML file. Raises ValueError with every
-    option and key that is refused."""
-    from tllm_spec.bench.runner import split_options
+def prepared(
+    model: Model,
+    yaml_paths: Sequence[Path | None],
+    *,
+    dataset: Path,
+    num_requests: int,
+    target_output_len: int | None,
+    eos_id: int,
+    sampler_options: Path | None,
+    **flags: Any,
+) -> "tuple[list[BenchRequest], list[SamplingParams], list[dict[str, Any]]]":
+    """The requests and their sampling, and LLM's keyword arguments for each YAML file. Raises
+    ValueError with every option and key that is refused."""
+    from tllm_spec.bench.dataset import read_dataset
+    from tllm_spec.bench.runner import arguments_of, sampling_for
     from tllm_spec.config.llm_args import LlmArgs
+    from tllm_spec.config.yaml_file import read_yaml
 
-    flags = options.pop(LLM_FLAGS).over({})
-    workload, engine = split_options(options, flags.arguments)
-    engine = engine.sharing_memory(len(yaml_paths))
-    arguments = [engine.arguments(path) for path in yaml_paths]
-    with refused_together(flags.refusals):
+    given, refusals = read_flags(flags)
+    arguments = [arguments_of(given, path, len(yaml_paths)) for path in yaml_paths]
+    with refused_together(refusals):
         for each in arguments:
             LlmArgs.from_kwargs(model.path, **each)
-    return workload, arguments
+    requests = read_dataset(dataset, num_requests)
+    if target_output_len is not None:
+        requests = [replace(each, output_tokens=target_output_len) for each in requests]
+    sampler = None if sampler_options is None else read_yaml(sampler_options)
+    return requests, sampling_for(requests, sampler, eos_id), arguments
 
 
 @main.command(cls=EngineCommand)
@@ -233,39 +234,29 @@ def read_options(
 @bench_options.workload_options
 @bench_options.max_batch_size_option
 @bench_options.engine_options
-@click.option(
+@option(
     "--concurrency",
+    str,
+    "Maximum number of requests in flight; -1: no limit. Several, such as 1,8,64, are run in turn.",
     callback=_sweep,
     default="1",
-    help="Maximum number of requests in flight; -1: no limit. Several, such as 1,8,64, are run in "
-    "turn.",
 )
 @bench_options.streaming_option
-@click.option(
-    "--repeat",
-    type=POSITIVE,
-    default=3,
-    help="Measured runs of each configuration; the table shows medians.",
+@option(
+    "--repeat", POSITIVE, "Measured runs of each configuration; the table shows medians.", default=3
 )
-@click.option(
-    "--warmup",
-    "-w",
-    type=NOT_NEGATIVE,
-    default=1,
-    help="Runs of each configuration before the measured ones.",
+@option(
+    "--warmup -w", NOT_NEGATIVE, "Runs of each configuration before the measured ones.", default=1
 )
-@click.option(
-    "--show_text", type=NOT_NEGATIVE, default=0, help="Number of generated texts to print."
-)
-@click.option(
-    "--allow_differences", is_flag=True, help="Exit with status 0 even when texts differ."
-)
-@click.option(
+@option("--show_text", NOT_NEGATIVE, "Number of generated texts to print.", default=0)
+@flag("--allow_differences", "Exit with status 0 even when texts differ.")
+@option(
     "--with_model",
-    callback=_existing_model,
-    help="Another model, such as a quantised copy. Every YAML file runs with both, and a table has "
+    str,
+    "Another model, such as a quantised copy. Every YAML file runs with both, and a table has "
     "the shares of equal tokens in their outputs and of equal first choices in the prompts, and "
     "the perplexities of the prompts.",
+    callback=_existing_model,
 )
 @bench_options.report_json_option
 @bench_options.plot_option
@@ -293,14 +284,12 @@ def compare(
     """
     from tllm_spec.bench.compare import Contestant, comparison, differences, fidelity, run_in_turn
     from tllm_spec.bench.plot import comparison_curves, draw, image, title_of
-    from tllm_spec.bench.table import format_comparison, format_fidelity, format_texts
+    from tllm_spec.bench.table import FIDELITY, format_comparison, format_rows, format_texts
     from tllm_spec.llm import LLM
 
     paths = [model.path, *([with_model] if with_model else [])]
-    workload, arguments = read_options(model, configs * len(paths), options)
+    requests, sampling, arguments = prepared(model, configs * len(paths), **options)
     entrants = entrants_of(paths, configs)
-    requests = workload.requests()
-    sampling = workload.sampling(requests)
     rows, found = [], []
     with ExitStack() as stack:
         engines = [
@@ -318,7 +307,8 @@ def compare(
         models = fidelity(contestants[:: len(configs)], requests) if with_model else []
         outputs = contestants[0].runs[0].outputs[:show_text]
         shown = [*format_texts(outputs, engines[0].tokenizer), format_comparison(rows)]
-    click.echo("\n".join([*shown, *format_fidelity(models), *map(str, found)]))
+        shown += [format_rows(FIDELITY, models)] if models else []
+    click.echo("\n".join([*shown, *map(str, found)]))
     if plot is not None:
         write_bytes(plot, image(draw(comparison_curves(rows), title_of(model.name)), plot.suffix))
     lists = {"configurations": rows, "differences": [vars(each) for each in found]}

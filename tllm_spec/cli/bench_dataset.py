@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from tllm_spec.cli.bench_options import (
+    EXISTING_FOLDER,
     NOT_NEGATIVE,
     OUTPUT_FILE,
     POSITIVE,
@@ -18,11 +19,10 @@ from tllm_spec.cli.bench_options import (
     write_text,
 )
 from tllm_spec.cli.llm_flags import ignored_option
+from tllm_spec.cli.version import Decorator, flag, option
 
 if TYPE_CHECKING:
     from tllm_spec.bench.dataset import BenchRequest, Lengths
-
-EXISTING_FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class Target:
 
 
 @click.group(name="prepare-dataset")
-@click.option("--output", type=OUTPUT_FILE, help="File to write. [default: standard output]")
-@click.option("--random-seed", type=int, default=42, help="Seed of all random choices.")
+@option("--output", OUTPUT_FILE, "File to write. [default: standard output]")
+@option("--random-seed", int, "Seed of all random choices.", default=42)
 @ignored_option("--task_id", type=int)
 @click.pass_context
 def prepare_dataset(context: click.Context, /, output: Path | None, random_seed: int) -> None:
@@ -44,80 +44,49 @@ def prepare_dataset(context: click.Context, /, output: Path | None, random_seed:
     context.obj = Target(context.obj, output, random_seed)
 
 
-num_requests_option = click.option(
-    "--num-requests", type=POSITIVE, required=True, help="Number of requests to write."
-)
+def length_option(name: str, text: str) -> Decorator:
+    return click.option(name, type=POSITIVE, required=True, help=text)
+
+
+num_requests_option = length_option("--num-requests", "Number of requests to write.")
 
 
 @prepare_dataset.command("token-norm-dist", cls=ModelCommand)
 @num_requests_option
-@click.option(
-    "--input-mean", type=POSITIVE, required=True, help="Mean length of a prompt, in tokens."
-)
-@click.option(
-    "--input-stdev", type=NOT_NEGATIVE, default=0, help="Standard deviation of the prompt length."
-)
-@click.option(
-    "--output-mean", type=POSITIVE, required=True, help="Mean length of an output, in tokens."
-)
-@click.option(
-    "--output-stdev", type=NOT_NEGATIVE, default=0, help="Standard deviation of the output length."
-)
+@length_option("--input-mean", "Mean length of a prompt, in tokens.")
+@option("--input-stdev", NOT_NEGATIVE, "Standard deviation of the prompt length.", default=0)
+@length_option("--output-mean", "Mean length of an output, in tokens.")
+@option("--output-stdev", NOT_NEGATIVE, "Standard deviation of the output length.", default=0)
 @click.pass_obj
-def token_norm_dist(
-    target: Target,
-    num_requests: int,
-    input_mean: int,
-    input_stdev: int,
-    output_mean: int,
-    output_stdev: int,
-) -> None:
+def token_norm_dist(target: Target, /, num_requests: int, **lengths: int) -> None:
     """Random token ids with normally distributed lengths."""
-    from tllm_spec.bench.dataset import NormalLengths
+    from tllm_spec.bench.dataset import normal_lengths
 
-    write_random_tokens(
-        target,
-        num_requests,
-        NormalLengths(input_mean, input_stdev),
-        NormalLengths(output_mean, output_stdev),
+    sides = (
+        normal_lengths(lengths[f"{kind}_mean"], lengths[f"{kind}_stdev"])
+        for kind in ("input", "output")
     )
+    write_random_tokens(target, num_requests, *sides)
 
 
 @prepare_dataset.command("token-unif-dist", cls=ModelCommand)
 @num_requests_option
-@click.option(
-    "--input-min", type=POSITIVE, required=True, help="Shortest length of a prompt, in tokens."
-)
-@click.option(
-    "--input-max", type=POSITIVE, required=True, help="Longest length of a prompt, in tokens."
-)
-@click.option(
-    "--output-min", type=POSITIVE, required=True, help="Shortest length of an output, in tokens."
-)
-@click.option(
-    "--output-max", type=POSITIVE, required=True, help="Longest length of an output, in tokens."
-)
+@length_option("--input-min", "Shortest length of a prompt, in tokens.")
+@length_option("--input-max", "Longest length of a prompt, in tokens.")
+@length_option("--output-min", "Shortest length of an output, in tokens.")
+@length_option("--output-max", "Longest length of an output, in tokens.")
 @click.pass_obj
-def token_unif_dist(
-    target: Target,
-    num_requests: int,
-    input_min: int,
-    input_max: int,
-    output_min: int,
-    output_max: int,
-) -> None:
+def token_unif_dist(target: Target, /, num_requests: int, **lengths: int) -> None:
     """Random token ids with uniformly distributed lengths, both bounds included."""
-    from tllm_spec.bench.dataset import UniformLengths
+    from tllm_spec.bench.dataset import uniform_lengths
 
-    for kind, low, high in (("input", input_min, input_max), ("output", output_min, output_max)):
+    sides = []
+    for kind in ("input", "output"):
+        low, high = lengths[f"{kind}_min"], lengths[f"{kind}_max"]
         if low > high:
             raise ValueError(f"--{kind}-min {low} exceeds --{kind}-max {high}")
-    write_random_tokens(
-        target,
-        num_requests,
-        UniformLengths(input_min, input_max),
-        UniformLengths(output_min, output_max),
-    )
+        sides.append(uniform_lengths(low, high))
+    write_random_tokens(target, num_requests, *sides)
 
 
 def write_random_tokens(
@@ -146,18 +115,12 @@ def real_dataset(arguments: tuple[str, ...]) -> None:
 
 
 @prepare_dataset.command("text", cls=ModelCommand)
-@click.option("--folder", type=EXISTING_FOLDER, help="Folder with the files, at any depth.")
-@click.option(
-    "--glob", "pattern", default="*", help="Only files whose name matches, such as '*.py'."
-)
-@click.option(
-    "--heldout",
-    is_flag=True,
-    help="Instead of --folder: the files that no zoo model was trained on.",
-)
+@option("--folder", EXISTING_FOLDER, "Folder with the files, at any depth.")
+@option("--glob pattern", str, "Only files whose name matches, such as '*.py'.", default="*")
+@flag("--heldout", "Instead of --folder: the files that no zoo model was trained on.")
 @num_requests_option
-@click.option("--input-len", type=POSITIVE, required=True, help="Length of a prompt, in tokens.")
-@click.option("--output-len", type=POSITIVE, required=True, help="Length of an output, in tokens.")
+@length_option("--input-len", "Length of a prompt, in tokens.")
+@length_option("--output-len", "Length of an output, in tokens.")
 @click.pass_obj
 def text(
     target: Target,

@@ -4,46 +4,43 @@ import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import reduce
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 
 from tllm_spec.cli.llm_flags import LlmCommand
+from tllm_spec.cli.version import flag, option, together
 
-Command = Callable[..., None]
-Decorator = Callable[[Command], Command]
+Item = TypeVar("Item")
 
 
 class OutputFile(click.Path):
-    """A file to write when the work is done. Its folder is checked before the work starts."""
+    """A file to write when the work is done. Its folder is checked before the work starts, and the
+    suffix of a picture, which names the format."""
+
+    def __init__(self, *, is_plot: bool = False) -> None:
+        super().__init__(dir_okay=False, writable=True, path_type=Path)
+        self._is_plot = is_plot
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         path = Path(os.fsdecode(super().convert(value, param, ctx)))
         if not path.parent.is_dir():
             self.fail(f"Folder {str(path.parent)!r} does not exist.", param, ctx)
-        return path
+        if self._is_plot:
+            from tllm_spec.bench.plot import check_format
 
-
-class PlotFile(OutputFile):
-    """The same for a picture, whose suffix names the format."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        from tllm_spec.bench.plot import check_format
-
-        path = super().convert(value, param, ctx)
-        try:
-            check_format(path)
-        except ValueError as error:
-            self.fail(str(error), param, ctx)
+            try:
+                check_format(path)
+            except ValueError as error:
+                self.fail(str(error), param, ctx)
         return path
 
 
 EXISTING_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 DATASET = click.Path(exists=True, path_type=Path)
-OUTPUT_FILE = OutputFile(dir_okay=False, writable=True, path_type=Path)
-PLOT_FILE = PlotFile(dir_okay=False, writable=True, path_type=Path)
+EXISTING_FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
+OUTPUT_FILE, PLOT_FILE = OutputFile(), OutputFile(is_plot=True)
 POSITIVE = click.IntRange(min=1)
 NOT_NEGATIVE = click.IntRange(min=0)
 FRACTION = click.FloatRange(0, 1, min_open=True)
@@ -82,15 +79,41 @@ class EngineCommand(ModelCommand, LlmCommand):
     """A command that starts `LLM`."""
 
 
-def upper_case(context: click.Context, option: click.Parameter, value: str | None) -> str | None:
-    return value and value.upper()
+def _scheduler_config(
+    context: click.Context, option: click.Parameter, value: str | None
+) -> dict[str, str] | None:
+    return None if value is None else {"capacity_scheduler_policy": value.upper()}
 
 
-def together(*decorators: Decorator) -> Decorator:
-    """Several options as one decorator; `--help` shows them in this order."""
-    return lambda command: reduce(
-        lambda wrapped, decorator: decorator(wrapped), reversed(decorators), command
-    )
+def several(
+    read: Callable[[str], Item], what: str
+) -> Callable[[click.Context, click.Parameter, str | None], list[Item] | None]:
+    """A callback that reads values separated by commas. read: raises ValueError for a mistake.
+    what: of them the list is, with an example."""
+
+    def callback(
+        context: click.Context, option: click.Parameter, text: str | None
+    ) -> list[Item] | None:
+        try:
+            return None if text is None else [read(part) for part in text.split(",")]
+        except ValueError:
+            raise click.BadParameter(f"{text!r} is not a list of {what}") from None
+
+    return callback
+
+
+def positive(text: str) -> float:
+    """Raises ValueError for what is no number above 0."""
+    if not 0 < (number := float(text)) < float("inf"):
+        raise ValueError(text)
+    return number
+
+
+def count(text: str) -> int:
+    """Raises ValueError for what is no integer above 0."""
+    if (number := int(text)) < 1:
+        raise ValueError(text)
+    return number
 
 
 def write_text(path: Path, text: str) -> None:
@@ -113,113 +136,102 @@ def write_json(path: Path | None, content: object) -> None:
 
 
 workload_options = together(
-    click.option(
+    option(
         "--dataset",
-        type=DATASET,
-        required=True,
-        help="Requests as JSON lines, as written by prepare-dataset or with messages of a chat, or "
+        DATASET,
+        "Requests as JSON lines, as written by prepare-dataset or with messages of a chat, or "
         "a folder of recorded traffic.",
+        required=True,
     ),
-    click.option(
+    option(
         "--num_requests",
-        type=NOT_NEGATIVE,
-        default=0,
-        help="Number of requests to take from the top of the data set, or the latest of recorded "
+        NOT_NEGATIVE,
+        "Number of requests to take from the top of the data set, or the latest of recorded "
         "traffic; 0: all.",
+        default=0,
     ),
-    click.option(
+    option(
         "--target_output_len",
-        type=POSITIVE,
-        help="Output length of every request, instead of the data set's output_tokens.",
+        POSITIVE,
+        "Output length of every request, instead of the data set's output_tokens.",
     ),
-    click.option(
+    option(
         "--eos_id",
-        type=int,
-        default=-1,
-        help="Token id that ends an output; -1: outputs have exactly output_tokens tokens, and "
+        int,
+        "Token id that ends an output; -1: outputs have exactly output_tokens tokens, and "
         "those of messages end at the model's end tokens.",
+        default=-1,
     ),
-    click.option(
+    option(
         "--sampler_options",
-        type=EXISTING_FILE,
-        help="YAML file with SamplingParams, without max_tokens. "
+        EXISTING_FILE,
+        "YAML file with SamplingParams, without max_tokens. "
         "[default: greedy decoding that ignores EOS]",
     ),
 )
+# Named as arguments of `LLM`.
 engine_options = together(
-    click.option(
-        "--max_num_tokens", type=POSITIVE, help="Maximum number of tokens in one forward pass."
+    option("--max_num_tokens", POSITIVE, "Maximum number of tokens in one forward pass."),
+    option("--max_seq_len", POSITIVE, "Maximum length of a prompt and its output, in tokens."),
+    option("--max_input_len", POSITIVE, "Maximum length of a prompt, in tokens."),
+    option(
+        "--kv_cache_free_gpu_mem_fraction kv_cache_free_gpu_memory_fraction",
+        FRACTION,
+        "Fraction of the free device memory that the KV cache takes.",
     ),
-    click.option(
-        "--max_seq_len", type=POSITIVE, help="Maximum length of a prompt and its output, in tokens."
+    flag(
+        "--enable_chunked_context enable_chunked_prefill",
+        "Split long prompts over several forward passes.",
     ),
-    click.option("--max_input_len", type=POSITIVE, help="Maximum length of a prompt, in tokens."),
-    click.option(
-        "--kv_cache_free_gpu_mem_fraction",
-        type=FRACTION,
-        help="Fraction of the free device memory that the KV cache takes.",
-    ),
-    click.option(
-        "--enable_chunked_context",
-        is_flag=True,
-        help="Split long prompts over several forward passes.",
-    ),
-    click.option(
-        "--scheduler_policy",
-        type=click.Choice(["guaranteed_no_evict", "max_utilization"]),
-        callback=upper_case,
-        help="max_utilization admits more requests and may pause one when KV pages run out.",
+    option(
+        "--scheduler_policy scheduler_config",
+        click.Choice(["guaranteed_no_evict", "max_utilization"]),
+        "max_utilization admits more requests and may pause one when KV pages run out.",
+        callback=_scheduler_config,
     ),
 )
-max_batch_size_option = click.option(
-    "--max_batch_size", type=POSITIVE, help="Maximum number of requests in a batch."
+max_batch_size_option = option(
+    "--max_batch_size", POSITIVE, "Maximum number of requests in a batch."
 )
-yaml_option = click.option(
-    "--extra_llm_api_options",
-    "--config",
-    "yaml_path",
-    type=EXISTING_FILE,
-    help="YAML file with arguments of LLM, such as speculative_config. "
+yaml_option = option(
+    "--extra_llm_api_options --config yaml_path",
+    EXISTING_FILE,
+    "YAML file with arguments of LLM, such as speculative_config. "
     "It takes precedence over the options of the command line.",
 )
-warmup_option = click.option(
-    "--warmup",
-    "-w",
-    type=NOT_NEGATIVE,
-    default=2,
-    help="Number of requests, from the top of the data set, to run before measuring. "
+warmup_option = option(
+    "--warmup -w",
+    NOT_NEGATIVE,
+    "Number of requests, from the top of the data set, to run before measuring. "
     "Their prompts may then be in the prefix cache.",
+    default=2,
 )
-streaming_option = click.option(
-    "--streaming",
-    is_flag=True,
-    help="Stream the tokens, and report times to the first token and between tokens.",
+streaming_option = flag(
+    "--streaming", "Stream the tokens, and report times to the first token and between tokens."
 )
-report_json_option = click.option(
-    "--report_json", type=OUTPUT_FILE, help="File to write the report to, as JSON."
-)
-plot_option = click.option(
+report_json_option = option("--report_json", OUTPUT_FILE, "File to write the report to, as JSON.")
+plot_option = option(
     "--plot",
-    type=PLOT_FILE,
-    help="File to draw throughput against latency to; its suffix is the format: .png, .svg, .pdf. "
+    PLOT_FILE,
+    "File to draw throughput against latency to; its suffix is the format: .png, .svg, .pdf. "
     "Needs tllm_spec[plot].",
 )
 record_options = together(
     report_json_option,
-    click.option(
+    option(
         "--output_json",
-        type=OUTPUT_FILE,
-        help="File to write the text and tokens of every request to, as JSON.",
+        OUTPUT_FILE,
+        "File to write the text and tokens of every request to, as JSON.",
     ),
-    click.option(
+    option(
         "--request_json",
-        type=OUTPUT_FILE,
-        help="File to write the lengths, times and draft counts of every request to, as JSON. "
+        OUTPUT_FILE,
+        "File to write the lengths, times and draft counts of every request to, as JSON. "
         "Its ttft_ms is null without streaming.",
     ),
-    click.option(
+    option(
         "--iteration_log",
-        type=OUTPUT_FILE,
-        help="File to write the statistics of every round to, as JSON lines.",
+        OUTPUT_FILE,
+        "File to write the statistics of every round to, as JSON lines.",
     ),
 )

@@ -13,101 +13,82 @@ import click
 from tllm_spec.cli.bench_options import (
     DATASET,
     EXISTING_FILE,
+    count,
     plot_option,
+    positive,
     report_json_option,
+    several,
     write_bytes,
     write_json,
 )
+from tllm_spec.cli.version import flag, option
 
 if TYPE_CHECKING:
     from tllm_spec.bench.plot import LoadPoint
 
 
-def _numbers(context: click.Context, option: click.Parameter, text: str | None) -> list[float]:
-    """Numbers above 0, with commas between them."""
-    try:
-        numbers = [float(each) for each in text.split(",")] if text else []
-    except ValueError:
-        numbers = [0.0]
-    if any(not 0 < number < float("inf") for number in numbers):
-        raise click.BadParameter(f"{text!r}: numbers above 0 are needed, as 1,2,4")
-    return numbers
-
-
-def _counts(context: click.Context, option: click.Parameter, text: str | None) -> list[int]:
-    """The same for integers."""
-    numbers = _numbers(context, option, text)
-    if any(number != int(number) for number in numbers):
-        raise click.BadParameter(f"{text!r}: integers above 0 are needed, as 1,8,64")
-    return [int(number) for number in numbers]
-
-
 @click.command()
-@click.option(
-    "--base_url", default="http://localhost:8000/v1", help="URL of the API, with its /v1."
-)
-@click.option("--served_model", help="The model's name. [default: the first of /v1/models]")
-@click.option("--api_key", envvar="OPENAI_API_KEY", help="Key that is sent as a bearer token.")
-@click.option(
+@option("--base_url", str, "URL of the API, with its /v1.", default="http://localhost:8000/v1")
+@option("--served_model", str, "The model's name. [default: the first of /v1/models]")
+@option("--api_key", str, "Key that is sent as a bearer token.", envvar="OPENAI_API_KEY")
+@option(
     "--dataset",
-    type=DATASET,
+    DATASET,
+    "File of prepare-dataset or with messages of a chat, or a folder of recorded traffic.",
     required=True,
-    help="File of prepare-dataset or with messages of a chat, or a folder of recorded traffic.",
 )
-@click.option(
+@option(
     "--num_requests",
-    type=click.IntRange(0),
+    click.IntRange(0),
+    "Number of requests to take from the top of the data set; 0: all.",
     default=0,
-    help="Number of requests to take from the top of the data set; 0: all.",
 )
-@click.option(
+@option(
     "--request_rate",
-    callback=_numbers,
-    help="Arrivals per second; several, such as 1,2,4, are run in turn.",
+    str,
+    "Arrivals per second; several, such as 1,2,4, are run in turn.",
+    callback=several(positive, "numbers above 0 such as 1,2,4"),
 )
-@click.option(
+@option(
     "--burstiness",
-    type=click.FloatRange(min=0, min_open=True),
+    click.FloatRange(min=0, min_open=True),
+    "Shape of the gaps between arrivals: 1 is Poisson, less comes in bursts.",
     default=1.0,
-    help="Shape of the gaps between arrivals: 1 is Poisson, less comes in bursts.",
 )
-@click.option(
+@option(
     "--concurrency",
-    callback=_counts,
-    help="Requests in flight at most; several, such as 1,8,64, are run in turn. [default: 1, or no "
+    str,
+    "Requests in flight at most; several, such as 1,8,64, are run in turn. [default: 1, or no "
     "limit with --request_rate]",
+    callback=several(count, "integers above 0 such as 1,8,64"),
 )
-@click.option("--seed", type=int, default=0, help="Seed of the arrival times.")
-@click.option(
+@option("--seed", int, "Seed of the arrival times.", default=0)
+@option(
     "--goodput",
+    str,
+    "Counts requests within a limit, such as ttft:200, tpot:20 or e2el:5000; may be repeated.",
     multiple=True,
     metavar="NAME:MS",
-    help="Counts requests within a limit, such as ttft:200, tpot:20 or e2el:5000; may be repeated.",
 )
-@click.option(
+@option(
     "--sampling",
-    default="{}",
-    help='Further keys of each body, as JSON: {"temperature": 0.8, "top_k": 5}. Without a '
+    str,
+    'Further keys of each body, as JSON: {"temperature": 0.8, "top_k": 5}. Without a '
     "temperature it is 0, so that text is greedy as in the other commands.",
+    default="{}",
 )
-@click.option(
-    "--warmup",
-    type=click.IntRange(0),
-    default=1,
-    help="Number of requests before the measured ones.",
-)
+@option("--warmup", click.IntRange(0), "Number of requests before the measured ones.", default=1)
 @plot_option
-@click.option(
+@option(
     "--plot_reports",
-    type=EXISTING_FILE,
+    EXISTING_FILE,
+    "Earlier --report_json file, such as that of another server, to draw too; may be repeated.",
     multiple=True,
-    help="Earlier --report_json file, such as that of another server, to draw too; may be "
-    "repeated.",
 )
-@click.option(
-    "--label", help="Name of the curve. [default: the name of the --report_json file, or the URL]"
+@option(
+    "--label", str, "Name of the curve. [default: the name of the --report_json file, or the URL]"
 )
-@click.option("--quiet", is_flag=True, help="No progress bar.")
+@flag("--quiet", "No progress bar.")
 @report_json_option
 def serve(
     report_json: Path | None,
@@ -174,9 +155,9 @@ async def _measure(
     api_key: str | None,
     dataset: Path,
     num_requests: int,
-    request_rate: list[float],
+    request_rate: list[float] | None,
     burstiness: float,
-    concurrency: list[int],
+    concurrency: list[int] | None,
     seed: int,
     warmup: int,
     quiet: bool,
@@ -199,8 +180,8 @@ async def _measure(
         except HttpError as error:
             raise ValueError(f"base_url = {base_url!r}: {error}") from error
         served_model = models["data"][0]["id"]
-    limits: list[int | None] = [*concurrency] or ([None] if request_rate else [1])
-    rates: list[float | None] = [*request_rate] or [None]
+    limits: Sequence[int | None] = concurrency or ([None] if request_rate else [1])
+    rates: Sequence[float | None] = request_rate or [None]
     loads = [Load(rate, burstiness, limit, seed) for rate in rates for limit in limits]
     if warmup:
         await send_all(target, served_model, requests[:1] * warmup, Load(concurrency=1), options)

@@ -1,34 +1,45 @@
-"""Commands of `tllm-bench` for recorded traffic (`record_traffic`)."""
+"""Commands of `tllm-bench` that choose drafters and their lengths: those for recorded traffic
+(`record_traffic`), and `break-even`."""
 
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from tllm_spec.cli.bench_options import (
     DATASET,
     EXISTING_FILE,
+    EXISTING_FOLDER,
     NOT_NEGATIVE,
     OUTPUT_FILE,
+    POSITIVE,
     Model,
+    ModelCommand,
+    count,
     plot_option,
     report_json_option,
+    several,
     write_bytes,
     write_json,
     write_text,
+    yaml_option,
 )
+from tllm_spec.cli.version import flag, option
 
-EXISTING_FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
+if TYPE_CHECKING:
+    from tllm_spec.config.draft_shape import DraftShape
 
 
 @click.command(name="erase-traffic")
 @click.argument("folder", type=EXISTING_FOLDER)
-@click.option(
+@option(
     "--client",
+    str,
+    "Name of the client's key, its address (in IPv6 a network), or its hash in the records.",
     required=True,
-    help="Name of the client's key, its address (in IPv6 a network), or its hash in the records.",
 )
-@click.option("--user", help="Only this user of the client (`user`, `safety_identifier`).")
+@option("--user", str, "Only this user of the client (`user`, `safety_identifier`).")
 def erase_traffic(folder: Path, client: str, user: str | None) -> None:
     """Erase a client's records from FOLDER. Servers may be recording to it."""
     from tllm_spec.recording.traffic_folder import TrafficFolder
@@ -47,18 +58,14 @@ def erase_traffic(folder: Path, client: str, user: str | None) -> None:
 
 @click.command()
 @click.argument("folder", type=EXISTING_FOLDER)
-@click.option(
-    "--extra_llm_api_options",
-    "--config",
-    "configs",
-    type=EXISTING_FILE,
+@option(
+    "--extra_llm_api_options --config configs",
+    EXISTING_FILE,
+    "YAML file with arguments of LLM that have a speculative_config. May be given repeatedly.",
     multiple=True,
     required=True,
-    help="YAML file with arguments of LLM that have a speculative_config. May be given repeatedly.",
 )
-@click.option(
-    "--num_requests", type=NOT_NEGATIVE, default=0, help="The latest requests to take; 0: all."
-)
+@option("--num_requests", NOT_NEGATIVE, "The latest requests to take; 0: all.", default=0)
 @report_json_option
 @click.pass_obj
 def replay(
@@ -81,24 +88,20 @@ def replay(
 
 @click.command()
 @click.argument("data", type=DATASET)
-@click.option(
-    "--extra_llm_api_options",
-    "--config",
-    "configs",
-    type=EXISTING_FILE,
-    multiple=True,
-    help="YAML file with arguments of LLM: a drafter, whose draft length and shorter ones are "
+@option(
+    "--extra_llm_api_options --config configs",
+    EXISTING_FILE,
+    "YAML file with arguments of LLM: a drafter, whose draft length and shorter ones are "
     "compared. May be given repeatedly. [default: the drafter that served, and SA]",
+    multiple=True,
 )
-@click.option(
+@option(
     "--num_requests",
-    type=NOT_NEGATIVE,
+    NOT_NEGATIVE,
+    "The latest requests to take, of a data set the first ones; 0: all.",
     default=0,
-    help="The latest requests to take, of a data set the first ones; 0: all.",
 )
-@click.option(
-    "--output", type=OUTPUT_FILE, help="YAML file to write the best configuration to, whole."
-)
+@option("--output", OUTPUT_FILE, "YAML file to write the best configuration to, whole.")
 @plot_option
 @report_json_option
 @click.pass_obj
@@ -132,39 +135,23 @@ def tune(
     write_json(report_json, reports.tune_report(scores))
 
 
-def sizes(context: click.Context, option: click.Parameter, value: str | None) -> list[int] | None:
-    if value is None:
-        return None
-    parts = value.split(",")
-    if not all(part.strip().isdigit() and int(part) > 0 for part in parts):
-        raise click.BadParameter(f"{value!r} is not a list of batch sizes such as 1,2,4,8")
-    return [int(part) for part in parts]
-
-
 @click.command(name="adaptive-replay")
 @click.argument("trace", type=click.Path(exists=True, path_type=Path))
-@click.option(
+@option(
     "--config",
-    type=EXISTING_FILE,
+    EXISTING_FILE,
+    "YAML file with LLM arguments, or with the keys of `adaptive` alone.",
     required=True,
-    help="YAML file with LLM arguments, or with the keys of `adaptive` alone.",
 )
-@click.option(
-    "--round_times",
-    type=EXISTING_FILE,
-    help="JSON file with measured round times, for the cost model.",
-)
-@click.option(
+@option("--round_times", EXISTING_FILE, "JSON file with measured round times, for the cost model.")
+@option(
     "--graph_batch_sizes",
-    callback=sizes,
-    help="Batch sizes that batches are padded to, such as 1,2,4,8.",
+    str,
+    "Batch sizes that batches are padded to, such as 1,2,4,8.",
+    callback=several(count, "batch sizes such as 1,2,4,8"),
 )
-@click.option(
-    "--initial_steps", type=NOT_NEGATIVE, help="Draft length of the first round, for strategy: ema."
-)
-@click.option(
-    "--every_round", is_flag=True, help="Print every round, not only those that change it."
-)
+@option("--initial_steps", NOT_NEGATIVE, "Draft length of the first round, for strategy: ema.")
+@flag("--every_round", "Print every round, not only those that change it.")
 def adaptive_replay(
     trace: Path,
     config: Path,
@@ -180,7 +167,7 @@ def adaptive_replay(
     round's time). Or it is a folder of recorded traffic (--record_traffic). When --config holds LLM
     arguments, their limits on the draft length apply as in an engine."""
     from tllm_spec.bench import adaptive_replay as replays
-    from tllm_spec.bench.dataset import read_lines
+    from tllm_spec.recording.traffic_folder import read_lines
 
     controller = replays.read_controller(
         config,
@@ -190,8 +177,117 @@ def adaptive_replay(
     )
     is_recorded = trace.is_dir()
     rounds = replays.recorded_trace(trace) if is_recorded else replays.read_trace(read_lines(trace))
-    for each in replays.replay(controller, rounds):
-        if every_round or each.changed:
-            now = controller.tier_for(each.batch_size)
-            click.echo(f"{each}{f' -> {now}' if each.changed else ''}")
+    for line in replays.replay(controller, rounds, every_round=every_round):
+        click.echo(line)
     click.echo(json.dumps(controller.state(), indent=2))
+
+
+# `tllm-bench break-even`: predicted and measured speedups of speculation, by acceptance rate and
+# draft length.
+
+
+USUAL = "0.3:2,0.5:3,0.7:4,0.85:5"  # weak to strong drafters
+TREES = "steps x children of a node / drafts"
+
+
+def _pair(text: str) -> tuple[float, int]:
+    first, second = text.split(":")
+    acceptance, draft_len = float(first), int(second)
+    if not 0 <= acceptance <= 1 or draft_len < 1:
+        raise ValueError(text)
+    return acceptance, draft_len
+
+
+def _tree(text: str) -> "DraftShape":
+    """`5x8/31`: 5 steps, 8 children of a node, 31 drafts."""
+    from tllm_spec.config.draft_shape import DraftShape
+
+    steps, _, rest = text.partition("x")
+    topk, _, drafts = rest.partition("/")
+    return DraftShape(int(steps), int(drafts), int(topk))
+
+
+@click.command(name="break-even", cls=ModelCommand)
+@yaml_option
+@option(
+    "--pairs",
+    str,
+    "Pairs of acceptance rate and draft length to measure, such as 0.3:2,0.7:4.",
+    callback=several(_pair, "acceptance rates and draft lengths such as 0.3:2,0.7:4"),
+    default=USUAL,
+)
+@option(
+    "--trees",
+    str,
+    "Draft trees to measure instead, such as 5x8/31,3x4/8: steps x children / drafts.",
+    callback=several(_tree, f"trees such as 5x8/31,3x4/8: {TREES}"),
+)
+@option(
+    "--dataset",
+    click.Path(path_type=Path),
+    "With --trees: requests as JSON lines, whose texts decide the acceptance.",
+)
+@option("--batch_size", POSITIVE, "Number of requests in the batch.", default=1)
+@option("--input_len", POSITIVE, "Length of a prompt, in tokens.", default=16)
+@option("--output_len", POSITIVE, "Length of an output, in tokens.", default=64)
+@option(
+    "--repeat",
+    POSITIVE,
+    "Measured runs of each engine after a warm-up; the table shows medians.",
+    default=3,
+)
+@report_json_option
+@click.pass_obj
+def break_even(
+    model: Model,
+    /,
+    yaml_path: Path | None,
+    pairs: list[tuple[float, int]],
+    trees: "list[DraftShape] | None",
+    dataset: Path | None,
+    report_json: Path | None,
+    repeat: int,
+    **sizes: int,
+) -> None:
+    """Compare the predicted speedup of drafting with the measured one.
+
+    The prediction: n = (1 - a^(K+1)) / (1 - a) tokens take the time of a round with K drafts,
+    measured as `tune` does. The drafter is the YAML file's. In the measured runs each draft is
+    accepted at random, with probability a when the one before was accepted, so the texts mean
+    nothing. A drafter that finds its drafts in the text has none in some rounds: the prediction
+    counts these as plain ones, and the table has the share of rounds that had drafts.
+
+    With --trees acceptance by depth and rank is measured on the data set's first requests (without
+    one, on random tokens, which say nothing about real texts), and the table shows the tokens a
+    round that each shape has and those that it needs to be as fast as plain decoding."""
+    from tllm_spec.bench import break_even as runs
+    from tllm_spec.bench.dataset import read_dataset
+    from tllm_spec.bench.runner import arguments_of
+    from tllm_spec.bench.table import SHAPES, SPEEDUPS, format_rows
+    from tllm_spec.llm import LLM
+
+    batch_size = sizes["batch_size"]
+    flags = {"max_batch_size": batch_size}
+    if trees is None:
+        arguments = arguments_of(flags, yaml_path, num_engines=3)
+        times, rows = runs.break_even(model.path, arguments, pairs, repeat, **sizes)
+        plain, free, drafted = (1e3 * times[name] for name in ("plain", "free", "drafted"))
+        click.echo(
+            f"round time: plain {plain:.2f} ms, verifying {times['draft_len']} drafts {free:.2f} "
+            f"ms, drafting and verifying {times['draft_len']} {drafted:.2f} ms"
+        )
+        click.echo(format_rows(SPEEDUPS, rows))
+        write_json(report_json, {"round_seconds": times, "speedups": rows})
+        return
+    arguments = arguments_of(flags, yaml_path)
+    if not (spec := arguments.get("speculative_config")):
+        raise ValueError("speculative_config is missing: --trees needs the options of a drafter")
+    arguments["speculative_config"] = runs.with_trees(spec, trees)
+    with LLM(model.path, **arguments) as llm:
+        if dataset is not None:
+            requests = read_dataset(dataset, batch_size)
+        else:
+            requests = runs.random_requests(llm.model_config.vocab_size, 0, **sizes)
+        rows = runs.measured_shapes(llm, trees, requests)
+    click.echo(format_rows(SHAPES, [row | {"rows": 1 + row["drafts"]} for row in rows]))
+    write_json(report_json, {"shapes": rows})

@@ -33,13 +33,16 @@ class LlmFlags(NamedTuple):
     arguments: dict[str, Any]
     refusals: list[str]
 
-    def over(self, given: dict[str, Any]) -> LlmFlags:
-        """With the arguments that the command's own flags gave, under the names here."""
-        try:
-            arguments = LlmArgs.with_our_names(overlay(self.arguments, given))
-        except ConfigError as error:
-            return LlmFlags({}, [*self.refusals, *error.lines])
-        return LlmFlags(arguments, self.refusals)
+
+def read_flags(flags: dict[str, Any]) -> LlmFlags:
+    """What a command line says about LLM, under the names here: the command's own flags, None or
+    False where they were not given, over its `llm_flags`."""
+    given = {name: each for name, each in flags.items() if each is not None and each is not False}
+    others: LlmFlags = given.pop(LLM_FLAGS)
+    try:
+        return others._replace(arguments=LlmArgs.with_our_names(overlay(others.arguments, given)))
+    except ConfigError as error:
+        return LlmFlags({}, [*others.refusals, *error.lines])
 
 
 class LlmCommand(click.Command):
@@ -108,12 +111,9 @@ def _is_switch(name: str) -> bool:
         return True
     kind: Any = LlmArgs
     for part in (name if row is None else row.path).split("."):
-        kind = kind.model_fields[part].annotation if part in _fields_of(kind) else None
+        fields = getattr(kind, "model_fields", {})
+        kind = fields[part].annotation if part in fields else None
     return kind is bool
-
-
-def _fields_of(kind: Any) -> Iterable[str]:
-    return getattr(kind, "model_fields", {})
 
 
 def _path_of(name: str) -> str:
@@ -220,16 +220,13 @@ def _lines(
     for name in type(model).model_fields:
         value = getattr(model, name)
         if isinstance(value, BaseModel):
-            nested = [(source, _mapping(given.get(name))) for source, given in sources]
+            inner = ((source, given.get(name)) for source, given in sources)
+            nested = [(source, own if isinstance(own, Mapping) else {}) for source, own in inner]
             yield f"{indent}{name}:"
             yield from _lines(value, nested, indent + "  ")
         else:
             source = next((source for source, given in sources if name in given), "default")
             yield indent + _line(name, plain(value), source)
-
-
-def _mapping(value: object) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}
 
 
 def _line(name: str, value: Any, source: str) -> str:

@@ -15,16 +15,16 @@ import click
 from click.core import ParameterSource
 
 from tllm_spec.cli.llm_flags import (
-    LLM_FLAGS,
     LlmCommand,
     LlmFlags,
     either_spelling,
     llm_lines,
+    read_flags,
     refused_together,
     server_lines,
 )
 from tllm_spec.cli.serve_options import SERVER_NAMES, options_of, server_options, tls_of
-from tllm_spec.cli.version import log_level_option, version_option
+from tllm_spec.cli.version import flag, log_level_option, option, version_option
 from tllm_spec.config.config_base import ConfigError
 from tllm_spec.config.llm_args import LlmArgs, with_yaml
 from tllm_spec.config.yaml_file import read_yaml
@@ -56,50 +56,43 @@ def _model_of(context: click.Context, parameter: click.Parameter, words: tuple[s
     "accepted where they mean the same here, and refused with the reason otherwise.",
 )
 @click.argument("model", nargs=-1, required=True, metavar="[serve] MODEL", callback=_model_of)
-@click.option("--tokenizer", help="Folder of the tokenizer. [default: the model's]")
-@click.option("--host", default="localhost", help="Address to listen on.")
-@click.option(
-    "--port", type=click.IntRange(0, 65535), default=8000, help="Port to listen on; 0: any free."
-)
-@click.option(
+@option("--tokenizer", str, "Folder of the tokenizer. [default: the model's]")
+@option("--host", str, "Address to listen on.", default="localhost")
+@option("--port", click.IntRange(0, 65535), "Port to listen on; 0: any free.", default=8000)
+@option(
     "--served_model_name",
-    help="Model name that requests must give. [default: MODEL, or the name of its folder or file]",
+    str,
+    "Model name that requests must give. [default: MODEL, or the name of its folder or file]",
 )
-@click.option("--max_batch_size", type=int, help="Maximum number of requests in a batch.")
-@click.option("--max_num_tokens", type=int, help="Maximum number of tokens in one forward pass.")
-@click.option(
-    "--max_seq_len", type=int, help="Maximum length of a prompt and its output, in tokens."
+@option("--max_batch_size", int, "Maximum number of requests in a batch.")
+@option("--max_num_tokens", int, "Maximum number of tokens in one forward pass.")
+@option("--max_seq_len", int, "Maximum length of a prompt and its output, in tokens.")
+@option(
+    "--kv_cache_free_gpu_memory_fraction --free_gpu_memory_fraction",
+    float,
+    "Fraction of the free device memory that the KV cache takes.",
 )
-@click.option(
-    "--kv_cache_free_gpu_memory_fraction",
-    "--free_gpu_memory_fraction",
-    type=float,
-    help="Fraction of the free device memory that the KV cache takes.",
-)
-@click.option(
-    "--enable_chunked_prefill", is_flag=True, help="Split long prompts over several forward passes."
-)
-@click.option(
+@flag("--enable_chunked_prefill", "Split long prompts over several forward passes.")
+@option(
     "--record_traffic",
-    type=click.Path(file_okay=False),
-    help="Folder in which requests and outputs are recorded for tllm-bench replay. "
+    click.Path(file_okay=False),
+    "Folder in which requests and outputs are recorded for tllm-bench replay. "
     "[default: nothing is recorded]",
 )
-@click.option(
+@option(
     "--record_traffic_mib",
-    type=click.IntRange(1),
-    help="Largest size of that folder, in MiB. [default: 1024]",
+    click.IntRange(1),
+    "Largest size of that folder, in MiB. [default: 1024]",
 )
-@click.option(
+@option(
     "--record_hidden_states",
-    type=click.FloatRange(0, 1),
-    help="Share of the recorded requests whose hidden states are recorded, too. [default: 0]",
+    click.FloatRange(0, 1),
+    "Share of the recorded requests whose hidden states are recorded, too. [default: 0]",
 )
-@click.option(
-    "--extra_llm_api_options",
-    "--config",
-    type=click.Path(dir_okay=False),
-    help="YAML file with arguments of LLM, such as speculative_config. "
+@option(
+    "--extra_llm_api_options --config",
+    click.Path(dir_okay=False),
+    "YAML file with arguments of LLM, such as speculative_config. "
     "It takes precedence over the options of the command line.",
 )
 @server_options
@@ -259,13 +252,6 @@ def _bound(host: str, port: int) -> socket.socket:
     except OSError as error:
         raise ValueError(f"cannot listen on --host {host} --port {port}: {error}") from error
     return bound
-
-
-def read_flags(flags: dict[str, Any]) -> LlmFlags:
-    """What the command line says about LLM."""
-    given = {name: each for name, each in flags.items() if each is not None and each is not False}
-    others: LlmFlags = given.pop(LLM_FLAGS)
-    return others.over(given)
 
 
 def read_args(model: str, flags: LlmFlags, yaml_path: str | None) -> LlmArgs:

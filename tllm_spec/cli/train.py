@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from tllm_spec.cli.version import flag, option
 from tllm_spec.progress import show_lines
 
 POSITIVE = click.IntRange(min=1)
@@ -19,81 +20,76 @@ def main() -> None:
 
 
 @main.command()
-@click.option("--model", required=True, help="The target: folder, GGUF file or zoo model.")
-@click.option(
+@option("--model", str, "The target: folder, GGUF file or zoo model.", required=True)
+@option(
     "--data",
-    type=click.Path(exists=True, path_type=Path),
+    click.Path(exists=True, path_type=Path),
+    "Folder that --record_traffic wrote, or a text file.",
     required=True,
-    help="Folder that --record_traffic wrote, or a text file.",
 )
-@click.option(
+@option(
     "--output",
-    type=click.Path(file_okay=False, path_type=Path),
+    click.Path(file_okay=False, path_type=Path),
+    "Folder for the best head so far and the checkpoint.",
     required=True,
-    help="Folder for the best head so far and the checkpoint.",
 )
-@click.option(
-    "--init", "start", help="Head whose shape and weights to begin with. [default: a new head]"
-)
-@click.option(
+@option("--init start", str, "Head whose shape and weights to begin with. [default: a new head]")
+@option(
     "--kind",
-    type=click.Choice(["eagle3", "peagle"]),
-    help="EAGLE-3, or P-EAGLE, which drafts all tokens at once. [default: as --init, or eagle3]",
+    click.Choice(["eagle3", "peagle"]),
+    "EAGLE-3, or P-EAGLE, which drafts all tokens at once. [default: as --init, or eagle3]",
 )
-@click.option(
+@option(
     "--format",
-    type=click.Choice(["eagle", "speculators"]),
-    help="Format of EAGLE's authors, or of speculators. [default: eagle; for peagle: speculators]",
+    click.Choice(["eagle", "speculators"]),
+    "Format of EAGLE's authors, or of speculators. [default: eagle; for peagle: speculators]",
 )
-@click.option(
+@option(
     "--draft_vocab_size",
-    type=POSITIVE,
-    help="How many of the most frequent tokens the head drafts. [default: 32000, or all]",
+    POSITIVE,
+    "How many of the most frequent tokens the head drafts. [default: 32000, or all]",
 )
-@click.option("--layers", type=POSITIVE, help="Layers of a new head. [default: 1; for peagle: 2]")
-@click.option(
-    "--norm",
-    "norms",
-    type=click.Choice(["norm_before_fc", "fc_norm", "norm_before_residual", "norm_output"]),
+@option("--layers", POSITIVE, "Layers of a new head. [default: 1; for peagle: 2]")
+@option(
+    "--norm norms",
+    click.Choice(["norm_before_fc", "fc_norm", "norm_before_residual", "norm_output"]),
+    "A further norm of a new head; may be given several times.",
     multiple=True,
-    help="A further norm of a new head; may be given several times.",
 )
-@click.option(
+@option(
     "--unroll",
-    type=POSITIVE,
-    help="Drafts of a chain in training, as many as are served. [default: 5; 3 on a CPU]",
+    POSITIVE,
+    "Drafts of a chain in training, as many as are served. [default: 5; 3 on a CPU]",
 )
-@click.option("--steps", type=POSITIVE, help="Number of steps.")
-@click.option("--minutes", type=click.FloatRange(0, min_open=True), help="Time limit.")
-@click.option(
+@option("--steps", POSITIVE, "Number of steps.")
+@option("--minutes", click.FloatRange(0, min_open=True), "Time limit.")
+@option(
     "--batch_tokens",
-    type=POSITIVE,
-    help="Tokens of a step, padding included. [default: 16384, on a CPU 1024, and no more than an "
+    POSITIVE,
+    "Tokens of a step, padding included. [default: 16384, on a CPU 1024, and no more than an "
     "eighth of the texts have]",
 )
-@click.option(
+@option(
     "--learning_rate",
-    type=float,
-    help="Highest step size of AdamW, after a warm-up; it falls to 2% of it. [default: of a new "
+    float,
+    "Highest step size of AdamW, after a warm-up; it falls to 2% of it. [default: of a new "
     "head 5e-4, or 2e-3 below a hidden size of 1024; with --init 5e-4 for 16384 --batch_tokens, "
     "and less for smaller batches]",
 )
-@click.option(
+@option(
     "--checkpoint_steps",
-    type=POSITIVE,
-    help="Steps from one validation on held-out texts and checkpoint to the next. [default: 500, "
+    POSITIVE,
+    "Steps from one validation on held-out texts and checkpoint to the next. [default: 500, "
     "and each tenth of the run, on a CPU each fifth]",
 )
-@click.option("--resume", is_flag=True, help="Go on from the checkpoint in --output.")
-@click.option(
+@flag("--resume", "Go on from the checkpoint in --output.")
+@option(
     "--dtype",
-    type=click.Choice(["bf16", "float32"]),
-    help="Type of GEMMs; the optimizer has float32. [default: bf16 on CUDA]",
+    click.Choice(["bf16", "float32"]),
+    "Type of GEMMs; the optimizer has float32. [default: bf16 on CUDA]",
 )
-@click.option(
-    "--device",
-    type=click.Choice(["cuda", "cpu"]),
-    help="Device to train on. [default: cuda if available]",
+@option(
+    "--device", click.Choice(["cuda", "cpu"]), "Device to train on. [default: cuda if available]"
 )
 def head(dtype: str | None, device: str | None, **options: Any) -> None:
     """Train a head on the target's hidden states.

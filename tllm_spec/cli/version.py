@@ -1,5 +1,5 @@
-"""The flags of every command: `--version`, which prints the package's version, its commit and the
-extras that are installed, and `--log_level`."""
+"""How flags are declared, and those of every command: `--version`, which prints the package's
+version, its commit and the extras that are installed, and `--log_level`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 import subprocess
 from collections import defaultdict
 from collections.abc import Callable
+from functools import reduce
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ PACKAGE = Path(__file__).parents[1]
 REQUIREMENT = re.compile(r"([\w.-]+)[^;]*;.*extra == ['\"](\w+)['\"]")
 
 Command = Callable[..., Any]
+Decorator = Callable[[Command], Command]
 
 # Python's level for each of TensorRT-LLM's names and for Python's own.
 LOG_LEVELS = {
@@ -34,7 +36,25 @@ LOG_LEVELS = {
 }
 
 
-def log_level_option(default: str) -> Callable[[Command], Command]:
+def option(names: str, kind: Any, text: str, **more: Any) -> Decorator:
+    """click's, with the flag's names, and that of the argument if it has another one, in one
+    text."""
+    return click.option(*names.split(), type=kind, help=text, **more)
+
+
+def flag(names: str, text: str) -> Decorator:
+    """An option without a value."""
+    return click.option(*names.split(), is_flag=True, help=text)
+
+
+def together(*decorators: Decorator) -> Decorator:
+    """Several options as one decorator; `--help` shows them in this order."""
+    return lambda command: reduce(
+        lambda wrapped, decorator: decorator(wrapped), reversed(decorators), command
+    )
+
+
+def log_level_option(default: str) -> Decorator:
     """`--log_level`; its value is one of Python's levels in lower case."""
     return click.option(
         "--log_level",
@@ -45,7 +65,7 @@ def log_level_option(default: str) -> Callable[[Command], Command]:
     )
 
 
-def version_option(command: str) -> Callable[[Command], Command]:
+def version_option(command: str) -> Decorator:
     """`--version` of a command."""
 
     def show(context: click.Context, option: click.Parameter, is_given: bool) -> None:

@@ -322,6 +322,12 @@ class DecodingBaseConfig(ConfigModel):
         """Whether a request that pauses saves the time of its drafts."""
         return True
 
+    @property
+    def length_varies(self) -> bool:
+        """Whether rounds of one engine may have different draft lengths, by their load."""
+        limits = self.draft_len_schedule, self.max_concurrency, self.acceptance_rate_threshold
+        return self.adaptive is not None or any(limit is not None for limit in limits)
+
 
 class DraftModelDecodingConfig(DecodingBaseConfig):
     """The options of the decoding types that have draft weights."""

@@ -36,6 +36,7 @@ from tllm_spec.outputs import SpeculativeStats
 from tllm_spec.progress import progress
 from tllm_spec.recording.hidden_states import read_states_file
 from tllm_spec.recording.traffic_record import TrafficRecord
+from tllm_spec.sampling_params import SamplingParams
 from tllm_spec.text.tokenizer import tokenizer_of
 from tllm_spec.zoo.registry import resolve_model
 
@@ -47,6 +48,7 @@ MAX_BATCH_SIZE = 64
 MAX_TOKENS = 1 << 15  # in the KV cache, unless a text is longer
 NUM_WITH_STATES = 256  # texts whose hidden states are in the host's memory together
 STEPS_OF_PROGRESS = 32  # after so many, it is looked how many requests have ended
+PLAIN_RULES = DecodingRules.from_params(SamplingParams(), vocab_size=1, end_ids=(), encode=None)
 STAND_IN = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -190,7 +192,7 @@ def why_simulated(records: Sequence[TrafficRecord], args: LlmArgs) -> list[str]:
         "a public pool depends on the order of requests": (
             search is not None and search.num_shared > 0
         ),
-        "the draft length follows the load": _follows_load(spec),
+        "the draft length follows the load": spec.length_varies,
         "the rows of a round follow the load": spec.verify_budget is not None,
         "a request without drafts may leave those that join it without drafts for a round": any(
             each.draft_limit == 0 for each in records
@@ -273,22 +275,14 @@ def request_of(number: int, record: TrafficRecord, limits: RequestLimits) -> Llm
     that the engine cannot run."""
     wanted, longest = record.draft_limit, limits.max_draft_len
     sampling = record.sampling
-    rules = DecodingRules(
+    rules = replace(
+        PLAIN_RULES,
         temperature=sampling["temperature"],
         top_k=sampling["top_k"],
         top_p=sampling["top_p"],
         min_p=sampling["min_p"],
         end_ids=frozenset(sampling["end_ids"]),
         stop_token_ids=frozenset(sampling["stop_token_ids"]),
-        repetition=1.0,
-        presence=0.0,
-        frequency=0.0,
-        min_tokens=0,
-        token_bias={},
-        bad_sequences=(),
-        edits=(),
-        logprobs=None,
-        prompt_logprobs=None,
     )
     if (length := len(record.prompt) + len(record.output)) > limits.max_seq_len:
         raise ValueError(
@@ -307,11 +301,6 @@ def request_of(number: int, record: TrafficRecord, limits: RequestLimits) -> Llm
         draft_pause=RequestPause(limits.pause_patience),
         stop_checker=EndOfText(len(record.output)),
     )
-
-
-def _follows_load(spec: DecodingBaseConfig) -> bool:
-    limits = spec.draft_len_schedule, spec.max_concurrency, spec.acceptance_rate_threshold
-    return spec.adaptive is not None or any(limit is not None for limit in limits)
 
 
 def _needs_host(record: TrafficRecord) -> bool:

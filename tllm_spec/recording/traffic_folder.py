@@ -16,7 +16,7 @@ from pathlib import Path
 from time import monotonic, sleep, time_ns  # noqa: TID251  # files have dates
 from typing import Any, NamedTuple
 
-from tllm_spec.recording.traffic_record import TrafficHeader, TrafficRecord, read_line
+from tllm_spec.recording.traffic_record import TrafficHeader, TrafficRecord, json_object, read_line
 
 NUM_FILES = 16  # that the folder's size is divided into
 PATTERN = "traffic-*.jsonl"
@@ -176,7 +176,7 @@ def read_traffic(path: Path) -> Iterator[TrafficRecord | TrafficHeader]:
     if not files:
         raise ValueError(f"{path} has no recorded traffic: no {PATTERN}")
     for file in files:
-        for number, line in enumerate(_text_of(file), start=1):
+        for number, line in enumerate(read_lines(file), start=1):
             try:
                 yield read_line(line, f"{file}, line {number}")
             except ValueError:
@@ -211,7 +211,8 @@ def _drop_oldest(files: list[Path], max_bytes: int) -> int:
     return total
 
 
-def _text_of(file: Path) -> Iterator[str]:
+def read_lines(file: Path) -> Iterator[str]:
+    """Raises ValueError for a file that cannot be read or is not UTF-8."""
     try:
         with file.open(encoding="utf-8") as lines:
             yield from lines
@@ -285,7 +286,6 @@ def _is(is_unwanted: Callable[[RecordName], bool], line: bytes) -> bool:
 def _object_of(line: bytes) -> dict[str, Any]:
     """Empty for what is no JSON object."""
     try:
-        found: Any = json.loads(line)
-    except (ValueError, RecursionError):
+        return json_object(line)
+    except ValueError:
         return {}
-    return found if isinstance(found, dict) else {}

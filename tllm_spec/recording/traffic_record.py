@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field, PrivateAttr
@@ -125,17 +126,33 @@ def header_of(args: LlmArgs) -> bytes:
 
 def read_line(line: str, place: str = "") -> TrafficRecord | TrafficHeader:
     """A record, or the header of a file. Raises ValueError for any other line, with its `place`."""
-    try:
-        tree: Any = json.loads(line)
-        if not isinstance(tree, dict):
-            raise ValueError("a JSON object is needed")
+    with named(place):
+        tree = json_object(line)
         if "format" in tree:
             return TrafficHeader(**tree)
         record = TrafficRecord(**tree)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{place}: {error}" if place else str(error)) from error
     record._place = place
     return record
+
+
+def json_object(line: str | bytes) -> dict[str, Any]:
+    """Raises ValueError for anything else."""
+    try:
+        tree = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"not JSON ({error})") from error
+    if not isinstance(tree, dict):
+        raise ValueError("a JSON object is needed")
+    return tree
+
+
+@contextmanager
+def named(place: str) -> Iterator[None]:
+    """A ValueError within begins with the place, if there is one."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}" if place else str(error)) from error
 
 
 def rounds_until(

@@ -15,28 +15,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tllm_spec.training.eagle3 import FeatureHead
-from tllm_spec.training.head_loss import steps_along
+from tllm_spec.training.deepseek import NextnModules
+from tllm_spec.training.draft_head import DraftHead, Head, steps_along
 from tllm_spec.training.language_model import TokenData, continuations
-from tllm_spec.training.mtp import NextnModules
 
 BATCH = 64
 
 
 @torch.inference_mode()
 def evaluate(
-    target: Any,
-    draft: Any,
-    heldout: TokenData,
-    prompts: int,
-    new_tokens: int,
-    draft_len: int,
-    *,
-    is_vanilla: bool = False,
+    target: Any, draft: Any, heldout: TokenData, prompts: int, new_tokens: int, draft_len: int
 ) -> dict[str, Any]:
     """Figures over greedy continuations of `prompts` held-out prompts of 256 tokens. `draft`: a
-    model, a `FeatureHead` in eval mode, or `NextnModules`, with a module for each step if
-    `is_vanilla`."""
+    model, or a `DraftHead` or `NextnModules` in eval mode."""
     prompt_len, eos = 256, target.config.eos_token_id
     starts = torch.linspace(0, len(heldout.tokens) - prompt_len, prompts).long().tolist()
     all_prompts = torch.stack(
@@ -45,11 +36,9 @@ def evaluate(
     accepted: list[int] = []
     for batch in torch.split(all_prompts, BATCH):
         text = continuations(target, batch, new_tokens, do_sample=False)
-        has_chains = isinstance(draft, (FeatureHead, NextnModules))
-        if isinstance(draft, FeatureHead):
+        has_chains = isinstance(draft, (DraftHead, NextnModules))
+        if has_chains:
             rows = head_matches(draft, target, text, draft_len)[:, prompt_len:]
-        elif isinstance(draft, NextnModules):
-            rows = module_matches(draft, text, draft_len, is_vanilla=is_vanilla)[:, prompt_len:]
         else:
             drafts = draft(input_ids=text, use_cache=False).logits[:, :-1].argmax(-1)
             rows = (drafts == text[:, 1:])[:, prompt_len - 1 :]
@@ -60,7 +49,7 @@ def evaluate(
     return summary(accepted, draft_len)
 
 
-def head_matches(head: FeatureHead, target: Any, text: Tensor, draft_len: int) -> Tensor:
+def head_matches(head: Head, target: Any, text: Tensor, draft_len: int) -> Tensor:
     """`[B, T]` -> `[B, T]`: the number of accepted drafts of the chain whose first draft predicts
     token i; 0 if the text is too short for a whole chain, and for the first two tokens, which a
     head does not predict.
@@ -70,21 +59,6 @@ def head_matches(head: FeatureHead, target: Any, text: Tensor, draft_len: int) -
         step.is_best.view(len(text), -1) for step in steps_along(head, target, text, draft_len)
     ]
     return num_matches(torch.stack(steps, -1)[:, :-1])
-
-
-def module_matches(
-    modules: NextnModules, text: Tensor, draft_len: int, *, is_vanilla: bool
-) -> Tensor:
-    """As `head_matches`, of MTP modules. Each step reads the drafts of the steps before."""
-    target = modules.target
-    hidden = target.model(input_ids=text, use_cache=False)[0]
-    tokens, drafts = text[:, 1 : text.shape[1] - draft_len], list[Tensor]()
-    chains = modules.chains(hidden[:, : tokens.shape[1]], draft_len, is_vanilla=is_vanilla)
-    for _ in range(draft_len):
-        states = chains.step(target.get_input_embeddings()(tokens))
-        tokens = modules.logits(states).argmax(-1)
-        drafts.append(tokens)
-    return num_matches(torch.stack(drafts, -1) == text[:, 2:].unfold(1, draft_len, 1))
 
 
 def num_matches(is_right: Tensor) -> Tensor:

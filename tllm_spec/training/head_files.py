@@ -15,7 +15,7 @@ from tllm_spec.attention.interface import default_capture_layers
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.eagle3_checkpoint import eagle3_tensors, target_ids
 from tllm_spec.models.eagle3_config import Eagle3Config
-from tllm_spec.training.eagle3 import NUM_CAPTURED, Eagle3Head, FeatureHead, PEagleHead
+from tllm_spec.training.draft_head import NUM_CAPTURED, DraftHead
 from tllm_spec.training.language_model import TokenData
 from tllm_spec.training.trainer import Settings, add_dropout
 
@@ -47,22 +47,16 @@ def read_shape(folder: Path, target: ModelConfig) -> Eagle3Config:
     return shape.for_target(target, NUM_CAPTURED)
 
 
-def load_head(folder: Path, target: ModelConfig) -> FeatureHead:
+def load_head(folder: Path, target: ModelConfig) -> DraftHead:
     """A trained head in fp32, on the CPU. Raises ValueError as `read_shape` does."""
     shape = read_shape(folder, target)
     tensors = eagle3_tensors(folder)
     ids = target_ids(tensors.pop("d2t", None), tensors.pop("t2d", None), shape)
-    head = new_head(shape, torch.arange(shape.output_size) if ids is None else ids)
+    head = DraftHead(shape, torch.arange(shape.output_size) if ids is None else ids.cpu())
     lacking = head.load_state_dict(tensors, strict=False).missing_keys
     if missing := sorted({*lacking} - {"d2t", "t2d"}):
         raise ValueError(f"the head in {folder} lacks {', '.join(missing)}")
     return head
-
-
-def new_head(shape: Eagle3Config, draft_ids: Tensor) -> FeatureHead:
-    """With random weights."""
-    kind = Eagle3Head if shape.mask_token is None else PEagleHead
-    return kind(shape, draft_ids.cpu())
 
 
 def build_head(
@@ -70,11 +64,11 @@ def build_head(
     target: Any,
     draft_ids: Tensor,
     run: Settings,
-    start: FeatureHead | None = None,
-) -> FeatureHead:
+    start: DraftHead | None = None,
+) -> DraftHead:
     """A new fp32 head with the target's output layer and final norm, or with all that it has in
     common with the trained head `start`."""
-    head = new_head(shape, draft_ids)
+    head = DraftHead(shape, draft_ids.cpu())
     for matrix in (parameter for parameter in head.parameters() if parameter.dim() > 1):
         torch.nn.init.normal_(matrix, std=0.02)
     ones = torch.ones(shape.hidden_size, dtype=target.dtype, device=target.device)
@@ -113,17 +107,10 @@ def new_shape(
     window: tokens that it sees of longer texts; None: all."""
     sizes = {
         "architectures": ["LlamaForCausalLMEagle3"],
-        "vocab_size": target.vocab_size,
+        **_sizes(target),
         "draft_vocab_size": draft_vocab_size,
-        "hidden_size": target.hidden_size,
-        "intermediate_size": target.intermediate_size,
         "num_hidden_layers": num_layers,
-        "num_attention_heads": target.num_heads,
-        "num_key_value_heads": target.num_kv_heads,
-        "head_dim": target.head_dim,
         "max_position_embeddings": target.max_positions,
-        "rope_theta": target.rope.theta,
-        "rms_norm_eps": target.rms_norm_eps,
         "mask_token_id": mask_token,
         **_windows(window, num_layers),
         **dict.fromkeys(norms, True),
@@ -135,18 +122,11 @@ def config_json(shape: Eagle3Config, target: ModelConfig, form: Format) -> str:
     """The head's config.json. Raises ValueError for a P-EAGLE head in the authors' format."""
     layer = {
         "model_type": "llama",
-        "vocab_size": shape.vocab_size,
-        "hidden_size": shape.hidden_size,
-        "intermediate_size": shape.intermediate_size,
+        **_sizes(shape),
         "num_hidden_layers": shape.num_layers,
-        "num_attention_heads": shape.num_heads,
-        "num_key_value_heads": shape.num_kv_heads,
-        "head_dim": shape.head_dim,
         "hidden_act": "silu",
         "max_position_embeddings": shape.max_position_embeddings,
-        "rope_theta": shape.rope.theta,
         "rope_scaling": None,
-        "rms_norm_eps": shape.rms_norm_eps,
         "attention_bias": False,
         "mlp_bias": False,
         **_windows(shape.sliding_window, shape.num_layers),
@@ -162,6 +142,19 @@ def config_json(shape: Eagle3Config, target: ModelConfig, form: Format) -> str:
     else:
         config = _speculators(shape, target, outer | {"transformer_layer_config": layer})
     return json.dumps(config, indent=2) + "\n"
+
+
+def _sizes(config: ModelConfig) -> dict[str, Any]:
+    return {
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "rope_theta": config.rope.theta,
+        "rms_norm_eps": config.rms_norm_eps,
+    }
 
 
 def _windows(size: int | None, num_layers: int) -> dict[str, Any]:
@@ -209,7 +202,7 @@ def _speculators(
     }
 
 
-def save_head(head: FeatureHead, config: str, output: Path) -> None:
+def save_head(head: DraftHead, config: str, output: Path) -> None:
     """Write the weights in bf16, the draft vocabulary (int64 offsets, bool) and config.json."""
     is_speculators = "speculators_model_type" in json.loads(config)
     tensors = {

@@ -23,7 +23,7 @@ from tllm_spec.recording.replay import replay
 from tllm_spec.recording.traffic_folder import states_files
 from tllm_spec.recording.traffic_record import TrafficRecord
 from tllm_spec.training.acceptance import chain_rounds, num_matches, standard_error, summary
-from tllm_spec.training.eagle3 import FeatureHead
+from tllm_spec.training.draft_head import DraftHead, steps_along, unrolled, weighted
 from tllm_spec.training.head_files import (
     Format,
     build_head,
@@ -33,17 +33,8 @@ from tllm_spec.training.head_files import (
     new_shape,
     save_head,
 )
-from tllm_spec.training.head_loss import steps_along, unrolled, weighted
 from tllm_spec.training.language_model import TokenData, load_language_model
-from tllm_spec.training.texts import (
-    Text,
-    batches,
-    draw,
-    padded,
-    read_texts,
-    split,
-    unseen_records,
-)
+from tllm_spec.training.texts import Text, batches, draw, padded, read_texts, split, unseen_records
 from tllm_spec.training.trainer import FILE, Ranks, Settings, train
 from tllm_spec.zoo.registry import resolve_model
 
@@ -188,11 +179,7 @@ def _replayed(options: HeadOptions, head: Path, records: list[TrafficRecord]) ->
 
 
 def _served(head: Path, draft_len: int) -> dict[str, Any]:
-    return {
-        "decoding_type": "Eagle3",
-        "speculative_model": str(head),
-        "max_draft_len": draft_len,
-    }
+    return {"decoding_type": "Eagle3", "speculative_model": str(head), "max_draft_len": draft_len}
 
 
 def tell_how_to_serve(options: HeadOptions, *, can_swap: bool) -> None:
@@ -236,7 +223,7 @@ def _warn(sentence: str) -> None:
 
 
 def _shape(
-    options: HeadOptions, config: ModelConfig, start: FeatureHead | None, length: int
+    options: HeadOptions, config: ModelConfig, start: DraftHead | None, length: int
 ) -> Eagle3Config:
     """A P-EAGLE head may start from an EAGLE-3 head. A new head sees as many tokens as the longest
     text of its training may have."""
@@ -265,7 +252,7 @@ def _shape(
 
 
 def _config_file(
-    options: HeadOptions, shape: Eagle3Config, config: ModelConfig, start: FeatureHead | None
+    options: HeadOptions, shape: Eagle3Config, config: ModelConfig, start: DraftHead | None
 ) -> str:
     """That of `--init` where nothing else is asked for, so that the head can be swapped in."""
     if options.start is not None and options.format is None and start and shape == start.config:
@@ -282,7 +269,7 @@ def _vocabulary(texts: list[Text], shape: Eagle3Config) -> Tensor:
 
 
 def head_loss(
-    head: FeatureHead, target: Any, texts: list[Text], unroll: int, ranks: Ranks
+    head: DraftHead, target: Any, texts: list[Text], unroll: int, ranks: Ranks
 ) -> Callable[[int, int], Tensor]:
     """The loss of this rank's share of a batch of `windows * length` tokens."""
 
@@ -293,9 +280,7 @@ def head_loss(
     return loss
 
 
-def acceptance_of(
-    head: FeatureHead, target: Any, texts: list[Text], unroll: int
-) -> dict[str, float]:
+def acceptance_of(head: DraftHead, target: Any, texts: list[Text], unroll: int) -> dict[str, float]:
     """Figures over the outputs: the loss, and the acceptance of `unroll` greedy drafts a round
     where the target's best tokens are accepted."""
     sums = torch.zeros(2, unroll, device=target.device)

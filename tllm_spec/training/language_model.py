@@ -2,7 +2,6 @@
 itself, the next token, and a teacher's distribution."""
 
 import math
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -50,13 +49,19 @@ class TokenData:
             yield batch.long()
 
 
-# A language model of transformers that is trained: its making, its logits and its checkpoint.
+# A language model of transformers that is trained: its making and its logits.
 
 
-def build_model(shape: Path, settings: Settings, device: torch.device) -> Any:
-    """A new fp32 model with the shape in `shape/config.json`."""
+def build_model(
+    shape: Path,
+    settings: Settings,
+    device: torch.device,
+    changed: Callable[[Any], Any] = lambda model: model,
+) -> Any:
+    """A new fp32 model with the shape in `shape/config.json`, after `changed`."""
     config = AutoConfig.from_pretrained(shape, dtype=torch.float32)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").to(device)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    model = changed(model).to(device)
     for layer in model.model.layers:
         add_dropout(layer, settings.dropout)
         if settings.compile:  # layer by layer: all layers share one compilation
@@ -78,16 +83,6 @@ def logits_of(model: Any, tokens: Tensor) -> Tensor:
     with torch.autocast("cuda", torch.bfloat16, enabled=tokens.is_cuda):
         logits: Tensor = model(input_ids=tokens, use_cache=False).logits
     return logits
-
-
-def save(model: Any, shape: Path, output: Path) -> None:
-    """Write the weights in bf16 with transformers, and copy the configuration files of `shape`."""
-    weights = {name: tensor.to(torch.bfloat16) for name, tensor in model.state_dict().items()}
-    del weights["lm_head.weight"]  # tied to the embedding; the conversion made a second tensor
-    model.save_pretrained(output, state_dict=weights)
-    # They replace the files just written, which have the spelling of the installed version.
-    for name in ("config.json", "generation_config.json"):
-        shutil.copyfile(shape / name, output / name)
 
 
 # Text that a model generates with transformers: half of it greedy, half sampled at T=1.
@@ -143,62 +138,44 @@ VALIDATION_WINDOWS = 16
 VALIDATION_LENGTH = 1024
 
 
-def target_loss(model: Any, data: TokenData) -> Callable[[int, int], Tensor]:
-    def loss(windows: int, length: int) -> Tensor:
-        tokens = data.sample(windows, length + 1)
-        return cross_entropy(logits_of(model, tokens[:, :-1]), tokens[:, 1:])
-
-    return loss
-
-
-def target_validation(model: Any, heldout: TokenData) -> Callable[[], dict[str, float]]:
-    def validate() -> dict[str, float]:
-        losses = [
-            cross_entropy(logits_of(model, tokens[:, :-1]), tokens[:, 1:])
-            for tokens in heldout.windows(VALIDATION_LENGTH, VALIDATION_WINDOWS)
-        ]
-        nats = torch.stack(losses).mean().item()
-        return {"loss": nats, "bits_per_byte": bits_per_byte(nats, heldout)}
-
-    return validate
+def mean_figures(
+    figures: Callable[[Tensor], dict[str, Tensor]], heldout: TokenData
+) -> dict[str, float]:
+    """Means over held-out text of what `figures` has for `[B, T]` tokens: `name`, or for `[K]`
+    values `name_1` to `name_K`."""
+    batches = heldout.windows(VALIDATION_LENGTH, VALIDATION_WINDOWS)
+    found = [figures(tokens) for tokens in batches]
+    means: dict[str, float] = {}
+    for name in found[0]:
+        mean = torch.stack([each[name] for each in found]).mean(0)
+        if mean.dim():
+            means |= {f"{name}_{number}": each for number, each in enumerate(mean.tolist(), 1)}
+        else:
+            means[name] = mean.item()
+    return means
 
 
-def draft_loss(
-    draft: Any, target: Any, data: TokenData, self_text: TokenData
-) -> Callable[[int, int], Tensor]:
-    """The loss of `mixed` sequences."""
+def target_figures(model: Any, tokens_per_byte: float, tokens: Tensor) -> dict[str, Tensor]:
+    nats = cross_entropy(logits_of(model, tokens[:, :-1]), tokens[:, 1:])
+    return {"loss": nats, "bits_per_byte": nats / math.log(2) * tokens_per_byte}
 
-    def loss(windows: int, length: int) -> Tensor:
-        tokens = mixed(data, self_text, windows, length)
-        with torch.no_grad():
-            target_logits = logits_of(target, tokens)
-        return distillation_loss(logits_of(draft, tokens), target_logits)
 
-    return loss
+def draft_figures(draft: Any, target: Any, tokens: Tensor) -> dict[str, Tensor]:
+    """`agreement`: how often both models have the same best token."""
+    with torch.no_grad():
+        target_logits = logits_of(target, tokens)
+    logits = logits_of(draft, tokens)
+    agreement = (logits.argmax(-1) == target_logits.argmax(-1)).float().mean()
+    with torch.no_grad():
+        nats = cross_entropy(logits[:, :-1], tokens[:, 1:])
+    loss = distillation_loss(logits, target_logits)
+    return {"loss": loss, "agreement": agreement, "nats_per_token": nats}
 
 
 def mixed(data: TokenData, self_text: TokenData, windows: int, length: int) -> Tensor:
     """`[windows, length]`: sequences of the training files and of text that the target wrote."""
     own = int(windows * SELF_TEXT_SHARE)
     return torch.cat([data.sample(windows - own, length), self_text.sample(own, length)])
-
-
-def draft_validation(draft: Any, target: Any, heldout: TokenData) -> Callable[[], dict[str, float]]:
-    """`agreement`: how often both models have the same best token on held-out text."""
-
-    def validate() -> dict[str, float]:
-        figures = []
-        for tokens in heldout.windows(VALIDATION_LENGTH, VALIDATION_WINDOWS):
-            draft_logits, target_logits = logits_of(draft, tokens), logits_of(target, tokens)
-            agreement = (draft_logits.argmax(-1) == target_logits.argmax(-1)).float().mean()
-            nats = cross_entropy(draft_logits[:, :-1], tokens[:, 1:])
-            figures.append(
-                torch.stack([distillation_loss(draft_logits, target_logits), agreement, nats])
-            )
-        loss, agreement_rate, nats_per_token = torch.stack(figures).mean(0).tolist()
-        return {"loss": loss, "agreement": agreement_rate, "nats_per_token": nats_per_token}
-
-    return validate
 
 
 def distillation_loss(draft_logits: Tensor, target_logits: Tensor) -> Tensor:
@@ -214,7 +191,3 @@ def distillation_loss(draft_logits: Tensor, target_logits: Tensor) -> Tensor:
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     """Mean nats a token of `[B, T, V]` logits for `[B, T]` labels."""
     return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
-
-
-def bits_per_byte(nats_per_token: float, data: TokenData) -> float:
-    return nats_per_token / math.log(2) * len(data.tokens) / data.num_bytes

@@ -11,10 +11,10 @@ from torch import Tensor
 from tllm_spec.executor.device.transfer import to_device
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.recording.hidden_states import read_states_file
-from tllm_spec.recording.traffic_folder import read_records, states_files_of
+from tllm_spec.recording.traffic_folder import read_lines, read_records, states_files_of
 from tllm_spec.recording.traffic_record import TrafficRecord
 from tllm_spec.text.tokenizer import load_tokenizer
-from tllm_spec.training.head_loss import ALIGNMENT, Batch
+from tllm_spec.training.draft_head import ALIGNMENT, Batch
 from tllm_spec.zoo.registry import resolve_model
 
 HELD_OUT_ONE_IN = 20
@@ -52,7 +52,7 @@ def read_texts(
             each.check_tokens(config.vocab_size)
             texts.append(_text(each.prompt + each.output, each))
     else:
-        texts = [Text(torch.tensor(load_tokenizer(model).encode(_read(data))), 1)]
+        texts = [Text(torch.tensor(load_tokenizer(model).encode("".join(read_lines(data)))), 1)]
     max_length = max(1, max_length // ALIGNMENT) * ALIGNMENT
     pieces = [piece for text in texts for piece in _pieces(text, max_length)]
     return [text for text in pieces if len(text.tokens) - text.start > unroll + 1]
@@ -185,16 +185,7 @@ def _text(tokens: list[int], record: TrafficRecord) -> Text:
 def _pieces(text: Text, max_length: int) -> list[Text]:
     return [
         text._replace(
-            tokens=tokens,
-            start=max(1, text.start - index * max_length),
-            offset=index * max_length,
+            tokens=tokens, start=max(1, text.start - index * max_length), offset=index * max_length
         )
         for index, tokens in enumerate(torch.split(text.tokens, max_length))
     ]
-
-
-def _read(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"cannot read {file}: {error}") from error

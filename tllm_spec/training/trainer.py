@@ -37,34 +37,31 @@ class Progress:
     history: list[dict[str, float]] = field(default_factory=list)
 
 
-class Checkpoint:
-    """A file in the folder `output`."""
+def save_checkpoint(
+    progress: Progress, output: Path, model: Any, optimizer: torch.optim.Optimizer
+) -> None:
+    """Writes the file in the folder `output`. An interrupted run leaves the file before."""
+    state = {
+        "progress": asdict(progress),
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+    }
+    written = (output / FILE).with_suffix(".new")
+    torch.save(state, written)
+    written.replace(output / FILE)
 
-    def __init__(self, output: Path, model: Any, optimizer: torch.optim.Optimizer) -> None:
-        self._file, self._model, self._optimizer = output / FILE, model, optimizer
 
-    def save(self, progress: Progress) -> None:
-        """An interrupted run leaves the file before."""
-        state = {
-            "progress": asdict(progress),
-            "model": self._model.state_dict(),
-            "optimizer": self._optimizer.state_dict(),
-        }
-        written = self._file.with_suffix(".new")
-        torch.save(state, written)
-        written.replace(self._file)
-
-    def load(self) -> Progress:
-        """Raises ValueError if there is no file, or one of another model."""
-        if not self._file.is_file():
-            raise ValueError(f"there is no {self._file} to resume from")
-        state = torch.load(self._file, map_location="cpu", weights_only=True)
-        try:
-            self._model.load_state_dict(state["model"])
-        except RuntimeError as error:
-            raise ValueError(f"{self._file} is of another model: {error}") from error
-        self._optimizer.load_state_dict(state["optimizer"])
-        return Progress(**state["progress"])
+def load_checkpoint(output: Path, model: Any, optimizer: torch.optim.Optimizer) -> Progress:
+    """Raises ValueError if there is no file, or one of another model."""
+    if not (file := output / FILE).is_file():
+        raise ValueError(f"there is no {file} to resume from")
+    state = torch.load(file, map_location="cpu", weights_only=True)
+    try:
+        model.load_state_dict(state["model"])
+    except RuntimeError as error:
+        raise ValueError(f"{file} is of another model: {error}") from error
+    optimizer.load_state_dict(state["optimizer"])
+    return Progress(**state["progress"])
 
 
 # The processes of a training run, started by `torchrun`: each has a device and a share of every
@@ -176,8 +173,7 @@ def train(
     """
     output.mkdir(parents=True, exist_ok=True)
     optimizer = _optimizer(model, settings)
-    checkpoint = Checkpoint(output, model, optimizer)
-    progress = checkpoint.load() if settings.resume else Progress()
+    progress = load_checkpoint(output, model, optimizer) if settings.resume else Progress()
     start = time.monotonic() - progress.seconds
     done = _done(progress, settings)
     if ranks.is_first and not progress.step:
@@ -207,7 +203,7 @@ def train(
             if _is_due(progress, settings, before, done) and ranks.is_first:
                 figures = {"train_loss": round(loss.item(), 4), **_validation(model, validate)}
                 _note(figures, progress, output, lambda: save_weights(model))
-                checkpoint.save(progress)
+                save_checkpoint(progress, output, model, optimizer)
 
 
 def _is_due(progress: Progress, settings: Settings, before: float, done: float) -> bool:

@@ -110,8 +110,7 @@ def _written(weight: torch.Tensor, style: Style) -> tuple[Tensors, torch.Tensor]
         return _in_mxfp4(weight)
     if style.packing == "nvfp4":
         return _in_nvfp4(weight)
-    found = rounded(weight, style)
-    return _packed(found, style), found.values
+    return _in_integers(weight, style)
 
 
 def _in_blocks(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
@@ -157,20 +156,9 @@ def _in_e2m1(groups: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, 
     return codes[:, ::2] | codes[:, 1::2] << 4, values
 
 
-@dataclass(frozen=True)
-class Rounded:
-    """codes `[N, K]`, scales and zeros `[N, G]`, the group of each input `[K]`, and the product."""
-
-    codes: torch.Tensor
-    scales: torch.Tensor
-    zeros: torch.Tensor
-    groups: torch.Tensor
-    values: torch.Tensor
-
-
-def rounded(weight: torch.Tensor, style: Style) -> Rounded:
-    """Rounds the weight. If the style orders inputs, each number of inputs has an order of its
-    own."""
+def _in_integers(weight: torch.Tensor, style: Style) -> tuple[Tensors, torch.Tensor]:
+    """Codes `[N, K]` of 4 bits, scales and zeros `[N, G]`, and the group of each input `[K]`. If
+    the style orders inputs, each number of inputs has an order of its own."""
     num_inputs = weight.shape[1]
     groups = torch.arange(num_inputs) // (style.group or num_inputs)
     if style.is_ordered:
@@ -188,7 +176,7 @@ def rounded(weight: torch.Tensor, style: Style) -> Rounded:
     scales = scales.half()
     scale, zero = scales.float()[:, groups], zeros[:, groups]
     codes = (weight / scale + zero).round().clamp(0, 15)
-    return Rounded(codes.long(), scales, zeros.long(), groups, (codes - zero) * scale)
+    return _packed(codes.long(), scales, zeros.long(), groups, style), (codes - zero) * scale
 
 
 def words(codes: torch.Tensor) -> torch.Tensor:
@@ -203,8 +191,13 @@ def awq_words(codes: torch.Tensor) -> torch.Tensor:
     return words(codes.reshape(len(codes), -1, 8)[..., AWQ_COLUMNS].flatten(1))
 
 
-def _packed(found: Rounded, style: Style) -> Tensors:
-    codes, zeros, scales = found.codes, found.zeros, found.scales
+def _packed(
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor,
+    groups: torch.Tensor,
+    style: Style,
+) -> Tensors:
     if style.packing == "awq":
         tensors = {"qweight": awq_words(codes.t()), "scales": scales.t()}
         return tensors if style.symmetric else tensors | {"qzeros": awq_words(zeros.t())}
@@ -212,11 +205,11 @@ def _packed(found: Rounded, style: Style) -> Tensors:
         subtracted = 1 if style.packing == "gptq" else 0
         tensors = {"qweight": words(codes).t(), "scales": scales.t()}
         tensors["qzeros"] = words((zeros.t() - subtracted) % 16)
-        return tensors | {"g_idx": found.groups.int()}
+        return tensors | {"g_idx": groups.int()}
     tensors = {"weight_packed": words(codes), "weight_scale": scales}
     tensors["weight_shape"] = torch.tensor(codes.shape)
     if style.is_ordered:
-        tensors["weight_g_idx"] = found.groups.int()
+        tensors["weight_g_idx"] = groups.int()
     return tensors if style.symmetric else tensors | {"weight_zero_point": words(zeros.t()).t()}
 
 

@@ -15,12 +15,23 @@ from typing import Any
 
 import click
 import torch
+from torch import Tensor
 
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.head_checkpoint import head_kind
 from tllm_spec.training.acceptance import evaluate as acceptance
-from tllm_spec.training.deepseek import SHAPE, balanced_loss, build_target, load_target, save_target
-from tllm_spec.training.eagle3 import FeatureHead
+from tllm_spec.training.deepseek import (
+    SHAPE,
+    NextnModules,
+    balance,
+    build_modules,
+    build_target,
+    load_target,
+    modules_figures,
+    save_model,
+    save_with_modules,
+)
+from tllm_spec.training.draft_head import DraftHead, aligned_chains, head_figures
 from tllm_spec.training.head_files import (
     build_head,
     draft_vocabulary,
@@ -28,24 +39,15 @@ from tllm_spec.training.head_files import (
     read_shape,
     save_head,
 )
-from tllm_spec.training.head_loss import aligned_chains, eagle3_loss, eagle3_validation
 from tllm_spec.training.language_model import (
     TokenData,
     build_model,
-    draft_loss,
-    draft_validation,
+    draft_figures,
     load_language_model,
-    save,
-    target_loss,
-    target_validation,
+    mean_figures,
+    mixed,
+    target_figures,
     write_self_text,
-)
-from tllm_spec.training.mtp import (
-    NextnModules,
-    build_modules,
-    mtp_loss,
-    mtp_validation,
-    save_with_modules,
 )
 from tllm_spec.training.trainer import Settings, train
 from tllm_spec.zoo.registry import resolve_model
@@ -66,36 +68,20 @@ def training_options(
         click.option(
             "--output", type=FOLDER, required=True, help="Folder for the best weights so far."
         ),
-        click.option(
-            "--shape", default=shape, show_default=True, help="Model whose config.json to use."
-        ),
-        click.option("--device", default=DEVICE, show_default=True),
-        click.option("--seed", default=0, show_default=True),
-        click.option("--minutes", default=minutes, show_default=True, help="Time budget."),
+        click.option("--shape", default=shape, help="Model whose config.json to use."),
+        click.option("--device", default=DEVICE),
+        click.option("--seed", default=0),
+        click.option("--minutes", default=minutes, help="Time budget."),
         click.option("--steps", default=10**9, help="Step budget."),
-        click.option("--windows", default=windows, show_default=True, help="Sequences a step."),
-        click.option("--length", default=1024, show_default=True, help="Tokens a sequence."),
-        click.option("--learning-rate", default=learning_rate, show_default=True),
-        click.option("--weight-decay", default=0.1, show_default=True),
-        click.option("--dropout", default=dropout, show_default=True),
-        click.option("--warmup-steps", default=200, show_default=True),
+        click.option("--windows", default=windows, help="Sequences a step."),
+        click.option("--length", default=1024, help="Tokens a sequence."),
+        click.option("--learning-rate", default=learning_rate),
+        click.option("--weight-decay", default=0.1),
+        click.option("--dropout", default=dropout),
+        click.option("--warmup-steps", default=200),
         click.option("--compile/--no-compile", default=False, help="torch.compile the layers."),
-        click.option("--checkpoint-steps", default=500, show_default=True),
+        click.option("--checkpoint-steps", default=500),
         click.option("--resume", is_flag=True, help="Go on from the checkpoint in --output."),
-    )
-
-
-def teacher_options() -> Decorator:
-    """The trained target, and the text that it generates for the draft."""
-    return all_of(
-        click.option(
-            "--target",
-            "target_name",
-            default="zoo:llama",
-            show_default=True,
-            help="The trained target.",
-        ),
-        self_text_options(0.8),
     )
 
 
@@ -103,15 +89,10 @@ def self_text_options(minutes: float) -> Decorator:
     """As `write_self_text` has them, one after the other."""
     return all_of(
         click.option(
-            "--self-text-minutes",
-            default=minutes,
-            show_default=True,
-            help="How long the target generates text.",
+            "--self-text-minutes", default=minutes, help="How long the target generates text."
         ),
-        click.option("--self-text-batch", default=4096, show_default=True),
-        click.option(
-            "--self-text-tokens", default=384, show_default=True, help="New tokens a text."
-        ),
+        click.option("--self-text-batch", default=4096),
+        click.option("--self-text-tokens", default=384, help="New tokens a text."),
     )
 
 
@@ -122,6 +103,13 @@ def all_of(*options: Decorator) -> Decorator:
         return command
 
     return decorate
+
+
+# The trained target, and the text that it generates for the draft.
+teacher_options = all_of(
+    click.option("--target", "target_name", default="zoo:llama", help="The trained target."),
+    self_text_options(0.8),
+)
 
 
 class Run:
@@ -149,13 +137,33 @@ class Run:
     def written_by(self, teacher: Any) -> TokenData:
         return write_self_text(teacher, self.training, *self.self_text)
 
-    def train(self, model: Any, loss: Any, validation: Any, save_weights: Any = save) -> None:
-        """`save_weights(model, shape, output)` writes the folder `output`."""
+    def train(
+        self,
+        model: Any,
+        figures: Callable[[Tensor], dict[str, Tensor]],
+        written: TokenData | None = None,
+        save_weights: Callable[..., None] = save_model,
+    ) -> None:
+        """figures: of `[B, T]` tokens, with `loss`. written: text that the target wrote, of which
+        half of the sequences are. `save_weights(model, shape, output)` writes the folder
+        `output`."""
+
+        def loss(windows: int, length: int) -> Tensor:
+            balance(model)
+            if written is None:
+                return figures(self.training.sample(windows, length + 1))["loss"]
+            return figures(mixed(self.training, written, windows, length))["loss"]
+
         save_best = partial(save_weights, shape=self.folder, output=self.output)
+        validation = partial(mean_figures, figures, self.heldout)
         train(model, loss, validation, self.settings, self.output, save_best)
 
+    def target_figures(self, model: Any) -> Callable[[Tensor], dict[str, Tensor]]:
+        tokens_per_byte = len(self.heldout.tokens) / self.heldout.num_bytes
+        return partial(target_figures, model, tokens_per_byte)
 
-@click.group()
+
+@click.group(context_settings={"show_default": True})
 def main() -> None:
     torch.set_float32_matmul_precision("high")
 
@@ -166,25 +174,24 @@ def target(**options: Any) -> None:
     """Next-token prediction on the training files."""
     run = Run(**options)
     model = build_model(run.folder, run.settings, run.device)
-    run.train(model, target_loss(model, run.training), target_validation(model, run.heldout))
+    run.train(model, run.target_figures(model))
 
 
 @main.command()
 @training_options("zoo:llama-draft", minutes=6.7, learning_rate=3e-3, dropout=0.0)
-@teacher_options()
+@teacher_options
 def draft(target_name: str, **options: Any) -> None:
     """Distillation from the target on the training files and on text that the target generates."""
     run = Run(**options)
     teacher = load_model(target_name, run.device)
     model = build_model(run.folder, run.settings, run.device)
-    loss = draft_loss(model, teacher, run.training, run.written_by(teacher))
-    run.train(model, loss, draft_validation(model, teacher, run.heldout))
+    run.train(model, partial(draft_figures, model, teacher), run.written_by(teacher))
 
 
 @main.command()
 @training_options("zoo:llama-eagle3", minutes=6.0, learning_rate=2e-3, dropout=0.0, windows=32)
-@teacher_options()
-@click.option("--unroll", default=5, show_default=True, help="Steps of a chain in training.")
+@teacher_options
+@click.option("--unroll", default=5, help="Steps of a chain in training.")
 @click.option("--start", help="A trained head to begin from, also one with fewer layers.")
 def eagle3(target_name: str, unroll: int, start: str | None, **options: Any) -> None:
     """An EAGLE-3 head on the target's hidden states, trained on the same text as the draft, or a
@@ -201,30 +208,23 @@ def eagle3(target_name: str, unroll: int, start: str | None, **options: Any) -> 
     else:
         ids = before.draft_ids
     head = build_head(head_shape, teacher, ids, run.settings, before)
-    loss = eagle3_loss(head, teacher, run.training, own, unroll)
-    run.train(head, loss, eagle3_validation(head, teacher, run.heldout, unroll), save_as)
+    run.train(head, partial(head_figures, head, teacher, unroll), own, save_as)
 
 
 @main.command()
 @training_options(str(SHAPE), minutes=5.0, learning_rate=2e-3, dropout=0.1)
 @click.option("--trained", type=FOLDER, help="A trained target; only MTP modules are trained.")
-@click.option("--mtp-minutes", default=2.5, show_default=True, help="Time of the MTP modules.")
+@click.option("--mtp-minutes", default=2.5, help="Time of the MTP modules.")
 @click.option("--mtp-steps", default=10**9, help="Step budget of the MTP modules.")
-@click.option("--mtp-windows", default=32, show_default=True, help="Sequences a step.")
-@click.option("--mtp-dropout", default=0.0, show_default=True)
-@click.option("--unroll", default=3, show_default=True, help="Steps of a chain in training.")
+@click.option("--mtp-windows", default=32, help="Sequences a step.")
+@click.option("--mtp-dropout", default=0.0)
+@click.option("--unroll", default=3, help="Steps of a chain in training.")
 @self_text_options(0.6)
-def deepseek(
-    trained: Path | None,
-    mtp_minutes: float,
-    mtp_steps: int,
-    mtp_windows: int,
-    mtp_dropout: float,
-    unroll: int,
-    **options: Any,
-) -> None:
+def deepseek(trained: Path | None, unroll: int, **options: Any) -> None:
     """A DeepSeek V3 target, then its MTP modules by distillation from it. The target is also left
     in OUTPUT/target."""
+    names = ("minutes", "steps", "windows", "dropout")
+    of_modules = {name: options.pop(f"mtp_{name}") for name in names}
     run = Run(**options)
     # Refuses a short --length before the target is trained.
     aligned_chains(run.settings.length, unroll)
@@ -232,21 +232,18 @@ def deepseek(
     if trained is None:
         run.output = trained = output / "target"
         model = build_target(run.folder, run.settings, run.device)
-        loss = balanced_loss(model, run.training)
-        run.train(model, loss, target_validation(model, run.heldout), save_target)
+        run.train(model, run.target_figures(model))
     teacher = load_target(trained, run.device)
     own = run.written_by(teacher)
-    sizes: dict[str, Any] = {"steps": mtp_steps, "windows": mtp_windows, "dropout": mtp_dropout}
-    run.output, run.settings = output, replace(run.settings, minutes=mtp_minutes, **sizes)
+    run.output, run.settings = output, replace(run.settings, **of_modules)
     modules = build_modules(teacher, run.settings)
-    loss = mtp_loss(modules, run.training, own, unroll)
-    run.train(modules, loss, mtp_validation(modules, run.heldout, unroll), save_with_modules)
+    run.train(modules, partial(modules_figures, modules, unroll), own, save_with_modules)
 
 
 @main.command()
 @click.option("--data", type=FOLDER, required=True, help="Folder with training.npz.")
 @click.option("--output", type=click.Path(path_type=Path, dir_okay=False), required=True)
-@click.option("--tokens", default=1024, show_default=True, help="How many.")
+@click.option("--tokens", default=1024, help="How many.")
 def token_map(data: Path, output: Path, tokens: int) -> None:
     """The most frequent tokens of the training text, for `speculative_token_map`."""
     text = TokenData.load(data / "training.npz", torch.device("cpu"))
@@ -258,13 +255,13 @@ def token_map(data: Path, output: Path, tokens: int) -> None:
 
 @main.command()
 @click.option("--data", type=FOLDER, required=True, help="Folder with heldout.npz.")
-@click.option("--target", "target_name", default="zoo:llama", show_default=True)
-@click.option("--draft", "draft_name", default="zoo:llama-draft", show_default=True)
+@click.option("--target", "target_name", default="zoo:llama")
+@click.option("--draft", "draft_name", default="zoo:llama-draft")
 @click.option("--output", type=FOLDER, help="Folder for acceptance.json.")
-@click.option("--device", default=DEVICE, show_default=True)
-@click.option("--prompts", default=256, show_default=True)
-@click.option("--new-tokens", default=128, show_default=True)
-@click.option("--draft-len", default=4, show_default=True)
+@click.option("--device", default=DEVICE)
+@click.option("--prompts", default=256)
+@click.option("--new-tokens", default=128)
+@click.option("--draft-len", default=4)
 @click.option("--mtp-vanilla", is_flag=True, help="An MTP module for each step.")
 def evaluate(
     data: Path,
@@ -272,21 +269,17 @@ def evaluate(
     draft_name: str,
     output: Path | None,
     device: str,
-    prompts: int,
-    new_tokens: int,
-    draft_len: int,
     mtp_vanilla: bool,
+    **sizes: int,
 ) -> None:
     """Greedy acceptance length of a draft model, EAGLE-3 head or MTP modules on continuations of
     held-out text. MTP: `--target` and `--draft` are the same folder."""
     on = torch.device(device)
     heldout = TokenData.load(data / "heldout.npz", on)
     teacher, drafting = load_both(target_name, draft_name, on)
-    figures = json.dumps(
-        acceptance(
-            teacher, drafting, heldout, prompts, new_tokens, draft_len, is_vanilla=mtp_vanilla
-        )
-    )
+    if mtp_vanilla:
+        drafting = drafting.vanilla()
+    figures = json.dumps(acceptance(teacher, drafting, heldout, **sizes))
     print(figures)
     if output is not None:
         (output / "acceptance.json").write_text(figures + "\n", encoding="utf-8")
@@ -298,7 +291,7 @@ def load_model(name: str, device: torch.device) -> Any:
     return load_language_model(resolve_model(name), dtype, device)
 
 
-def save_as(head: FeatureHead, shape: Path, output: Path) -> None:
+def save_as(head: DraftHead, shape: Path, output: Path) -> None:
     """Saves the head with the config.json of `shape`."""
     save_head(head, (shape / "config.json").read_text(encoding="utf-8"), output)
 
