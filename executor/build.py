@@ -45,7 +45,7 @@ from tllm_spec.executor.sampling.sharded_sampler import sampler_of
 from tllm_spec.executor.sampling.state import SamplingState
 from tllm_spec.executor.scheduler import Scheduler
 from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
-from tllm_spec.executor.speculative.drafting.draft_checks import check_draft
+from tllm_spec.executor.speculative.drafting.loaded_draft import check_draft
 from tllm_spec.executor.speculative.drafting.state_recorder import StateRecorder
 from tllm_spec.executor.speculative.modes import Surroundings, build_speculation, check_code
 from tllm_spec.executor.totals import IterationStats, RoundLog

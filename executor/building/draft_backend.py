@@ -13,7 +13,6 @@ from tllm_spec.draft_network.tensorrt_network import TensorRTNetwork
 from tllm_spec.draft_network.tensorrt_package import find_tensorrt
 from tllm_spec.executor.building.plan import BuildPlan
 from tllm_spec.executor.device.device_choice import cpu_threads, pick_dtype
-from tllm_spec.executor.speculative.drafting.draft_backlog import BACKLOG_LEN
 from tllm_spec.executor.speculative.drafting.heads import (
     HEADS,
     DraftPlan,
@@ -21,6 +20,7 @@ from tllm_spec.executor.speculative.drafting.heads import (
     kind_of_head,
 )
 from tllm_spec.executor.speculative.drafting.loaded_draft import LoadedDraft
+from tllm_spec.executor.speculative.drafting.network_drafter import BACKLOG_LEN
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.eagle3 import Eagle3Head
 from tllm_spec.models.llama import LlamaForCausalLM

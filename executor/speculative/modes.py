@@ -24,15 +24,17 @@ from tllm_spec.executor.resources.interface import ResourceManager
 from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.sampling.sampler import Sampler
 from tllm_spec.executor.sampling.sharded_sampler import draft_sampling_of
-from tllm_spec.executor.speculative.drafting.draft_backlog import DraftBacklog
 from tllm_spec.executor.speculative.drafting.draft_net import DraftNet
 from tllm_spec.executor.speculative.drafting.drafter import Drafter, When
 from tllm_spec.executor.speculative.drafting.heads import DraftPlan
 from tllm_spec.executor.speculative.drafting.host_drafter import HostDrafter, HostTreeDrafter
-from tllm_spec.executor.speculative.drafting.match_or_network import DraftChoice, MatchOrNetwork
 from tllm_spec.executor.speculative.drafting.model_drafter import DraftKVManager, ModelDrafter
-from tllm_spec.executor.speculative.drafting.network_drafter import NetworkDrafter
-from tllm_spec.executor.speculative.drafting.suffix_match import SuffixMatch
+from tllm_spec.executor.speculative.drafting.network_drafter import DraftBacklog, NetworkDrafter
+from tllm_spec.executor.speculative.drafting.suffix_match import (
+    DraftChoice,
+    MatchOrNetwork,
+    SuffixMatch,
+)
 from tllm_spec.models.draft_kind import ACCEPTED, HeadKind
 
 

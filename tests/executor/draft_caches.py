@@ -22,8 +22,8 @@ from tllm_spec.executor.speculative.drafting.draft_net import (
     HeadNet,
 )
 from tllm_spec.executor.speculative.drafting.external_nets import ExternalHeadNet
-from tllm_spec.executor.speculative.drafting.match_or_network import MatchOrNetwork
 from tllm_spec.executor.speculative.drafting.network_drafter import NetworkDrafter
+from tllm_spec.executor.speculative.drafting.suffix_match import MatchOrNetwork
 from tllm_spec.kernels.sampling.gumbel import gumbel_noise
 from tllm_spec.models.draft_head import Masks
 

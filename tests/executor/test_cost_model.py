@@ -3,12 +3,12 @@
 import pytest
 
 from tests.executor.played_rounds import LADDER, LinearTimes, controller, play, settled
-from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
-from tllm_spec.executor.speculative.draft_length.decisions import ObservedRound
-from tllm_spec.executor.speculative.draft_length.draft_len_table import (
+from tllm_spec.executor.speculative.draft_length.adaptive import (
     AcceptanceGate,
+    AdaptiveController,
     DraftLenTable,
 )
+from tllm_spec.executor.speculative.draft_length.decisions import ObservedRound
 
 
 @pytest.mark.parametrize(("num_accepted", "expected"), [(0, 0), (1, 1), (2, 2), (3, 3)])

@@ -5,12 +5,12 @@ from itertools import pairwise
 
 import pytest
 
-from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
-from tllm_spec.executor.speculative.draft_length.decisions import ObservedRound
-from tllm_spec.executor.speculative.draft_length.draft_len_table import (
+from tllm_spec.executor.speculative.draft_length.adaptive import (
     AcceptanceGate,
+    AdaptiveController,
     DraftLenTable,
 )
+from tllm_spec.executor.speculative.draft_length.decisions import ObservedRound
 
 ROUNDS = 4000
 

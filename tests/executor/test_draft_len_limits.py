@@ -4,14 +4,14 @@ import pytest
 
 from tllm_spec.config.draft_len_schedule import draft_len_table
 from tllm_spec.config.speculative_config import UserProvidedDecodingConfig
-from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
-from tllm_spec.executor.speculative.draft_length.decisions import ObservedRound
-from tllm_spec.executor.speculative.draft_length.draft_len_table import (
+from tllm_spec.executor.speculative.draft_length.adaptive import (
     CLOSED_WINDOWS,
     NO_LIMIT,
     AcceptanceGate,
+    AdaptiveController,
     DraftLenTable,
 )
+from tllm_spec.executor.speculative.draft_length.decisions import ObservedRound
 
 
 def test_the_entry_of_the_largest_key_not_above_the_batch_size_holds() -> None:

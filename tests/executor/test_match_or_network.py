@@ -28,7 +28,7 @@ from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.executor.building.memory import reserved_bytes
 from tllm_spec.executor.building.plan import BuildPlan
 from tllm_spec.executor.request import LlmRequest, RequestState
-from tllm_spec.executor.speculative.drafting.match_or_network import MatchOrNetwork
+from tllm_spec.executor.speculative.drafting.suffix_match import MatchOrNetwork
 from tllm_spec.kernels.drafts.draft_sources import MATCH, NETWORK
 
 OVERLAPPING = ["draft_target", "eagle3", "eagle3_two_model", "eagle3_sa_tree"]

@@ -14,8 +14,7 @@ from tllm_spec.executor.device.transfer import to_device
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.interface import ResourceManager
 from tllm_spec.executor.resources.slot_state import SlotState
-from tllm_spec.executor.speculative.drafting.drafter import Drafter
-from tllm_spec.executor.speculative.drafting.ready_drafts import improve, send_chains
+from tllm_spec.executor.speculative.drafting.drafter import Drafter, improve, send_chains
 from tllm_spec.grammar.grammar_state import GrammarState
 from tllm_spec.kernels.drafts.draft_layout import MAX_NODES
 from tllm_spec.kernels.slots.accept import DraftTree

@@ -25,7 +25,6 @@ from tllm_spec.executor.resources.kv_cache import ROUNDS_AHEAD, KVCacheManager
 from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.sampling.draft_sampling import DraftSampling
 from tllm_spec.executor.sampling.row_group import RowGroup, RowGroups
-from tllm_spec.executor.speculative.drafting.draft_backlog import Missed, missed_by, read_missed
 from tllm_spec.executor.speculative.drafting.draft_net import DraftNet
 from tllm_spec.executor.speculative.drafting.drafter import (
     ContextResult,
@@ -38,7 +37,8 @@ from tllm_spec.executor.speculative.drafting.drafting_steps import (
     TreeDrafting,
     with_masks,
 )
-from tllm_spec.executor.speculative.drafting.match_or_network import DraftChoice
+from tllm_spec.executor.speculative.drafting.network_drafter import Missed, missed_by, read_missed
+from tllm_spec.executor.speculative.drafting.suffix_match import DraftChoice
 from tllm_spec.kernels.slots.accept import Drafts
 from tllm_spec.kernels.slots.row_copies import gather_rows
 
