@@ -30,11 +30,7 @@ from tllm_spec.executor.speculative.drafting.heads import DraftPlan
 from tllm_spec.executor.speculative.drafting.host_drafter import HostDrafter, HostTreeDrafter
 from tllm_spec.executor.speculative.drafting.model_drafter import DraftKVManager, ModelDrafter
 from tllm_spec.executor.speculative.drafting.network_drafter import DraftBacklog, NetworkDrafter
-from tllm_spec.executor.speculative.drafting.suffix_match import (
-    DraftChoice,
-    MatchOrNetwork,
-    SuffixMatch,
-)
+from tllm_spec.executor.speculative.drafting.suffix_match import DraftChoice, SuffixMatch
 from tllm_spec.models.draft_kind import ACCEPTED, HeadKind
 
 
@@ -119,16 +115,12 @@ def _build_network(config: DecodingBaseConfig, around: Surroundings) -> Speculat
     if match is not None:
         assert isinstance(config, MatchedDraftsConfig) and config.sa_config is not None
         choice = DraftChoice(match, slots, config.sa_config.threshold)
-    drafter: Drafter
     if kv is not None:
         groups, max_num_tokens = around.sampler.groups, around.max_num_tokens
-        drafter = ModelDrafter(net, kv, slots, groups, sampling, max_num_tokens, choice)
-        return Speculation(drafter, [kv, *_shared_texts(match)])
+        model = ModelDrafter(net, kv, slots, groups, sampling, max_num_tokens, choice)
+        return Speculation(model, [kv, *_shared_texts(match)])
     backlog = DraftBacklog(net, slots, around.max_num_tokens)
-    parts = net, slots, sampling, backlog, draft.when
-    drafter = network = NetworkDrafter(*parts, scores_trees=choice is not None)
-    if choice is not None:
-        drafter = MatchOrNetwork(network, choice)
+    drafter = NetworkDrafter(net, slots, sampling, backlog, draft.when, choice)
     # Forced text has no draft probabilities to accept against.
     drafter.knows_forced_text = not config.use_rejection_sampling
     return Speculation(drafter, _shared_texts(match))

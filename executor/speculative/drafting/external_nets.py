@@ -19,23 +19,19 @@ class ExternalModelNet(CausalNet):
     """A draft model whose states are its logits. A forward returns those after the last token of
     each window, in the model's dtype."""
 
-    has_one_layer = False
     reads_whole_windows = True
 
     def __init__(
         self, draft: ExternalDraft, pool: KVPool, rows: RowBuilder, input_vocab_size: int
     ) -> None:
-        self.rows, self.vocab_size = rows, draft.num_logits
-        self._last_token_id = draft.config.vocab_size - 1
-        self._clamps = input_vocab_size > draft.config.vocab_size
-        self._paged, self._dtype = PagedNetwork(draft.network, pool, rows), draft.dtype
+        super().__init__(None, draft, input_vocab_size)
+        self.rows, self._dtype = rows, draft.dtype
+        self._paged = PagedNetwork(draft.network, pool, rows)
+        self.compute_logits = lambda state: state
 
     @property
     def may_be_captured(self) -> bool:
         return self._paged.may_be_captured
-
-    def compute_logits(self, state: torch.Tensor) -> torch.Tensor:
-        return state
 
     def forward(
         self,
@@ -71,10 +67,8 @@ class ExternalHeadNet(HeadNet):
         super().__init__(None, draft.head, spec)
         self.pool, self.rows = pool, rows
         self._paged = PagedNetwork(draft.network, pool, rows)
-        self._size = draft.config.hidden_size
-
-    def compute_logits(self, state: torch.Tensor) -> torch.Tensor:
-        return state[:, self._size :]
+        size = self._size = draft.config.hidden_size
+        self.compute_logits = lambda state: state[:, size:]
 
     def forward(
         self,
@@ -90,9 +84,8 @@ class ExternalHeadNet(HeadNet):
         num_before = sum(len(chunk.tokens) for chunk in chunks)
         if state is None:
             num_rows = num_before + (0 if windows is None else windows.token_ids.numel())
-            captured = self.captured(num_rows)
-            assert captured is not None
-            state = self.fuse(captured)
+            assert self.spec is not None
+            state = self.fuse(self.spec.captured(num_rows))
         states = state[:, : self._size]
         found = self._read(chunks, states, patched)
         if windows is not None:

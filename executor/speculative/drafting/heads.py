@@ -12,15 +12,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from tllm_spec.attention.interface import SpecMetadata, default_capture_layers
+from tllm_spec.attention.interface import ForwardContext, default_capture_layers
 from tllm_spec.config.engine_config import KVCacheType
 from tllm_spec.config.speculative_config import DecodingBaseConfig, DraftBackend
-from tllm_spec.executor.engine.attention_groups import AttentionGroups, SinkWindow
+from tllm_spec.executor.engine.attention_groups import SinkWindow
 from tllm_spec.executor.speculative.drafting.draft_net import (
-    DFlashNet,
-    DraftNet,
-    HeadNet,
-    NextnNet,
+    HeadForward,
+    read_step,
 )
 from tllm_spec.executor.speculative.drafting.drafter import When
 from tllm_spec.models.causal_lm import CausalLM
@@ -151,16 +149,17 @@ class Head:
     that it reads, by the plan, that configuration and how many layers there are; this number stands
     for the final norm. load: from a source, with the configuration and the number of these layers.
     blank: for a blank target of a device, with the same; it has the weights that are not the
-    target's, as far as config.json tells of them. net: the head over KV pages. All raise ValueError
-    for what is not served.
+    target's, as far as config.json tells of them. All raise ValueError for what is not served.
 
-    rows_before: see `DraftPlan`. runs_outside: its layers can be a network outside torch."""
+    forward, fills_in: see `DraftNet`. rows_before: see `DraftPlan`. runs_outside: its layers can be
+    a network outside torch."""
 
     read_config: Callable[[DraftPlan, Path], Any]
     layers: Callable[[DraftPlan, Any, int], tuple[int, ...]]
     load: Callable[[DraftPlan, HeadSource, Any, int], DraftHead | NextnModules]
     blank: Callable[[DraftPlan, CausalLM, Any, int, torch.device], nn.Module]
-    net: Callable[[AttentionGroups, Any, SpecMetadata], DraftNet]
+    forward: HeadForward = read_step
+    fills_in: bool = False
     rows_before: int = 0
     runs_outside: bool = False
 
@@ -235,6 +234,22 @@ def _blank_with_layers(
     return make(own, target, num_captured, 1, _placement_of(target), own.own_modules)
 
 
+def _read_or_fill_in(
+    head: DFlashHead,
+    token_ids: torch.Tensor,
+    positions: torch.Tensor,
+    state: torch.Tensor,
+    context: ForwardContext,
+    step: int,
+) -> torch.Tensor:
+    """Step 0 writes the keys and values of the text, and step 1 fills in a block. An entry depends
+    on nothing after its own position; it is read and reused as an EAGLE head's."""
+    if step:
+        return head.fill_in(token_ids, positions, context)
+    head.write_context(positions, state, context)
+    return state[:0]
+
+
 def _load_modules(
     plan: DraftPlan, source: HeadSource, config: None, num_captured: int
 ) -> NextnModules:
@@ -286,14 +301,12 @@ HEADS: Mapping[HeadKind, Head] = {
         layers=lambda _, __, num_layers: (num_layers,),
         load=lambda _, source, *__: load_eagle_head(source),
         blank=_blank_eagle,
-        net=HeadNet,
     ),
     "EAGLE-3": Head(
         read_config=lambda _, folder: Eagle3Config.from_pretrained(folder),
         layers=_eagle3_layers,
         load=lambda _, source, __, num_captured: load_eagle3_head(source, num_captured),
         blank=partial(_blank_with_layers, Eagle3Head),
-        net=HeadNet,
         runs_outside=True,
     ),
     "DFlash": Head(
@@ -301,7 +314,8 @@ HEADS: Mapping[HeadKind, Head] = {
         layers=_dflash_layers,
         load=lambda _, *parts: load_dflash_head(*parts),
         blank=partial(_blank_with_layers, DFlashHead),
-        net=DFlashNet,
+        forward=_read_or_fill_in,
+        fills_in=True,
         rows_before=2,
     ),
     "MTP": Head(
@@ -309,6 +323,6 @@ HEADS: Mapping[HeadKind, Head] = {
         layers=lambda _, __, num_layers: (num_layers,),
         load=_load_modules,
         blank=_blank_modules,
-        net=NextnNet,
+        forward=NextnModules.predict,
     ),
 }

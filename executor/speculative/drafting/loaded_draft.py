@@ -11,7 +11,7 @@ from tllm_spec.attention.interface import SpecMetadata
 from tllm_spec.distributed.communicator import Communicator
 from tllm_spec.draft_network.network import ExternalDraft
 from tllm_spec.executor.engine.attention_groups import AttentionGroups
-from tllm_spec.executor.speculative.drafting.draft_net import CausalNet, DraftNet
+from tllm_spec.executor.speculative.drafting.draft_net import CausalNet, DraftNet, HeadNet
 from tllm_spec.executor.speculative.drafting.heads import (
     HEADS,
     DraftPlan,
@@ -65,8 +65,10 @@ class LoadedDraft:
     def net(self, attention: AttentionGroups, vocab_size: int) -> DraftNet:
         """A network in torch on the pages of `attention`; `vocab_size` is the target's."""
         if self.kind is not None:
-            assert self.spec is not None
-            return HEADS[self.kind].net(attention, self.model, self.spec)
+            assert self.spec is not None and isinstance(self.model, DraftHead | NextnModules)
+            row = HEADS[self.kind]
+            parts = attention, self.model, self.spec, row.forward
+            return HeadNet(*parts, fills_in=row.fills_in)
         assert isinstance(self.model, CausalLM)
         return CausalNet(attention, self.model, vocab_size, mask_token(self.plan))
 

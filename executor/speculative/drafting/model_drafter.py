@@ -33,13 +33,11 @@ from tllm_spec.executor.speculative.drafting.drafter import (
     WindowResult,
 )
 from tllm_spec.executor.speculative.drafting.drafting_steps import (
-    ChainDrafting,
-    TreeDrafting,
+    DraftSteps,
     with_masks,
 )
 from tllm_spec.executor.speculative.drafting.network_drafter import Missed, missed_by, read_missed
 from tllm_spec.executor.speculative.drafting.suffix_match import DraftChoice
-from tllm_spec.kernels.slots.accept import Drafts
 from tllm_spec.kernels.slots.row_copies import gather_rows
 
 # The KV cache of a draft model with pages of its own (two-model path).
@@ -153,9 +151,7 @@ class ModelDrafter(Drafter):
         self._groups = groups
         self._max_num_tokens = max_num_tokens
         self._choice = choice
-        self._chains = ChainDrafting(net, slots, sampling)
-        with_scores = choice is not None
-        self._trees = TreeDrafting(net, sampling, slots.device, with_scores=with_scores)
+        self._steps = DraftSteps(net, slots, sampling, choice)
         # Whether accepted tokens may be others than the draft cache has.
         rereads = choice is not None or slots.shapes.has_trees or net.masks is not None
         self._runs = LatestRuns(slots) if rereads else None
@@ -210,7 +206,7 @@ class ModelDrafter(Drafter):
             self._choice.read(contexts, windows, group)
 
     def draft_probs(self, group: RowGroup) -> torch.Tensor | None:
-        return self._chains.probs(group)
+        return self._steps.probs(group)
 
     def state(self) -> Mapping[str, Any]:
         return {} if self._choice is None else self._choice.state()
@@ -277,20 +273,11 @@ class ModelDrafter(Drafter):
     def _draft(self, group: RowGroup, shape: DraftShape, longest: int) -> None:
         """Writes drafts into the windows of the group's slots. longest: bound of their tokens."""
         kv_lens = gather_rows(self._slots.kv_lens, group.slots)
-        drafts: Drafts
         if self._net.masks is not None:
             states = self._read_with_masks(group.slots, kv_lens, longest, shape.depth)
-            if shape.is_tree:
-                drafts = self._trees.draft_block(group, shape, kv_lens, states)
-            else:
-                drafts = self._chains.draft_block(group, shape, kv_lens, states)
         else:
-            state = self._read_latest(group.slots, kv_lens, longest)
-            drafting = self._trees if shape.is_tree else self._chains
-            drafts = drafting.draft(group, shape, kv_lens, state, longest)
-        if self._choice is not None:
-            drafts = self._choice.choose(drafts, group, shape)
-        self._slots.write(group.slots, drafts)
+            states = self._read_latest(group.slots, kv_lens, longest)
+        self._slots.write(group.slots, self._steps.draft(group, shape, kv_lens, states, longest))
 
     def _read_with_masks(
         self, slot_ids: torch.Tensor, kv_lens: torch.Tensor, longest: int, num_drafts: int

@@ -5,7 +5,7 @@ The network's layers are extra layers of the target's pages: they share block ta
 numbers, so pages, rewinds and prefix reuse need no bookkeeping of their own. Draft rows of rejected
 tokens are overwritten by the next round."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import inf
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -30,12 +30,12 @@ from tllm_spec.executor.speculative.drafting.drafter import (
     WindowResult,
 )
 from tllm_spec.executor.speculative.drafting.drafting_steps import (
-    ChainDrafting,
-    TreeDrafting,
+    DraftSteps,
     fill_in,
     read_masks,
     with_masks,
 )
+from tllm_spec.executor.speculative.drafting.suffix_match import DraftChoice
 from tllm_spec.kernels.slots.accept import Drafts
 from tllm_spec.kernels.slots.row_copies import Rings, gather_rows, store_in_rings
 
@@ -112,7 +112,7 @@ class DraftBacklog:
     `inf` for a network that reads tokens only."""
 
     def __init__(self, net: DraftNet, slots: SlotState, max_num_tokens: int) -> None:
-        self.max_unread = inf if net.reads_tokens_only else BACKLOG_LEN
+        self.max_unread = inf if net.spec is None else BACKLOG_LEN
         self.max_requests = max(1, max_num_tokens // BACKLOG_LEN)
         self._max_num_tokens = max_num_tokens
         self._net = net
@@ -217,7 +217,7 @@ class DraftBacklog:
 class NetworkDrafter(Drafter):
     """Drafts chains or trees with a network, in the graph of a round (one-model path) or in its
     tail (two-model path). What a round of draft length 0 leaves for the network to read goes to the
-    `backlog`. scores_trees: trees come with `DraftTree.scores`."""
+    `backlog`. choice: adds drafts of matches in the text; None: there are none."""
 
     def __init__(
         self,
@@ -226,15 +226,14 @@ class NetworkDrafter(Drafter):
         sampling: DraftSampling,
         backlog: DraftBacklog,
         when: When,
-        *,
-        scores_trees: bool = False,
+        choice: DraftChoice | None = None,
     ) -> None:
         self.net, self.reads_whole_windows = net, net.reads_whole_windows
         self.when = when
         self._backlog = backlog
         self._slots = slots
-        self._chains = ChainDrafting(net, slots, sampling)
-        self._trees = TreeDrafting(net, sampling, slots.device, with_scores=scores_trees)
+        self._choice = choice
+        self._steps = DraftSteps(net, slots, sampling, choice)
         self._no_rows = torch.empty(0, dtype=torch.int64, device=slots.device)
         # Kept, because making them is a launch.
         num_rows = len(slots.kv_lens) * slots.shapes.longest.path
@@ -253,7 +252,10 @@ class NetworkDrafter(Drafter):
         self._backlog.capture_graphs(rounds, keys)
 
     def draft_probs(self, group: RowGroup) -> torch.Tensor | None:
-        return self._chains.probs(group)
+        return self._steps.probs(group)
+
+    def state(self) -> Mapping[str, Any]:
+        return {} if self._choice is None else self._choice.state()
 
     def propose(
         self,
@@ -264,6 +266,8 @@ class NetworkDrafter(Drafter):
     ) -> Drafts | None:
         """Reads what the target has read, and drafts. With NO_DRAFTS it only reads, and windows of
         one token go to the backlog instead."""
+        if self._choice is not None:
+            self._choice.read(contexts, windows, group)
         if windows is not None and windows.shape == NO_DRAFTS and shape == NO_DRAFTS:
             first_row = sum(len(chunk.tokens) for chunk in contexts.chunks) if contexts else 0
             self._backlog.store(windows.windows, windows.sampled.new_tokens[:, 0], first_row)
@@ -271,40 +275,39 @@ class NetworkDrafter(Drafter):
                 return None
             windows = None
         is_drafting = shape != NO_DRAFTS and len(group.slots) > 0
-        if self.net.masks is not None and is_drafting:
-            return self._propose_block(contexts, windows, group, shape)
-        state, bound = self._catch_up(contexts, windows, is_drafting)
         if not is_drafting:
+            self._catch_up(contexts, windows, is_drafting)
             return None
-        drafting = self._trees if shape.is_tree else self._chains
         kv_lens = gather_rows(self._slots.kv_lens, group.slots)
-        return drafting.draft(group, shape, kv_lens, state, bound)
+        states, bound = self._states(contexts, windows, group.slots, kv_lens, shape.depth)
+        return self._steps.draft(group, shape, kv_lens, states, bound)
 
-    def _propose_block(
+    def _states(
         self,
         contexts: ContextResult | None,
         windows: WindowResult | None,
-        group: RowGroup,
-        shape: DraftShape,
-    ) -> Drafts:
-        """All drafts come from one forward, which reads what was emitted, too. With contexts or
-        parts of windows, and where mask rows fill in, they have a forward of their own."""
-        kv_lens = gather_rows(self._slots.kv_lens, group.slots)
-        if self.net.fills_in:
+        slot_ids: torch.Tensor,
+        kv_lens: torch.Tensor,
+        num_drafts: int,
+    ) -> tuple[torch.Tensor, int]:
+        """Reads what was emitted. Returns the states that `DraftSteps.draft` takes, and a bound of
+        the KV lengths. All drafts at once come from one forward, which reads what was emitted, too.
+        With contexts or parts of windows, and where mask rows fill in, they have a forward of their
+        own."""
+        net = self.net
+        if net.masks is None:
+            return self._catch_up(contexts, windows, True)
+        if net.fills_in:
             _, bound = self._catch_up(contexts, windows, False)
-            newest = gather_rows(self._slots.window[:, 0], group.slots)
-            parts = self.net, group.slots, kv_lens, newest
-            states = fill_in(*parts, shape.depth, bound)
-        elif contexts is None and windows is not None and windows.windows.rows.offsets is None:
-            states = self._read_with_masks(windows, shape.depth)
-        else:
-            states, bound = self._catch_up(contexts, windows, True)
-            if num_masks := shape.depth - 1:
-                later = read_masks(self.net, group.slots, kv_lens, num_masks, bound)
-                states = torch.cat((states, later))
-        if shape.is_tree:
-            return self._trees.draft_block(group, shape, kv_lens, states)
-        return self._chains.draft_block(group, shape, kv_lens, states)
+            newest = gather_rows(self._slots.window[:, 0], slot_ids)
+            return fill_in(net, slot_ids, kv_lens, newest, num_drafts, bound), bound
+        if contexts is None and windows is not None and windows.windows.rows.offsets is None:
+            return self._read_with_masks(windows, num_drafts), 0
+        states, bound = self._catch_up(contexts, windows, True)
+        if num_masks := num_drafts - 1:
+            later = read_masks(net, slot_ids, kv_lens, num_masks, bound)
+            states = torch.cat((states, later))
+        return states, bound
 
     def _read_with_masks(self, windows: WindowResult, num_drafts: int) -> torch.Tensor:
         """Reads what windows have emitted, with mask rows after it. Returns the states that drafts

@@ -6,7 +6,7 @@ The host sends a text when its context ends; each round adds what it emitted."""
 
 import json
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,8 @@ import torch
 from tllm_spec.config.draft_shape import NO_DRAFTS, DraftShape
 from tllm_spec.config.option_checks import check_text
 from tllm_spec.config.text_search import SHARED_WIDTH, CorpusFile, TextSearch
-from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.device.transfer import to_device
-from tllm_spec.executor.graphs.slot_graphs import GraphKey, SlotGraphs
-from tllm_spec.executor.resources.interface import NO_SALT, ResourceManager, SharedTexts
+from tllm_spec.executor.resources.interface import NO_SALT, SharedTexts
 from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.sampling.row_group import RowGroup
 from tllm_spec.executor.speculative.drafting.drafter import (
@@ -27,7 +25,6 @@ from tllm_spec.executor.speculative.drafting.drafter import (
     When,
     WindowResult,
 )
-from tllm_spec.executor.speculative.drafting.network_drafter import NetworkDrafter
 from tllm_spec.kernels.drafts.draft_sources import (
     MATCH,
     NETWORK,
@@ -189,8 +186,8 @@ class SuffixMatch(Drafter):
         append_tokens(texts, slots[: len(tokens)], self._slots.kv_lens, tokens, lens)
 
 
-# Drafts from two drafters: a draft network, and the match of the text's end. Of chains each
-# request has the one of which more is expected to be accepted; a tree has the likeliest of both.
+# Drafts from two sources: a draft network, and the match of the text's end. Of chains each request
+# has the one of which more is expected to be accepted; a tree has the likeliest of both.
 
 
 NETWORK_RATE = 0.6  # of drafts that are right, before any was seen
@@ -263,36 +260,3 @@ class DraftChoice:
             for name, source in (("network", NETWORK), ("match", MATCH))
         }
         return {"draft_sources": by_source}
-
-
-class MatchOrNetwork(Drafter):
-    """Both drafters see every round, so that the network's KV misses nothing."""
-
-    def __init__(self, network: NetworkDrafter, choice: DraftChoice) -> None:
-        self.network, self.choice = network, choice
-        self.when, self.reads_whole_windows = network.when, network.reads_whole_windows
-
-    def prepare_draft_tokens(
-        self, scheduled_requests: ScheduledBatch, resource_manager: ResourceManager | None = None
-    ) -> None:
-        self.network.prepare_draft_tokens(scheduled_requests)
-
-    def propose(
-        self,
-        contexts: ContextResult | None,
-        windows: WindowResult | None,
-        group: RowGroup,
-        shape: DraftShape,
-    ) -> Drafts | None:
-        drafts = self.network.propose(contexts, windows, group, shape)
-        self.choice.read(contexts, windows, group)
-        return None if drafts is None else self.choice.choose(drafts, group, shape)
-
-    def launched(self, batch: ScheduledBatch) -> None:
-        self.network.launched(batch)
-
-    def capture_graphs(self, rounds: SlotGraphs[Any], keys: Iterable[GraphKey]) -> None:
-        self.network.capture_graphs(rounds, keys)
-
-    def state(self) -> Mapping[str, Any]:
-        return self.choice.state()
