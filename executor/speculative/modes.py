@@ -27,7 +27,7 @@ from tllm_spec.executor.sampling.sharded_sampler import draft_sampling_of
 from tllm_spec.executor.speculative.drafting.draft_net import DraftNet
 from tllm_spec.executor.speculative.drafting.drafter import Drafter, When
 from tllm_spec.executor.speculative.drafting.heads import DraftPlan
-from tllm_spec.executor.speculative.drafting.host_drafter import HostDrafter, HostTreeDrafter
+from tllm_spec.executor.speculative.drafting.host_drafter import HostDrafter
 from tllm_spec.executor.speculative.drafting.model_drafter import DraftKVManager, ModelDrafter
 from tllm_spec.executor.speculative.drafting.network_drafter import DraftBacklog, NetworkDrafter
 from tllm_spec.executor.speculative.drafting.suffix_match import DraftChoice, SuffixMatch
@@ -102,8 +102,7 @@ def _build_user_provided(config: DecodingBaseConfig, around: Surroundings) -> Sp
             f"resource_manager = {manager!r}: {type(drafter).__name__} needs a "
             f"{import_path_of(drafter.needed_manager)}"
         )
-    parts = drafter, manager, around.slots, around.sampler.state.vocab_size
-    host = HostTreeDrafter(*parts) if around.slots.shapes.has_trees else HostDrafter(*parts)
+    host = HostDrafter(drafter, manager, around.slots, around.sampler.state.vocab_size)
     return Speculation(host, [] if manager is None else [manager], causes=HOST_CAUSES)
 
 
