@@ -53,18 +53,55 @@ CONTEXT_SHARE = 4
 CLOSED_WINDOWS = 99
 
 
-class AcceptanceGate:
-    """Closes when the share of accepted drafts over the last `window_size` rounds with drafts is
-    below `threshold`. TensorRT-LLM never opens it again; here it opens for one window in 100."""
+class DraftLenTable:
+    """The largest tier that a round may have. by_batch_size: see `draft_len_table`.
+    max_num_tokens: rows of a forward. All windows of a round fit into it; in batches below
+    `max_batch_size` they leave room for contexts. tier_within: the last tier whose windows, and
+    those of all before it, have at most so many rows.
 
-    def __init__(self, threshold: float, window_size: int) -> None:
-        self._threshold, self._window_size = threshold, window_size
-        self._window: deque[tuple[int, int]] = deque(maxlen=window_size)
+    gate: a threshold and a number of rounds. It closes when the share of accepted drafts over the
+    last so many rounds with drafts is below the threshold. TensorRT-LLM never opens it again; here
+    it opens for one window of rounds in 100. None: it never closes."""
+
+    def __init__(
+        self,
+        by_batch_size: Mapping[int, int] = MappingProxyType({}),
+        *,
+        gate: tuple[float, int] | None = None,
+        max_num_tokens: int = NO_LIMIT,
+        max_batch_size: int = 0,
+        tier_within: Callable[[int], int] = lambda num_rows: max(0, num_rows - 1),
+    ) -> None:
+        self._rows = sorted(by_batch_size.items())
+        self._max_num_tokens, self._max_batch_size = max_num_tokens, max_batch_size
+        self._tier_within = tier_within
+        self._most: dict[int, int] = {}  # by batch size: results of `max_tier_open`
+        self.has_gate, (self._threshold, self._window_size) = gate is not None, gate or (0.0, 0)
+        self._window: deque[tuple[int, int]] = deque(maxlen=self._window_size)
         self._closed_rounds = 0
 
     @property
     def is_closed(self) -> bool:
+        """Whether the gate is."""
         return self._closed_rounds > 0
+
+    def max_tier(self, batch_size: int) -> int:
+        """The largest tier of a round with `batch_size` generating requests."""
+        return 0 if self._closed_rounds else self.max_tier_open(batch_size)
+
+    def max_tier_open(self, batch_size: int) -> int:
+        """The same while the gate is open."""
+        most = self._most.get(batch_size)
+        if most is None:
+            room = NO_LIMIT
+            if self._max_num_tokens != NO_LIMIT:
+                rows = self._max_num_tokens
+                if batch_size < self._max_batch_size:
+                    rows = rows_with_contexts(rows)
+                room = self._tier_within(rows // batch_size)
+            found = [most for size, most in self._rows if size <= batch_size]
+            most = self._most[batch_size] = min([room, *found[-1:]])
+        return most
 
     def observe(self, num_accepted: Sequence[int], num_drafted: int) -> None:
         """num_drafted: drafts of the whole round. Rounds without drafts count only while the gate
@@ -73,77 +110,22 @@ class AcceptanceGate:
             self._closed_rounds -= 1  # includes rounds that were in flight when the gate closed
             if not self._closed_rounds:
                 logger.info("acceptance gate: opens for %d rounds of drafts", self._window_size)
-        elif num_drafted:
+        elif num_drafted and self.has_gate:
             self._window.append((sum(num_accepted), num_drafted))
             if len(self._window) == self._window_size and self.rate < self._threshold:
                 logger.info(
                     "acceptance gate: closes; acceptance rate %.3f of %d rounds is below %g",
-                    self.rate,
-                    self._window_size,
-                    self._threshold,
+                    *(self.rate, self._window_size, self._threshold),
                 )
                 self._closed_rounds = CLOSED_WINDOWS * self._window_size
                 self._window.clear()
 
     @property
     def rate(self) -> float:
-        """Accepted drafts / drafts in the window; 0 when it is empty."""
+        """Accepted drafts / drafts in the gate's window; 0 when it is empty."""
         return sum(accepted for accepted, _ in self._window) / max(
             1, sum(drafted for _, drafted in self._window)
         )
-
-
-class DraftLenTable:
-    """The largest tier that a round may have. by_batch_size: see `draft_len_table`.
-    max_num_tokens: rows of a forward. All windows of a round fit into it; in batches below
-    `max_batch_size` they leave room for contexts. tier_within: the last tier whose windows, and
-    those of all before it, have at most so many rows."""
-
-    def __init__(
-        self,
-        by_batch_size: Mapping[int, int] = MappingProxyType({}),
-        *,
-        gate: AcceptanceGate | None = None,
-        max_num_tokens: int = NO_LIMIT,
-        max_batch_size: int = 0,
-        tier_within: Callable[[int], int] = lambda num_rows: max(0, num_rows - 1),
-    ) -> None:
-        self._rows = sorted(by_batch_size.items())
-        self._gate = gate
-        self._max_num_tokens, self._max_batch_size = max_num_tokens, max_batch_size
-        self._tier_within = tier_within
-        self._most: dict[int, int] = {}  # by batch size: results of `max_tier_open`
-
-    def max_tier(self, batch_size: int) -> int:
-        """The largest tier of a round with `batch_size` generating requests."""
-        if self._gate is not None and self._gate.is_closed:
-            return 0
-        return self.max_tier_open(batch_size)
-
-    def max_tier_open(self, batch_size: int) -> int:
-        """The same while the gate is open."""
-        most = self._most.get(batch_size)
-        if most is None:
-            most = self._most[batch_size] = self._find_most(batch_size)
-        return most
-
-    def _find_most(self, batch_size: int) -> int:
-        room = NO_LIMIT
-        if self._max_num_tokens != NO_LIMIT:
-            rows = self._max_num_tokens
-            if batch_size < self._max_batch_size:
-                rows = rows_with_contexts(rows)
-            room = self._tier_within(rows // batch_size)
-        found = [most for size, most in self._rows if size <= batch_size]
-        return min([room, *found[-1:]])
-
-    def observe(self, num_accepted: Sequence[int], num_drafted: int) -> None:
-        if self._gate is not None:
-            self._gate.observe(num_accepted, num_drafted)
-
-    @property
-    def has_gate(self) -> bool:
-        return self._gate is not None
 
     @property
     def reachable(self) -> set[int]:
@@ -151,12 +133,9 @@ class DraftLenTable:
         return {most for _, most in self._rows} | ({0} if self.has_gate else set())
 
     def state(self) -> dict[str, Any]:
-        gate = self._gate and {
-            "is_closed": self._gate.is_closed,
-            "acceptance_rate": round(self._gate.rate, 4),
-        }
+        gate = {"is_closed": self.is_closed, "acceptance_rate": round(self.rate, 4)}
         schedule = {size: most for size, most in self._rows if size}
-        return {"draft_len_schedule": schedule or None, "gate": gate}
+        return {"draft_len_schedule": schedule or None, "gate": gate if self.has_gate else None}
 
 
 def rows_with_contexts(max_num_tokens: int) -> int:
@@ -201,7 +180,9 @@ class AdaptiveController:
         name: Callable[[int], int | str] = lambda tier: tier,
     ) -> None:
         """buckets: none where every round has the longest drafts of the table. tiers: of their
-        slots. name: of a tier, for people."""
+        slots. name: of a tier, for people. `knows_contexts`: whether context lengths matter to
+        what it decides."""
+        self.knows_contexts = len(buckets) > 1
         self._table, self._buckets, self.context_len = table or DraftLenTable(), buckets, 0
         self._context_lens = [bucket.context_len for bucket in buckets]
         self._bounds = [slot.lower_bound for slot in buckets[0].slots] if buckets else []
@@ -262,11 +243,6 @@ class AdaptiveController:
         """Every round has this tier."""
         return cls(DraftLenTable({0: tier}))
 
-    @property
-    def knows_contexts(self) -> bool:
-        """Whether context lengths matter to what it decides."""
-        return len(self._buckets) > 1
-
     def note_context(self, context_len: int) -> None:
         """Average tokens of the requests that `tier_for` is asked about next. A small change does
         not count: requests that come and go around a bound would switch the tier, and a round
@@ -277,21 +253,25 @@ class AdaptiveController:
     def tier_for(self, batch_size: int) -> int:
         """The tier of a round of `batch_size` generating requests; 0 = plain decoding."""
         most = self._table.max_tier(batch_size)
+        if not self._buckets:
+            return most
         padded, slot = self._slot_at(batch_size, self.context_len)
-        return slot.tier_for(padded, most) if slot else most
+        return slot.tier_for(padded, most)
 
     def tiers_at(self, batch_size: int) -> set[int]:
         """All that `tier_for` may ever answer."""
-        most = self._table.max_tier_open(batch_size)
-        padded, slot = self._slot_at(batch_size, 0)
-        tiers = slot.reachable(padded, most) if slot else {most}
+        tiers = {self._table.max_tier_open(batch_size)}
+        if self._buckets:
+            padded, slot = self._slot_at(batch_size, 0)
+            tiers = slot.reachable(padded, *tiers)
         return tiers | {0} if self._table.has_gate else tiers
 
     def observe(self, observed: ObservedRound) -> bool:
         """Whether the tier changed for this batch size."""
         batch_size, num_drafted = observed.batch_size, observed.num_drafted
-        max_tier = self._table.max_tier(batch_size)
-        padded, slot = self._slot_at(batch_size, observed.context_len)
+        max_tier, padded, slot = self._table.max_tier(batch_size), batch_size, None
+        if self._buckets:
+            padded, slot = self._slot_at(batch_size, observed.context_len)
         if num_drafted is None:
             tier = observed.verified_tier
             if tier is None:
@@ -312,10 +292,8 @@ class AdaptiveController:
         row = self._buckets[0].times.row(padded)
         return {str(self._name(tier)): seconds for tier, seconds in row.items()}
 
-    def _slot_at(self, batch_size: int, context_len: int) -> tuple[int, TierPolicy | None]:
-        """The padded batch size and its slot, if there are slots."""
-        if not self._buckets:
-            return batch_size, None
+    def _slot_at(self, batch_size: int, context_len: int) -> tuple[int, TierPolicy]:
+        """The padded batch size and its slot."""
         bucket = self._buckets[bisect_right(self._context_lens, context_len) - 1]
         if (found := bucket.slot_of.get(batch_size)) is not None:
             return found
@@ -368,7 +346,7 @@ def controller_for(
         return AdaptiveController.fixed(0)
     gate = None
     if spec.acceptance_rate_threshold is not None and spec.acceptance_rate_window_size is not None:
-        gate = AcceptanceGate(spec.acceptance_rate_threshold, spec.acceptance_rate_window_size)
+        gate = spec.acceptance_rate_threshold, spec.acceptance_rate_window_size
     fixed = spec.max_draft_len if spec.adaptive is None else None
     table = DraftLenTable(
         draft_len_table(fixed, spec.draft_len_schedule, spec.max_concurrency),

@@ -113,6 +113,13 @@ class Drafter:
     knows_forced_text: bool = False
     # Whether it reads as many rows of every request.
     reads_whole_windows: bool = False
+    resources: Sequence[ResourceManager] = ()  # what it keeps for each request
+    # Why none of its drafts may ever be accepted.
+    causes: str = (
+        "the draft weights were made for another model or another version of it, their settings "
+        "(eagle3_layers_to_capture, the vocabulary) are not those of their training, or they are "
+        "random (load_format dummy)"
+    )
 
     def __init__(
         self,

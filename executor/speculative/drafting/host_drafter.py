@@ -158,6 +158,8 @@ class HostDrafter(Drafter):
     Where the configuration has trees, each draft is a `HostTree`. Windows of a round then have as
     many rows as its deepest tree may have, or, if no tree has a branch, as that chain has."""
 
+    causes = "the drafter reads other tokens than request.tokens, or another tokenizer's ids"
+
     def __init__(
         self,
         inner: Drafter,
@@ -167,6 +169,7 @@ class HostDrafter(Drafter):
     ) -> None:
         self._inner = inner
         self._resource_manager = resource_manager
+        self.resources = () if resource_manager is None else (resource_manager,)
         self._slots = slots
         self._vocab_size = vocab_size
         self._one_at_a_time = False

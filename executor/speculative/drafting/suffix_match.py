@@ -109,6 +109,7 @@ class SuffixMatch(Drafter):
     None: they share none."""
 
     when = When.GRAPH
+    causes = "the texts repeat nothing of what came before"
 
     def __init__(
         self,
@@ -131,6 +132,7 @@ class SuffixMatch(Drafter):
             row[: len(text)] = torch.tensor(text, dtype=torch.int32)
         has_pool = search.num_shared > 0
         self.shared = SharedTexts(self._table, search.num_shared) if has_pool else None
+        self.resources = () if self.shared is None else (self.shared,)
 
     @staticmethod
     def num_bytes(num_slots: int, max_len: int, search: TextSearch, num_corpus: int) -> int:
