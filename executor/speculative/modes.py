@@ -29,7 +29,7 @@ from tllm_spec.executor.speculative.drafting.drafter import Drafter, When
 from tllm_spec.executor.speculative.drafting.heads import DraftPlan
 from tllm_spec.executor.speculative.drafting.host_drafter import HostDrafter
 from tllm_spec.executor.speculative.drafting.model_drafter import DraftKVManager, ModelDrafter
-from tllm_spec.executor.speculative.drafting.network_drafter import DraftBacklog, NetworkDrafter
+from tllm_spec.executor.speculative.drafting.network_drafter import NetworkDrafter
 from tllm_spec.executor.speculative.drafting.suffix_match import DraftChoice, SuffixMatch
 from tllm_spec.models.draft_kind import ACCEPTED, HeadKind
 
@@ -95,13 +95,13 @@ def _build_network(config: DecodingBaseConfig, around: Surroundings) -> Drafter:
     if match is not None:
         assert isinstance(config, MatchedDraftsConfig) and config.sa_config is not None
         choice = DraftChoice(match, slots, config.sa_config.threshold)
+    max_num_tokens = around.max_num_tokens
     if kv is not None:
-        groups, max_num_tokens = around.sampler.groups, around.max_num_tokens
-        model = ModelDrafter(net, kv, slots, groups, sampling, max_num_tokens, choice)
+        parts = net, kv, slots, around.sampler.groups, sampling, max_num_tokens
+        model = ModelDrafter(*parts, choice)
         model.resources = [kv, *texts]
         return model
-    backlog = DraftBacklog(net, slots, around.max_num_tokens)
-    drafter = NetworkDrafter(net, slots, sampling, backlog, draft.when, choice)
+    drafter = NetworkDrafter(net, slots, sampling, max_num_tokens, draft.when, choice)
     # Forced text has no draft probabilities to accept against.
     drafter.knows_forced_text = not config.use_rejection_sampling
     drafter.resources = texts

@@ -50,7 +50,7 @@ class LoadedDraft:
         may be longer. With a sink, attention is given only the visible keys, and the layers see all
         of them. Raises ValueError where the network takes no other window."""
         assert not isinstance(self.model, ExternalDraft)
-        size, config = self.plan.window_size, self.model.config.within(max_seq_len)
+        size, config = self.plan.option("draft_window_size"), self.model.config.within(max_seq_len)
         is_whole = size is None or size >= max_seq_len
         if size is None or (is_whole and config.sliding_window is None):
             self.model.config = config
@@ -79,8 +79,8 @@ def mask_token(plan: DraftPlan) -> int | None:
     vocabulary."""
     if not plan.drafts_at_once:
         return None
-    config = read_config(draft_folder(plan))
-    token = plan.mask_token if plan.mask_token is not None else mask_token_in(config)
+    config, own = read_config(draft_folder(plan)), plan.option("mask_token_id")
+    token = own if own is not None else mask_token_in(config)
     if token is None:
         raise ValueError(
             f"speculative_config.mask_token_id is needed, since config.json of {plan.path} names "
@@ -241,11 +241,12 @@ def _head_mistakes(draft: DraftPlan, folder: Path, target: ModelConfig) -> list[
             f"eagle3_layers_to_capture = {list(draft.capture_layers)} is refused: an {kind} head "
             "reads the target's last hidden state only; accepted: null"
         ]
-    size = own.output_size if draft.token_map else None
+    token_map = draft.option("speculative_token_map")
+    size = own.output_size if token_map else None
     if size in (None, target.vocab_size):
         return []
     return [
-        f"speculative_config.speculative_token_map = {draft.token_map!r} is refused: the {kind} "
+        f"speculative_config.speculative_token_map = {token_map!r} is refused: the {kind} "
         f"head has a vocabulary of its own, {size} tokens that its d2t maps to the target's; "
         "accepted: null"
     ]
@@ -254,9 +255,10 @@ def _head_mistakes(draft: DraftPlan, folder: Path, target: ModelConfig) -> list[
 def _mapped_ids(draft: DraftPlan, vocab_size: int) -> torch.Tensor | None:
     """`[V_draft]`: the ids of the mode's token map, below `vocab_size`; None: it has none. Raises
     ValueError with the option's name for a file that is no token map."""
-    if draft.token_map is None:
+    file = draft.option("speculative_token_map")
+    if file is None:
         return None
     try:
-        return read_token_map(resolve_file(draft.token_map), vocab_size)
+        return read_token_map(resolve_file(file), vocab_size)
     except ValueError as error:
         raise ValueError(f"speculative_config.speculative_token_map: {error}") from None

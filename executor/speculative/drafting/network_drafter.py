@@ -143,20 +143,6 @@ class DraftBacklog:
         states = captured[first_row:] if captured is not None and first_row else captured
         store_in_rings(self._rings, windows.slots, windows.first, new_tokens, states)
 
-    def note(self, batch: ScheduledBatch) -> None:
-        """Counts the positions of a batch that was launched."""
-        if batch.new_shape == NO_DRAFTS:
-            for request in batch.generation_requests:
-                request.draft_backlog += 1
-
-    def prepare(self, batch: ScheduledBatch) -> None:
-        """Called before the batch runs. Its generating requests catch up if it drafts, or if one of
-        them has as many unread positions as there may be."""
-        longest = max(map(_backlog_of, batch.generation_requests), default=0)
-        if longest > (0 if batch.new_shape != NO_DRAFTS else self.max_unread - 1):
-            batch.catches_up = longest > BACKLOG_LEN
-            self.read(batch.generation_requests)
-
     def read(self, requests: Sequence[LlmRequest]) -> None:
         """Lets the draft network read all unread positions of the requests."""
         late = [request for request in requests if request.draft_backlog > BACKLOG_LEN]
@@ -167,8 +153,10 @@ class DraftBacklog:
             request.draft_backlog = BACKLOG_LEN
         for first in range(0, len(requests), self.max_requests):
             some = requests[first : first + self.max_requests]
-            slot_ids = self._send(some)
             slots = [request.slot for request in some]
+            numbers = [slots, [request.draft_backlog for request in some]]
+            slot_ids, num_due = to_device(numbers, self._slots.device).unbind(0)
+            self._num_due[slot_ids] = num_due
             if self._graphs is None or self._graphs.run(slots, NO_DRAFTS, False) is None:
                 self._catch_up(slot_ids, max(request.num_tokens_bound for request in some))
             for request in some:
@@ -183,13 +171,6 @@ class DraftBacklog:
     def _catch_up_for(self, slot_ids: torch.Tensor, shape: DraftShape, is_sampled: bool) -> None:
         """The work of a graph, for contexts of any length."""
         self._catch_up(slot_ids, self._net.rows.max_len)
-
-    def _send(self, requests: Sequence[LlmRequest]) -> torch.Tensor:
-        """Sends each request's count of unread positions. Returns the slots, `[B]`."""
-        numbers = [[r.slot for r in requests], [r.draft_backlog for r in requests]]
-        slots, num_due = to_device(numbers, self._slots.device).unbind(0)
-        self._num_due[slots] = num_due
-        return slots
 
     def _catch_up(self, slot_ids: torch.Tensor, max_kv_len: int) -> None:
         """Reads the unread positions of slots `[B]` for their K and V only. They are the last rows
@@ -216,21 +197,21 @@ class DraftBacklog:
 
 class NetworkDrafter(Drafter):
     """Drafts chains or trees with a network, in the graph of a round (one-model path) or in its
-    tail (two-model path). What a round of draft length 0 leaves for the network to read goes to the
-    `backlog`. choice: adds drafts of matches in the text; None: there are none."""
+    tail (two-model path). What a round of draft length 0 leaves for the network to read goes to a
+    backlog. choice: adds drafts of matches in the text; None: there are none."""
 
     def __init__(
         self,
         net: DraftNet,
         slots: SlotState,
         sampling: DraftSampling,
-        backlog: DraftBacklog,
+        max_num_tokens: int,
         when: When,
         choice: DraftChoice | None = None,
     ) -> None:
         self.net, self.reads_whole_windows = net, net.reads_whole_windows
         self.when = when
-        self._backlog = backlog
+        self._backlog = DraftBacklog(net, slots, max_num_tokens)
         self._slots = slots
         self._choice = choice
         self._steps = DraftSteps(net, slots, sampling, choice)
@@ -242,11 +223,19 @@ class NetworkDrafter(Drafter):
     def prepare_draft_tokens(
         self, scheduled_requests: ScheduledBatch, resource_manager: ResourceManager | None = None
     ) -> None:
-        """Drafts are in the slots. The network reads what it has missed, if it must."""
-        self._backlog.prepare(scheduled_requests)
+        """Drafts are in the slots. The generating requests catch up if the batch drafts, or if one
+        of them has as many unread positions as there may be."""
+        batch = scheduled_requests
+        longest = max(map(_backlog_of, batch.generation_requests), default=0)
+        if longest > (0 if batch.new_shape != NO_DRAFTS else self._backlog.max_unread - 1):
+            batch.catches_up = longest > BACKLOG_LEN
+            self._backlog.read(batch.generation_requests)
 
     def launched(self, batch: ScheduledBatch) -> None:
-        self._backlog.note(batch)
+        """Counts the positions that are left unread."""
+        if batch.new_shape == NO_DRAFTS:
+            for request in batch.generation_requests:
+                request.draft_backlog += 1
 
     def capture_graphs(self, rounds: SlotGraphs[Any], keys: Iterable[GraphKey]) -> None:
         self._backlog.capture_graphs(rounds, keys)
