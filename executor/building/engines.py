@@ -37,8 +37,8 @@ from tllm_spec.executor.resources.host_pages import HostPages
 from tllm_spec.executor.resources.kv_cache import KVCacheManager, KVGroup
 from tllm_spec.executor.resources.paged_cache import PagedCache
 from tllm_spec.executor.resources.pages import BlockTable, PageGroup, Snapshots
-from tllm_spec.executor.speculative.drafting.draft_net import DraftNet
-from tllm_spec.executor.speculative.drafting.external_nets import (
+from tllm_spec.executor.speculative.drafting.draft_net import (
+    DraftNet,
     ExternalHeadNet,
     ExternalModelNet,
 )

@@ -19,9 +19,9 @@ from tllm_spec.executor.request import LlmRequest, RequestState
 from tllm_spec.executor.speculative.drafting.draft_net import (
     CausalNet,
     DraftNet,
+    ExternalHeadNet,
     HeadNet,
 )
-from tllm_spec.executor.speculative.drafting.external_nets import ExternalHeadNet
 from tllm_spec.executor.speculative.drafting.network_drafter import NetworkDrafter
 from tllm_spec.kernels.sampling.gumbel import gumbel_noise
 from tllm_spec.models.draft_head import Masks

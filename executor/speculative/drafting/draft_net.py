@@ -6,15 +6,20 @@ They differ in their inputs (a token with the hidden state before it, or a token
 position that a token's KV goes to."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
 
 from tllm_spec.attention.interface import ForwardContext, SpecMetadata
+from tllm_spec.attention.kv_pool import KVPool
 from tllm_spec.distributed.communicator import VocabShard
-from tllm_spec.draft_network.network import ExternalDraft
+from tllm_spec.draft_network.decoder import LOGITS
+from tllm_spec.draft_network.head_decoder import NEXT_STATES, STATES, WANTED
+from tllm_spec.draft_network.network import ExternalDraft, ExternalHead
 from tllm_spec.executor.device.transfer import to_device
 from tllm_spec.executor.engine.attention_groups import AttentionGroups
+from tllm_spec.executor.engine.model_engine import PagedNetwork
 from tllm_spec.executor.engine.rows import ContextChunk, RowBuilder, Windows
 from tllm_spec.kernels.slots.row_copies import gather_rows
 from tllm_spec.models.causal_lm import CausalLM
@@ -201,3 +206,126 @@ class CausalNet(DraftNet):
         step: int,
     ) -> torch.Tensor:
         return self._model.forward(self.known(token_ids), positions, context)
+
+
+# Draft networks that run outside torch: a draft model, and the layers of an EAGLE-3 head. They
+# make chains.
+
+
+class ExternalModelNet(CausalNet):
+    """A draft model whose states are its logits. A forward returns those after the last token of
+    each window, in the model's dtype."""
+
+    reads_whole_windows = True
+
+    def __init__(
+        self, draft: ExternalDraft, pool: KVPool, rows: RowBuilder, input_vocab_size: int
+    ) -> None:
+        super().__init__(None, draft, input_vocab_size)
+        self.rows, self._dtype = rows, draft.dtype
+        self._paged = PagedNetwork(draft.network, pool, rows)
+        self.compute_logits = lambda state: state
+
+    @property
+    def may_be_captured(self) -> bool:
+        return self._paged.may_be_captured
+
+    def forward(
+        self,
+        chunks: list[ContextChunk],
+        windows: Windows | None,
+        state: torch.Tensor | None,
+        patched: tuple[list[int], torch.Tensor] | None = None,
+        wanted: torch.Tensor | None = None,
+        step: int = 0,
+    ) -> torch.Tensor:
+        """Reads the chunks, or the windows."""
+        assert patched is None
+        found = [self.after_last(self._paged.window_of(chunk)) for chunk in chunks]
+        return found[-1] if windows is None else self.after_last(windows)
+
+    def after_last(self, windows: Windows) -> torch.Tensor:
+        token_ids = self.known(windows.token_ids)
+        shape = len(token_ids), self.vocab_size
+        logits = torch.empty(shape, dtype=self._dtype, device=token_ids.device)
+        self._paged.run(replace(windows, token_ids=token_ids), {}, {LOGITS: logits})
+        return logits
+
+
+class ExternalHeadNet(HeadNet):
+    """A head on the target's pages, whose `fc` is in torch. One run of the network gives states and
+    logits, so they are passed on side by side: `[R, H + V_draft]`."""
+
+    reads_whole_windows = True
+
+    def __init__(
+        self, draft: ExternalHead, spec: SpecMetadata, pool: KVPool, rows: RowBuilder
+    ) -> None:
+        super().__init__(None, draft.head, spec)
+        self.pool, self.rows = pool, rows
+        self._paged = PagedNetwork(draft.network, pool, rows)
+        size = self._size = draft.config.hidden_size
+        self.compute_logits = lambda state: state[:, size:]
+
+    def forward(
+        self,
+        chunks: list[ContextChunk],
+        windows: Windows | None,
+        state: torch.Tensor | None,
+        patched: tuple[list[int], torch.Tensor] | None = None,
+        wanted: torch.Tensor | None = None,
+        step: int = 0,
+    ) -> torch.Tensor:
+        """Returns the patched rows of chunks, and one row of each window: none if `wanted` is
+        empty, the only row if it is None."""
+        num_before = sum(len(chunk.tokens) for chunk in chunks)
+        if state is None:
+            num_rows = num_before + (0 if windows is None else windows.token_ids.numel())
+            assert self.spec is not None
+            state = self.fuse(self.spec.captured(num_rows))
+        states = state[:, : self._size]
+        found = self._read(chunks, states, patched)
+        if windows is not None:
+            own = None
+            if wanted is not None and len(wanted):
+                own = wanted[len(found) :] - num_before
+            found.append(self._run(windows, states[num_before:], own))
+        if wanted is not None and not len(wanted):
+            return states.new_empty((0, self._size + self.vocab_size))
+        return torch.cat(found)
+
+    def _read(
+        self,
+        chunks: list[ContextChunk],
+        states: torch.Tensor,
+        patched: tuple[list[int], torch.Tensor] | None,
+    ) -> list[torch.Tensor]:
+        """Reads the chunks. Returns what follows from each patched row, which is a chunk's last."""
+        rows, tokens = ([], states) if patched is None else patched
+        found: list[torch.Tensor] = []
+        start = 0
+        for chunk in chunks:
+            end = start + len(chunk.tokens)
+            windows, is_patched = self._paged.window_of(chunk), end - 1 in rows
+            if is_patched:
+                windows.token_ids[0, -1:] = tokens[len(found) : len(found) + 1]
+            result = self._run(windows, states[start:end], None)
+            if is_patched:
+                found.append(result)
+            start = end
+        return found
+
+    def _run(
+        self, windows: Windows, states: torch.Tensor, wanted: torch.Tensor | None
+    ) -> torch.Tensor:
+        """`[B, H + V_draft]` of the wanted rows `[B]`; None: of the windows' last ones."""
+        batch, width = windows.token_ids.shape
+        if wanted is None:
+            wanted = torch.arange(width - 1, batch * width, width, device=states.device)
+        next_states = states.new_empty((batch, self._size))
+        logits = states.new_empty((batch, self.vocab_size))
+        # A copy, since addresses of rows are not multiples of ALIGNMENT.
+        own = states.clone(memory_format=torch.contiguous_format).view(batch, width, -1)
+        outputs = {NEXT_STATES: next_states, LOGITS: logits}
+        self._paged.run(windows, {STATES: own, WANTED: wanted}, outputs)
+        return torch.cat((next_states, logits), dim=1)

@@ -25,7 +25,6 @@ from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.sampling.row_group import RowGroup
 from tllm_spec.grammar.grammar_state import GrammarState
 from tllm_spec.kernels.slots.accept import Drafts
-from tllm_spec.kernels.slots.round_rows import RoundRows
 
 
 class When(Enum):
@@ -70,13 +69,8 @@ class WindowResult:
             target.first if lookahead else target.first + 1,
             self.sampled.new_tokens.clamp_min(0),
             target.max_kv_len - (shape.window - shape.path) + 1 - lookahead,
-            part=self.read_part,
+            part=target.part if self.sampled.rows is None else None,
         )
-
-    @property
-    def read_part(self) -> RoundRows | None:
-        """The rows of `read`; None: all of its windows."""
-        return self.windows.part if self.sampled.rows is None else None
 
     def captured_rows(self, num_before: int) -> torch.Tensor | None:
         """Rows of the target's forward whose hidden states `read` takes, after `num_before` rows of

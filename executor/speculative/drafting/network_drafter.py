@@ -37,6 +37,7 @@ from tllm_spec.executor.speculative.drafting.drafting_steps import (
 )
 from tllm_spec.executor.speculative.drafting.suffix_match import DraftChoice
 from tllm_spec.kernels.slots.accept import Drafts
+from tllm_spec.kernels.slots.round_rows import RoundRows
 from tllm_spec.kernels.slots.row_copies import Rings, gather_rows, store_in_rings
 
 # Positions that rounds without drafts leave unread by the draft layers on the target's pages.
@@ -332,18 +333,24 @@ class NetworkDrafter(Drafter):
             state = None if captured is None else self.net.state_of(captured)
         wanted = self._no_rows
         if is_drafting:
-            wanted = self._drafted_from(last_rows, windows, num_rows)
+            part = None if read is None else read.part
+            wanted = self._drafted_from(last_rows, windows, part, num_rows)
         return self.net.forward(chunks, read, state, patched, wanted), bound
 
     def _drafted_from(
-        self, last_rows: list[int], windows: WindowResult | None, num_rows: int
+        self,
+        last_rows: list[int],
+        windows: WindowResult | None,
+        part: RoundRows | None,
+        num_rows: int,
     ) -> torch.Tensor:
         """The rows that drafts begin at, `[N]`: the last rows of ended contexts, and for each
-        window the row of its last new token; windows come after the `num_rows` rows of chunks."""
+        window the row of its last new token; windows, of which these parts are read, come after
+        the `num_rows` rows of chunks."""
         ended = to_device(last_rows, self._slots.device) if last_rows else self._no_rows
         if windows is None:
             return ended
-        (batch, width), part = windows.sampled.new_tokens.shape, windows.read_part
+        batch, width = windows.sampled.new_tokens.shape
         if part is None or part.offsets is None:
             rows = self._rows_before[: batch * width : width] + windows.sampled.new_lens
         else:
