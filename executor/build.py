@@ -45,9 +45,9 @@ from tllm_spec.executor.sampling.sharded_sampler import sampler_of
 from tllm_spec.executor.sampling.state import SamplingState
 from tllm_spec.executor.scheduler import Scheduler
 from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
-from tllm_spec.executor.speculative.drafting.draft_checks import check_draft
+from tllm_spec.executor.speculative.drafting.loaded_draft import check_draft
 from tllm_spec.executor.speculative.drafting.state_recorder import StateRecorder
-from tllm_spec.executor.speculative.modes import Surroundings, build_speculation, check_code
+from tllm_spec.executor.speculative.modes import Surroundings, build_drafter, check_code
 from tllm_spec.executor.totals import IterationStats, RoundLog
 from tllm_spec.executor.traffic_recorder import TrafficRecorder
 from tllm_spec.models.config import ModelConfig
@@ -111,21 +111,21 @@ def _build(
     engines = _replayed(plan, build_engines(plan, _check(plan, tokenizer)), texts)
     slots = SlotState(plan.slots, plan.shapes, plan.device, counts_drafts=plan.counts_drafts)
     sampler = _sampler(plan, slots, engines, texts)
-    speculation = build_speculation(plan.spec, _surroundings(plan, engines, slots, sampler))
+    drafter = build_drafter(plan.spec, _surroundings(plan, engines, slots, sampler))
     recorder, of_states = _recorder(args, communicator, engines), None
     if recorder is not None and engines.recorded is not None:
         of_states = StateRecorder(engines.recorded, slots)
-    runner = RoundRunner(engines.target, sampler, speculation.drafter, of_states)
+    runner = RoundRunner(engines.target, sampler, drafter, of_states)
     num_threads = cpu_threads(engines.target.model)
     with torch.inference_mode(), on_threads(num_threads):
         controller = prepare_rounds(plan, runner, engines.models)
 
     def blame() -> list[LlmRequest] | None:
         culprits = sampler.host_edits.blame()
-        return speculation.drafter.blame() if culprits is None else culprits
+        return drafter.blame() if culprits is None else culprits
 
     queue, kv = queue_of(communicator), engines.kv
-    resources = [*speculation.resources, kv, plan.slots]
+    resources = [*drafter.resources, kv, plan.slots]
     if isinstance(engines.target, ReplayedEngine):
         resources.append(engines.target)
     events = _kv_events(plan, kv)
@@ -140,12 +140,12 @@ def _build(
         resources=resources,
         slots=slots,
         runner=runner,
-        drafter=speculation.drafter,
+        drafter=drafter,
         sampler=sampler,
         controller=controller,
         tier_for=_tier_for(controller, communicator),
         blame=blame,
-        draft_watch=DraftWatch(speculation.causes),
+        draft_watch=DraftWatch(drafter.causes),
         max_in_flight=plan.max_in_flight,
         overlaps=plan.why_no_overlap is None,
         cpu_threads=num_threads,

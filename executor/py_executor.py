@@ -31,7 +31,7 @@ from tllm_spec.executor.faults import described
 from tllm_spec.executor.request import LlmRequest, RequestState, Response, response_of
 from tllm_spec.executor.rounds.round_reader import RoundClock, RoundOutcome, RoundReader
 from tllm_spec.executor.rounds.round_results import LaunchedRound
-from tllm_spec.executor.speculative.drafting.ready_drafts import take_ready
+from tllm_spec.executor.speculative.drafting.drafter import take_ready
 from tllm_spec.executor.totals import Totals
 
 _needs_host_tokens = attrgetter("needs_host_tokens")

@@ -25,7 +25,7 @@ from benchmarks.harness.dummy_models import (
 from benchmarks.harness.engine import Rounds, release
 from benchmarks.harness.models import WEIGHT_BYTES, Config
 from benchmarks.harness.report import Options, Row, number, table
-from tllm_spec.executor.speculative.drafting.draft_net import NextnNet
+from tllm_spec.executor.speculative.drafting.draft_net import HeadNet
 from tllm_spec.executor.speculative.drafting.network_drafter import NetworkDrafter
 from tllm_spec.models.moe import Router
 
@@ -174,8 +174,8 @@ def set_bias(engine: Rounds, case: str) -> None:
     runner = engine.executor.parts.runner
     parts: list[torch.nn.Module] = [runner.engine.model]
     if isinstance(runner.drafter, NetworkDrafter):
-        assert isinstance(runner.drafter.net, NextnNet)
-        parts.append(runner.drafter.net.modules)
+        assert isinstance(runner.drafter.net, HeadNet)
+        parts.append(runner.drafter.net.head)
     modules = [module for part in parts for module in part.modules()]
     for router in (module for module in modules if isinstance(module, Router)):
         bias = router.e_score_correction_bias

@@ -13,7 +13,6 @@ from tllm_spec.draft_network.tensorrt_network import TensorRTNetwork
 from tllm_spec.draft_network.tensorrt_package import find_tensorrt
 from tllm_spec.executor.building.plan import BuildPlan
 from tllm_spec.executor.device.device_choice import cpu_threads, pick_dtype
-from tllm_spec.executor.speculative.drafting.draft_backlog import BACKLOG_LEN
 from tllm_spec.executor.speculative.drafting.heads import (
     HEADS,
     DraftPlan,
@@ -21,6 +20,7 @@ from tllm_spec.executor.speculative.drafting.heads import (
     kind_of_head,
 )
 from tllm_spec.executor.speculative.drafting.loaded_draft import LoadedDraft
+from tllm_spec.executor.speculative.drafting.network_drafter import BACKLOG_LEN
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.eagle3 import Eagle3Head
 from tllm_spec.models.llama import LlamaForCausalLM
@@ -59,7 +59,7 @@ def check_draft_backend(plan: BuildPlan) -> None:
             )
         if config.int4 is not None and config.int4.packing != "gguf":  # hosts dequantise GGUF
             reasons.append("its network has weights of 16 or 32 bits, and the draft model's have 4")
-    window = draft.window_size or config.sliding_window
+    window = draft.option("draft_window_size") or config.sliding_window
     if window is not None and window < plan.max_seq_len:
         reasons.append(f"its network sees all keys, and the draft network's window is {window}")
     if (size := plan.mapping.world_size) > 1:
@@ -82,7 +82,7 @@ def load_network(plan: BuildPlan, draft: DraftPlan, folder: Path) -> ExternalDra
         folder,
         dtype=pick_dtype(plan.args.dtype, config.dtype, plan.device),
         device=torch.device("cpu"),
-        load_format=draft.load_format or plan.args.load_format,
+        load_format=draft.option("load_format") or plan.args.load_format,
         max_positions=plan.max_len,
         fp8_activations=False,  # the network multiplies dequantised weights
     )

@@ -37,8 +37,8 @@ from tllm_spec.executor.resources.host_pages import HostPages
 from tllm_spec.executor.resources.kv_cache import KVCacheManager, KVGroup
 from tllm_spec.executor.resources.paged_cache import PagedCache
 from tllm_spec.executor.resources.pages import BlockTable, PageGroup, Snapshots
-from tllm_spec.executor.speculative.drafting.draft_net import DraftNet
-from tllm_spec.executor.speculative.drafting.external_nets import (
+from tllm_spec.executor.speculative.drafting.draft_net import (
+    DraftNet,
     ExternalHeadNet,
     ExternalModelNet,
 )
@@ -141,7 +141,7 @@ def load_draft(
 ) -> LoadedDraft:
     """Never batch-invariant: with `deterministic` drafts may depend on the batch, the text does
     not. Raises ValueError for weights and options that are not served."""
-    args, load_format = plan.args, draft.load_format or plan.args.load_format
+    args, load_format = plan.args, draft.option("load_format") or plan.args.load_format
     folder = resolve_model(args.model) if draft.path is None else draft_folder(draft)
     if not draft.is_head:
         if draft.backend != "torch":

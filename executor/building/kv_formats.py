@@ -28,7 +28,7 @@ def check_kv_cache(plan: BuildPlan) -> None:
     draft = plan.draft_plan
     wanted = {
         "kv_cache_config.dtype": plan.args.kv_cache_config.dtype,
-        "speculative_config.kv_cache_dtype": draft.kv_cache_dtype if draft else None,
+        "speculative_config.kv_cache_dtype": draft.option("kv_cache_dtype") if draft else None,
     }
     for name, dtype in wanted.items():
         if dtype == "fp8" and (why_not := _why_no_codes(plan.device)):
@@ -48,8 +48,8 @@ def draft_format(plan: BuildPlan, draft: LoadedDraft, of_target: KVFormat) -> KV
     if isinstance(net, ExternalDraft):
         return KVFormat(net.dtype)
     if isinstance(net, CausalLM):
-        wanted = own.kv_cache_dtype or plan.args.kv_cache_config.dtype
-        load_format = own.load_format or plan.args.load_format
+        wanted = own.option("kv_cache_dtype") or plan.args.kv_cache_config.dtype
+        load_format = own.option("load_format") or plan.args.load_format
         return _own_format(plan, net, draft_folder(own), wanted, load_format)
     if of_target.scales is None:
         return KVFormat(net.dtype)

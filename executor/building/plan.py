@@ -19,8 +19,11 @@ from tllm_spec.executor.graphs.slot_graphs import GraphKey, graph_keys
 from tllm_spec.executor.resources.interface import SeqSlotManager, rows_of
 from tllm_spec.executor.resources.kv_cache import ROUNDS_AHEAD, SpanRoom
 from tllm_spec.executor.scheduler import SchedulerLimits
-from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController, controller_for
-from tllm_spec.executor.speculative.draft_length.draft_len_table import rows_with_contexts
+from tllm_spec.executor.speculative.draft_length.adaptive import (
+    AdaptiveController,
+    controller_for,
+    rows_with_contexts,
+)
 from tllm_spec.executor.speculative.draft_length.round_times import MeasuredRoundTimes
 from tllm_spec.executor.speculative.drafting.suffix_match import read_corpus
 from tllm_spec.executor.speculative.modes import draft_plan_of

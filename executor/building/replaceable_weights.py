@@ -8,7 +8,7 @@ from tllm_spec.executor.building.engines import Engines, load_draft
 from tllm_spec.executor.building.plan import BuildPlan
 from tllm_spec.executor.device.device_choice import on_device
 from tllm_spec.executor.draft_weights import DraftWeights
-from tllm_spec.executor.speculative.drafting.draft_checks import check_draft
+from tllm_spec.executor.speculative.drafting.loaded_draft import check_draft
 from tllm_spec.text.tokenizer import Tokenizer
 
 

@@ -4,7 +4,7 @@ A row says what `build.py` plugs into the loop: the draft weights to load, if an
 drafter is made."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from tllm_spec.config.draft_tree_config import MatchedDraftsConfig
 from tllm_spec.config.option_checks import find_class, import_path_of
@@ -24,15 +24,13 @@ from tllm_spec.executor.resources.interface import ResourceManager
 from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.sampling.sampler import Sampler
 from tllm_spec.executor.sampling.sharded_sampler import draft_sampling_of
-from tllm_spec.executor.speculative.drafting.draft_backlog import DraftBacklog
 from tllm_spec.executor.speculative.drafting.draft_net import DraftNet
 from tllm_spec.executor.speculative.drafting.drafter import Drafter, When
 from tllm_spec.executor.speculative.drafting.heads import DraftPlan
-from tllm_spec.executor.speculative.drafting.host_drafter import HostDrafter, HostTreeDrafter
-from tllm_spec.executor.speculative.drafting.match_or_network import DraftChoice, MatchOrNetwork
+from tllm_spec.executor.speculative.drafting.host_drafter import HostDrafter
 from tllm_spec.executor.speculative.drafting.model_drafter import DraftKVManager, ModelDrafter
 from tllm_spec.executor.speculative.drafting.network_drafter import NetworkDrafter
-from tllm_spec.executor.speculative.drafting.suffix_match import SuffixMatch
+from tllm_spec.executor.speculative.drafting.suffix_match import DraftChoice, SuffixMatch
 from tllm_spec.models.draft_kind import ACCEPTED, HeadKind
 
 
@@ -50,36 +48,17 @@ class Surroundings:
     corpus: Sequence[list[int]] = ()
 
 
-# Why none of the drafts may be accepted.
-NETWORK_CAUSES = (
-    "the draft weights were made for another model or another version of it, their settings "
-    "(eagle3_layers_to_capture, the vocabulary) are not those of their training, or they are "
-    "random (load_format dummy)"
-)
-TEXT_CAUSES = "the texts repeat nothing of what came before"
-HOST_CAUSES = "the drafter reads other tokens than request.tokens, or another tokenizer's ids"
-
-
-@dataclass(frozen=True)
-class Speculation:
-    """What a mode adds to the executor. `causes`: of drafts that are never accepted."""
-
-    drafter: Drafter
-    resources: list[ResourceManager] = field(default_factory=list)
-    causes: str = NETWORK_CAUSES
-
-
 @dataclass(frozen=True)
 class Mode:
     """One `decoding_type`. kinds: as in `DraftPlan`; None: it loads no draft weights. one_model:
     the option that chooses the path of its network; None: it has the one-model path only."""
 
-    build: Callable[[DecodingBaseConfig, Surroundings], Speculation]
+    build: Callable[[DecodingBaseConfig, Surroundings], Drafter]
     kinds: tuple[HeadKind, ...] | None = None
     one_model: str | None = None
 
 
-def _build_user_provided(config: DecodingBaseConfig, around: Surroundings) -> Speculation:
+def _build_user_provided(config: DecodingBaseConfig, around: Surroundings) -> Drafter:
     """Raises ValueError when the objects are of the wrong type."""
     assert isinstance(config, UserProvidedDecodingConfig)
     drafter, manager = config.make_drafter(), config.make_resource_manager()
@@ -104,39 +83,36 @@ def _build_user_provided(config: DecodingBaseConfig, around: Surroundings) -> Sp
             f"resource_manager = {manager!r}: {type(drafter).__name__} needs a "
             f"{import_path_of(drafter.needed_manager)}"
         )
-    parts = drafter, manager, around.slots, around.sampler.state.vocab_size
-    host = HostTreeDrafter(*parts) if around.slots.shapes.has_trees else HostDrafter(*parts)
-    return Speculation(host, [] if manager is None else [manager], causes=HOST_CAUSES)
+    return HostDrafter(drafter, manager, around.slots, around.sampler.state.vocab_size)
 
 
-def _build_network(config: DecodingBaseConfig, around: Surroundings) -> Speculation:
+def _build_network(config: DecodingBaseConfig, around: Surroundings) -> Drafter:
     net, slots, kv, draft = around.net, around.slots, around.draft_kv, draft_plan_of(config)
     assert net is not None and draft is not None
     sampling = draft_sampling_of(net.shard, around.sampler, _draws(config), net.token_map)
     match, choice = _suffix_match(config, around), None
+    texts = () if match is None else match.resources
     if match is not None:
         assert isinstance(config, MatchedDraftsConfig) and config.sa_config is not None
         choice = DraftChoice(match, slots, config.sa_config.threshold)
-    drafter: Drafter
+    max_num_tokens = around.max_num_tokens
     if kv is not None:
-        groups, max_num_tokens = around.sampler.groups, around.max_num_tokens
-        drafter = ModelDrafter(net, kv, slots, groups, sampling, max_num_tokens, choice)
-        return Speculation(drafter, [kv, *_shared_texts(match)])
-    backlog = DraftBacklog(net, slots, around.max_num_tokens)
-    parts = net, slots, sampling, backlog, draft.when
-    drafter = network = NetworkDrafter(*parts, scores_trees=choice is not None)
-    if choice is not None:
-        drafter = MatchOrNetwork(network, choice)
+        parts = net, kv, slots, around.sampler.groups, sampling, max_num_tokens
+        model = ModelDrafter(*parts, choice)
+        model.resources = [kv, *texts]
+        return model
+    drafter = NetworkDrafter(net, slots, sampling, max_num_tokens, draft.when, choice)
     # Forced text has no draft probabilities to accept against.
     drafter.knows_forced_text = not config.use_rejection_sampling
-    return Speculation(drafter, _shared_texts(match))
+    drafter.resources = texts
+    return drafter
 
 
-def _build_suffix_match(config: DecodingBaseConfig, around: Surroundings) -> Speculation:
+def _build_suffix_match(config: DecodingBaseConfig, around: Surroundings) -> Drafter:
     match = _suffix_match(config, around)
     assert match is not None
     match.knows_forced_text = not config.use_rejection_sampling
-    return Speculation(match, _shared_texts(match), causes=TEXT_CAUSES)
+    return match
 
 
 def _suffix_match(config: DecodingBaseConfig, around: Surroundings) -> SuffixMatch | None:
@@ -144,10 +120,6 @@ def _suffix_match(config: DecodingBaseConfig, around: Surroundings) -> SuffixMat
     if search is None:
         return None
     return SuffixMatch(around.slots, around.max_len, search, around.corpus)
-
-
-def _shared_texts(match: SuffixMatch | None) -> list[ResourceManager]:
-    return [] if match is None or match.shared is None else [match.shared]
 
 
 def _draws(config: DecodingBaseConfig) -> str:
@@ -205,6 +177,6 @@ def text_bytes_of(
     return SuffixMatch.num_bytes(num_slots, max_len, search, num_corpus)
 
 
-def build_speculation(config: DecodingBaseConfig | None, around: Surroundings) -> Speculation:
-    """What the mode adds to the executor; None is plain decoding."""
-    return Speculation(Drafter()) if config is None else _MODES[type(config)].build(config, around)
+def build_drafter(config: DecodingBaseConfig | None, around: Surroundings) -> Drafter:
+    """The mode's drafter; None is plain decoding."""
+    return Drafter() if config is None else _MODES[type(config)].build(config, around)

@@ -16,8 +16,7 @@ from tllm_spec.distributed.communicator import SINGLE_RANK
 from tllm_spec.draft_network.network import ExternalHead, Network
 from tllm_spec.executor.engine.attention_groups import AttentionGroups, PagedGroup
 from tllm_spec.executor.engine.rows import ContextChunk, Windows
-from tllm_spec.executor.speculative.drafting.draft_net import DraftNet, HeadNet
-from tllm_spec.executor.speculative.drafting.external_nets import ExternalHeadNet
+from tllm_spec.executor.speculative.drafting.draft_net import DraftNet, ExternalHeadNet, HeadNet
 from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.draft_head import HeadSource
 from tllm_spec.models.eagle3 import Eagle3Head, load_eagle3_head

@@ -15,8 +15,7 @@ from tllm_spec.executor.engine.attention_groups import AttentionGroups, PagedGro
 from tllm_spec.executor.engine.rows import ContextChunk, RowBuilder, Windows
 from tllm_spec.executor.resources.interface import SeqSlotManager
 from tllm_spec.executor.resources.pages import BlockTable
-from tllm_spec.executor.speculative.drafting.draft_net import CausalNet, DraftNet
-from tllm_spec.executor.speculative.drafting.external_nets import ExternalModelNet
+from tllm_spec.executor.speculative.drafting.draft_net import CausalNet, DraftNet, ExternalModelNet
 from tllm_spec.models.eagle3 import Eagle3Head
 from tllm_spec.models.llama import LlamaForCausalLM
 from tllm_spec.models.registry import load_model

@@ -19,10 +19,9 @@ from tllm_spec.executor.request import LlmRequest, RequestState
 from tllm_spec.executor.speculative.drafting.draft_net import (
     CausalNet,
     DraftNet,
+    ExternalHeadNet,
     HeadNet,
 )
-from tllm_spec.executor.speculative.drafting.external_nets import ExternalHeadNet
-from tllm_spec.executor.speculative.drafting.match_or_network import MatchOrNetwork
 from tllm_spec.executor.speculative.drafting.network_drafter import NetworkDrafter
 from tllm_spec.kernels.sampling.gumbel import gumbel_noise
 from tllm_spec.models.draft_head import Masks
@@ -121,8 +120,6 @@ def submit_traffic(harness: Harness, random: Random, number: int) -> list[LlmReq
 
 def network_of(harness: Harness) -> NetworkDrafter:
     drafter = harness.parts.drafter
-    if isinstance(drafter, MatchOrNetwork):
-        drafter = drafter.network
     assert isinstance(drafter, NetworkDrafter)
     return drafter
 
@@ -262,7 +259,7 @@ def watch_logits(net: DraftNet) -> list[torch.Tensor]:
         found.append(compute_logits(state))
         return found[-1]
 
-    net.compute_logits = kept  # type: ignore[method-assign] # a spy on this one object
+    net.compute_logits = kept
     return found
 
 

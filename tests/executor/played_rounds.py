@@ -2,9 +2,8 @@
 
 from typing import Any
 
-from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
+from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController, DraftLenTable
 from tllm_spec.executor.speculative.draft_length.decisions import ObservedRound
-from tllm_spec.executor.speculative.draft_length.draft_len_table import DraftLenTable
 from tllm_spec.executor.speculative.draft_length.round_times import MeasuredRoundTimes
 
 LADDER = (0, 1, 2, 3)

@@ -3,11 +3,11 @@
 import pytest
 
 from tllm_spec.executor.speculative.draft_length import estimates as acceptance_estimate
-from tllm_spec.executor.speculative.draft_length.estimates import ChainEstimate
+from tllm_spec.executor.speculative.draft_length.estimates import AcceptanceEstimate
 
 
-def estimate_of(num_positions: int, prior: float = 0.6) -> ChainEstimate:
-    return ChainEstimate((0, num_positions), prior, window=256.0)
+def estimate_of(num_positions: int, prior: float = 0.6) -> AcceptanceEstimate:
+    return AcceptanceEstimate((0, num_positions), prior, window=256.0)
 
 
 def test_before_anything_is_seen_every_position_has_the_prior() -> None:

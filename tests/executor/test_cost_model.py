@@ -3,12 +3,11 @@
 import pytest
 
 from tests.executor.played_rounds import LADDER, LinearTimes, controller, play, settled
-from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
-from tllm_spec.executor.speculative.draft_length.decisions import ObservedRound
-from tllm_spec.executor.speculative.draft_length.draft_len_table import (
-    AcceptanceGate,
+from tllm_spec.executor.speculative.draft_length.adaptive import (
+    AdaptiveController,
     DraftLenTable,
 )
+from tllm_spec.executor.speculative.draft_length.decisions import ObservedRound
 
 
 @pytest.mark.parametrize(("num_accepted", "expected"), [(0, 0), (1, 1), (2, 2), (3, 3)])
@@ -130,7 +129,7 @@ def test_a_limit_leaves_the_best_of_the_shorter_lengths_and_no_probe_exceeds_it(
 
 
 def test_a_closed_gate_ends_drafting_and_its_window_opens_it_again() -> None:
-    controls = controller(table=DraftLenTable(gate=AcceptanceGate(1.0, 5)))
+    controls = controller(table=DraftLenTable(gate=(1.0, 5)))
     asked = play(controls, 3000, 1)
     closed = asked.index(0)
     assert closed < 50 and set(asked[closed : closed + 400]) == {0}
@@ -138,7 +137,7 @@ def test_a_closed_gate_ends_drafting_and_its_window_opens_it_again() -> None:
 
 
 def test_a_gate_that_closes_in_one_batch_size_ends_drafting_in_all() -> None:
-    controls = controller(table=DraftLenTable(gate=AcceptanceGate(1.0, 5)))
+    controls = controller(table=DraftLenTable(gate=(1.0, 5)))
     assert controls.tier_for(8) > 0
     play(controls, 5, 1, batch_size=4)
     assert controls.tier_for(8) == 0

@@ -5,12 +5,11 @@ from itertools import pairwise
 
 import pytest
 
-from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
-from tllm_spec.executor.speculative.draft_length.decisions import ObservedRound
-from tllm_spec.executor.speculative.draft_length.draft_len_table import (
-    AcceptanceGate,
+from tllm_spec.executor.speculative.draft_length.adaptive import (
+    AdaptiveController,
     DraftLenTable,
 )
+from tllm_spec.executor.speculative.draft_length.decisions import ObservedRound
 
 ROUNDS = 4000
 
@@ -65,7 +64,7 @@ def test_probes_write_no_lines(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_a_limit_that_no_length_of_the_ladder_meets_is_a_switch_there_and_back() -> None:
-    limits = DraftLenTable(gate=AcceptanceGate(1.0, 5))
+    limits = DraftLenTable(gate=(1.0, 5))
     controller = AdaptiveController.from_config({"candidate_steps": [1, 3]}, table=limits)
     play(controller, 600, 0)
     switches = controller.state()["decisions"]["last"]

@@ -34,7 +34,7 @@ from tllm_spec.executor.building.plan import BuildPlan
 from tllm_spec.executor.engine.memory_plan import BYTES_A_GRAPH
 from tllm_spec.executor.engine.rows import Windows
 from tllm_spec.executor.request import LlmRequest, RequestState
-from tllm_spec.executor.speculative.drafting.draft_backlog import BACKLOG_LEN, DraftBacklog
+from tllm_spec.executor.speculative.drafting.network_drafter import BACKLOG_LEN, DraftBacklog
 from tllm_spec.models.eagle3 import Eagle3Head
 
 MODES = ["draft_target", "eagle3", "eagle3_two_model", "eagle3_onnxruntime", "eagle"]

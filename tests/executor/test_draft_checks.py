@@ -8,8 +8,8 @@ import pytest
 
 from tests.lossless.other_tokenizer import NUM_REMOVED, write_draft_with_another_tokenizer
 from tllm_spec.config.llm_args import LlmArgs
-from tllm_spec.executor.speculative.drafting.draft_checks import check_draft
 from tllm_spec.executor.speculative.drafting.heads import DraftPlan
+from tllm_spec.executor.speculative.drafting.loaded_draft import check_draft
 from tllm_spec.executor.speculative.modes import draft_plan_of
 from tllm_spec.llm import LLM
 from tllm_spec.models.config import ModelConfig

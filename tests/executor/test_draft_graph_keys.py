@@ -21,9 +21,9 @@ from tllm_spec.executor.building.rounds import RoundTimer
 from tllm_spec.executor.engine.memory_plan import BYTES_A_GRAPH, own_groups
 from tllm_spec.executor.graphs.context_graphs import ContextLimits
 from tllm_spec.executor.graphs.slot_graphs import CudaGraphs, GraphKey, SlotGraphs
-from tllm_spec.executor.speculative.drafting.draft_backlog import DraftBacklog
 from tllm_spec.executor.speculative.drafting.loaded_draft import LoadedDraft
 from tllm_spec.executor.speculative.drafting.model_drafter import ModelDrafter
+from tllm_spec.executor.speculative.drafting.network_drafter import DraftBacklog
 
 
 def drafting_keys(

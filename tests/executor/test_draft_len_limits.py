@@ -4,14 +4,13 @@ import pytest
 
 from tllm_spec.config.draft_len_schedule import draft_len_table
 from tllm_spec.config.speculative_config import UserProvidedDecodingConfig
-from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
-from tllm_spec.executor.speculative.draft_length.decisions import ObservedRound
-from tllm_spec.executor.speculative.draft_length.draft_len_table import (
+from tllm_spec.executor.speculative.draft_length.adaptive import (
     CLOSED_WINDOWS,
     NO_LIMIT,
-    AcceptanceGate,
+    AdaptiveController,
     DraftLenTable,
 )
+from tllm_spec.executor.speculative.draft_length.decisions import ObservedRound
 
 
 def test_the_entry_of_the_largest_key_not_above_the_batch_size_holds() -> None:
@@ -70,7 +69,7 @@ def test_a_ladder_without_a_length_within_the_limit_means_plain_decoding() -> No
     assert controls.tiers == (2, 3, 4, 7)
 
 
-def rounds(gate: AcceptanceGate, num_accepted: int, number: int) -> list[bool]:
+def rounds(gate: DraftLenTable, num_accepted: int, number: int) -> list[bool]:
     """Whether the gate is closed after each of so many rounds of 4 drafts, none while it is
     closed."""
     closed = []
@@ -81,19 +80,19 @@ def rounds(gate: AcceptanceGate, num_accepted: int, number: int) -> list[bool]:
 
 
 def test_the_gate_closes_after_a_full_window_below_the_threshold() -> None:
-    assert rounds(AcceptanceGate(0.5, 3), 1, 4) == [False, False, True, True]
-    assert not any(rounds(AcceptanceGate(0.5, 3), 2, 50))  # at the threshold is not below it
+    assert rounds(DraftLenTable(gate=(0.5, 3)), 1, 4) == [False, False, True, True]
+    assert not any(rounds(DraftLenTable(gate=(0.5, 3)), 2, 50))  # at the threshold is not below it
 
 
 def test_the_gate_weighs_every_draft_of_its_window_alike() -> None:
-    gate = AcceptanceGate(0.5, 2)
+    gate = DraftLenTable(gate=(0.5, 2))
     gate.observe([4, 4, 4, 4, 4, 4], 24)
     gate.observe([0], 4)
     assert not gate.is_closed and gate.rate == pytest.approx(24 / 28)
 
 
 def test_a_closed_gate_opens_for_one_window_in_a_hundred() -> None:
-    gate = AcceptanceGate(0.5, 3)
+    gate = DraftLenTable(gate=(0.5, 3))
     closed = rounds(gate, 0, 3000)
     assert closed.count(False) == pytest.approx(0.01 * 3000, abs=4)
     while gate.is_closed:
@@ -102,7 +101,7 @@ def test_a_closed_gate_opens_for_one_window_in_a_hundred() -> None:
 
 
 def test_a_gate_that_closes_or_opens_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
-    gate, lines = AcceptanceGate(0.5, 2), []
+    gate, lines = DraftLenTable(gate=(0.5, 2)), []
     with caplog.at_level("INFO", logger="tllm_spec"):
         for number in range(2 + 2 * CLOSED_WINDOWS):
             gate.observe([0, 1], 4)
@@ -114,7 +113,7 @@ def test_a_gate_that_closes_or_opens_says_so_once(caplog: pytest.LogCaptureFixtu
 
 
 def test_the_line_has_the_rate_and_the_threshold(caplog: pytest.LogCaptureFixture) -> None:
-    gate = AcceptanceGate(0.5, 1)
+    gate = DraftLenTable(gate=(0.5, 1))
     with caplog.at_level("INFO", logger="tllm_spec"):
         gate.observe([0, 1], 4)
     assert "closes" in caplog.text and "0.250" in caplog.text and "below 0.5" in caplog.text

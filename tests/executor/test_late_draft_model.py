@@ -20,9 +20,9 @@ from tests.executor.draft_caches import (
 )
 from tests.executor.harness import Harness, all_pages_are_back, output_of
 from tllm_spec.executor.request import LlmRequest
-from tllm_spec.executor.speculative.drafting import draft_backlog
-from tllm_spec.executor.speculative.drafting.draft_backlog import BACKLOG_LEN, Missed, read_missed
+from tllm_spec.executor.speculative.drafting import network_drafter as draft_backlog
 from tllm_spec.executor.speculative.drafting.draft_net import DraftNet
+from tllm_spec.executor.speculative.drafting.network_drafter import BACKLOG_LEN, Missed, read_missed
 
 PROMPT = [3, 14, 15, 9, 26, 5, 35, 8]
 MAY_PAUSE = {"draft_len_schedule": {1: 3, 2: 0}}

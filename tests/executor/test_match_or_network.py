@@ -13,6 +13,7 @@ from tests.executor.draft_caches import (
     SMALL_POOL,
     assert_nothing_is_missing,
     generating,
+    network_of,
     one_model,
     random_lengths,
     slow_drafters,
@@ -28,8 +29,7 @@ from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.executor.building.memory import reserved_bytes
 from tllm_spec.executor.building.plan import BuildPlan
 from tllm_spec.executor.request import LlmRequest, RequestState
-from tllm_spec.executor.speculative.drafting.match_or_network import MatchOrNetwork
-from tllm_spec.kernels.drafts.draft_sources import MATCH, NETWORK
+from tllm_spec.kernels.drafts.draft_sources import MATCH, NETWORK, DraftSources
 
 OVERLAPPING = ["draft_target", "eagle3", "eagle3_two_model", "eagle3_sa_tree"]
 OVERLAPPING += ["draft_target_two_model_tree", "draft_target_two_model", "pard_two_model"]
@@ -45,10 +45,10 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_heads(tmp_path_factory.mktemp("head"))
 
 
-def proposer(harness: Harness) -> MatchOrNetwork:
-    drafter = harness.parts.drafter
-    assert isinstance(drafter, MatchOrNetwork)
-    return drafter
+def sources_of(harness: Harness) -> DraftSources:
+    choice = network_of(harness)._choice
+    assert choice is not None
+    return choice._sources
 
 
 def source_of_drafts(harness: Harness, request: LlmRequest, slow: Any) -> int:
@@ -91,7 +91,7 @@ def branch_of(harness: Harness, request: LlmRequest) -> int:
     """Checks that the match is a branch of the tree that the request's slot has for the next
     round. Returns 1 if the network has not drafted it."""
     match, length = drafts_of(request.tokens, 3, 64)
-    slots, sources = harness.parts.slots, proposer(harness).choice._sources
+    slots, sources = harness.parts.slots, sources_of(harness)
     if not length:
         assert sources.choices[request.slot].tolist() == [0, NETWORK]
         return 0
@@ -188,7 +188,7 @@ def test_drafts_of_a_slots_last_request_are_not_counted_for_the_next(
     tiny: Path, tiny_draft: Path, head: Path
 ) -> None:
     harness = Harness(tiny, max_batch_size=1, **one_model(tiny_draft, head, "eagle3", **LEARNED))
-    first, sources = harness.submit([7, 8, 7, 8], max_tokens=40), proposer(harness).choice._sources
+    first, sources = harness.submit([7, 8, 7, 8], max_tokens=40), sources_of(harness)
     harness.run_until(first, RequestState.GENERATION)
     harness.round()
     harness.queue.cancel(first.request_id)

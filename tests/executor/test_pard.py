@@ -19,8 +19,8 @@ from tests.executor.draft_caches import (
 )
 from tests.executor.harness import Harness, all_pages_are_back, output_of
 from tllm_spec.config.llm_args import LlmArgs
-from tllm_spec.executor.speculative.drafting.draft_checks import check_draft
-from tllm_spec.executor.speculative.drafting.drafting_steps import ChainDrafting
+from tllm_spec.executor.speculative.drafting.drafting_steps import DraftSteps
+from tllm_spec.executor.speculative.drafting.loaded_draft import check_draft
 from tllm_spec.executor.speculative.modes import draft_plan_of
 from tllm_spec.models.config import ModelConfig
 
@@ -31,14 +31,16 @@ DRAFT_LEN = 4
 def drafted_logits(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     """The logits `[K, N, V]` of every round's drafts."""
     found: list[torch.Tensor] = []
-    draft_block = ChainDrafting.draft_block
+    draft = DraftSteps.draft
 
-    def spy(self: ChainDrafting, group: Any, shape: Any, kv_lens: Any, states: torch.Tensor) -> Any:
+    def spy(
+        self: DraftSteps, group: Any, shape: Any, kv_lens: Any, states: torch.Tensor, bound: int
+    ) -> Any:
         logits = self._net.compute_logits(states)
         found.append(logits.view(-1, len(group.slots), logits.shape[1]))
-        return draft_block(self, group, shape, kv_lens, states)
+        return draft(self, group, shape, kv_lens, states, bound)
 
-    monkeypatch.setattr(ChainDrafting, "draft_block", spy)
+    monkeypatch.setattr(DraftSteps, "draft", spy)
     return found
 
 

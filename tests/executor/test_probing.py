@@ -5,9 +5,8 @@ from itertools import groupby
 import pytest
 
 from tests.executor.played_rounds import controller, play, settled
-from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
+from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController, DraftLenTable
 from tllm_spec.executor.speculative.draft_length.decisions import ObservedRound
-from tllm_spec.executor.speculative.draft_length.draft_len_table import DraftLenTable
 
 
 def probe_of(controls: AdaptiveController) -> int | None:

@@ -10,7 +10,7 @@ from tllm_spec.config.draft_shape import END, NOTHING, OFF_CHAIN, DraftShape, Dr
 from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
 from tllm_spec.executor.speculative.draft_length.decisions import ObservedRound
 from tllm_spec.executor.speculative.draft_length.estimates import (
-    TreeEstimate,
+    AcceptanceEstimate,
     chain_counts,
     columns_of,
 )
@@ -23,10 +23,11 @@ CHEAP = {"max_draft_len": 2, "dynamic_tree_max_topK": 3, "max_total_draft_tokens
 FIRST = 0.55
 
 
-def learned(tier: int) -> TreeEstimate:
+def learned(tier: int) -> AcceptanceEstimate:
     """The estimate after rounds of one tier."""
     batch = 32
-    estimate, chance = TreeEstimate(SHAPES, LADDER, 0.8, 4000.0), Random(tier)
+    trees = {4: SMALL, 5: LARGE}
+    estimate, chance = AcceptanceEstimate(LADDER, 0.8, 4000.0, trees), Random(tier)
     for _ in range(150):
         ranks = [draw(chance, SHAPES.of(tier), FIRST) for _ in range(batch)]
         accepted = list(map(num_accepted, ranks))

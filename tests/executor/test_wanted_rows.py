@@ -13,7 +13,7 @@ from tests.models.tiny_eagle3 import write_tiny_eagle3
 from tllm_spec.attention.interface import HeadsBackend, SpecMetadata
 from tllm_spec.executor.engine.model_engine import ModelEngine
 from tllm_spec.executor.engine.rows import ContextChunk
-from tllm_spec.executor.speculative.drafting.draft_backlog import BACKLOG_LEN
+from tllm_spec.executor.speculative.drafting.network_drafter import BACKLOG_LEN
 from tllm_spec.models.layers import RMSNorm
 from tllm_spec.models.llama import MLP
 

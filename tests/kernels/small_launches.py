@@ -7,7 +7,7 @@ import torch
 
 from tests.kernels.launches import META
 from tests.kernels.model_launches import FLOATS, FP8, empty, float32, int32, int64, scales_of
-from tllm_spec.executor.speculative.drafting.match_or_network import new_sources
+from tllm_spec.executor.speculative.drafting.suffix_match import new_sources
 from tllm_spec.kernels.attention.attention_sinks import add_sinks
 from tllm_spec.kernels.attention.kv_codes import CODES, widen_pages
 from tllm_spec.kernels.attention.latent_write import LatentNorm, latent_write

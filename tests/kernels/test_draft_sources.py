@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.kernels.interpreter import on_each_kernel_device, only_outside_the_interpreter
-from tllm_spec.executor.speculative.drafting.match_or_network import new_sources
+from tllm_spec.executor.speculative.drafting.suffix_match import new_sources
 from tllm_spec.kernels.drafts.draft_sources import (
     MATCH,
     MAX_COUNT,

@@ -10,7 +10,7 @@ import torch
 
 from tests.kernels.interpreter import on_each_kernel_device, only_outside_the_interpreter
 from tests.kernels.tree_growth import grow_tree, random_draft
-from tllm_spec.executor.speculative.drafting.match_or_network import new_sources
+from tllm_spec.executor.speculative.drafting.suffix_match import new_sources
 from tllm_spec.kernels.drafts.draft_sources import MATCH, NETWORK, PRIOR, DraftSources
 from tllm_spec.kernels.drafts.match_branches import add_match
 from tllm_spec.kernels.slots.accept import DraftTree

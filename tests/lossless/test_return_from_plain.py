@@ -14,7 +14,7 @@ from tests.lossless.engines import engine
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.rounds.round_results import LaunchedRound
-from tllm_spec.executor.speculative.drafting.draft_backlog import BACKLOG_LEN
+from tllm_spec.executor.speculative.drafting.network_drafter import BACKLOG_LEN
 from tllm_spec.text.tokenizer import Tokenizer
 
 DRAFT_LEN, PLAIN_ROUNDS, ROUNDS_AFTER, NUM_REQUESTS = 3, 32, 5, 8

@@ -100,9 +100,11 @@ def module_type(target: LlamaForCausalLM) -> type[NextnModule] | type[Qwen3NextM
 
 class NextnModules(Module):
     """One module that makes every step, or a module for each step. Each has a layer of the draft
-    network's KV pool."""
+    network's KV pool. Its drafts are the target's ids, one after the other."""
 
     target: LlamaForCausalLM
+    draft_to_target = None
+    masks = None
 
     def __init__(
         self, target: LlamaForCausalLM, count: int, placement: Placement, owns: Collection[str] = ()
@@ -124,6 +126,15 @@ class NextnModules(Module):
     def num_logits(self) -> int:
         """Logits of one row."""
         return self.config.vocab_size
+
+    @property
+    def output(self) -> OutputLinear:
+        """The modules' own output layer, or the target's."""
+        return self.lm_head or self.target.lm_head
+
+    def fuse(self, captured: torch.Tensor) -> torch.Tensor:
+        """States after the target's final norm are read as they are, `[T, H]`."""
+        return captured
 
     @property
     def dtype(self) -> torch.dtype:
@@ -156,7 +167,7 @@ class NextnModules(Module):
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """`[R, H]`, as `predict` returns it, to `[R, V]`."""
-        return (self.lm_head or self.target.lm_head).forward(hidden)
+        return self.output.forward(hidden)
 
 
 def check_nextn(config: ModelConfig, num_modules: int, exported: Path | None = None) -> None:

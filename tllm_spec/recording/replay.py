@@ -28,7 +28,7 @@ from tllm_spec.executor.engine.replayed_engine import ReplayedEngine
 from tllm_spec.executor.request import DraftCounters, LlmRequest, RequestPause, StopMatch
 from tllm_spec.executor.request_limits import RequestLimits
 from tllm_spec.executor.resources.kv_cache import ROUNDS_AHEAD
-from tllm_spec.executor.speculative.draft_length.draft_len_table import rows_with_contexts
+from tllm_spec.executor.speculative.draft_length.adaptive import rows_with_contexts
 from tllm_spec.executor.speculative.modes import draft_plan_of
 from tllm_spec.grammar.guided_decoding import compiler_name
 from tllm_spec.models.config import ModelConfig

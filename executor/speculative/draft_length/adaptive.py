@@ -5,10 +5,14 @@ chooses, and shows what was decided. A tier is what a round may have (`DraftShap
 length, or where there are trees to choose from a number above the longest length. Pure Python: what
 a tier needs on the device is prepared for all of `tiers` at start-up."""
 
+import logging
+import sys
 from bisect import bisect_left, bisect_right
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from tllm_spec.config.adaptive_config import (
@@ -22,11 +26,6 @@ from tllm_spec.config.draft_shape import DraftShapes
 from tllm_spec.config.verify_budget import MAX_WHOLE_BATCH
 from tllm_spec.executor.speculative.draft_length.cost_model import CostModelSlot
 from tllm_spec.executor.speculative.draft_length.decisions import DecisionLog, ObservedRound
-from tllm_spec.executor.speculative.draft_length.draft_len_table import (
-    NO_LIMIT,
-    AcceptanceGate,
-    DraftLenTable,
-)
 from tllm_spec.executor.speculative.draft_length.ema_policy import AdaptiveSpeculativeParams
 from tllm_spec.executor.speculative.draft_length.estimates import estimate_of, ladder_of
 from tllm_spec.executor.speculative.draft_length.round_times import (
@@ -37,6 +36,112 @@ from tllm_spec.executor.speculative.draft_length.round_times import (
 
 if TYPE_CHECKING:  # it loads torch
     from tllm_spec.config.speculative_config import DecodingBaseConfig
+
+
+# The longest draft length of a round, by its batch size: from a fixed length, a schedule or a
+# concurrency limit, less where the token budget of a forward has no room, none while the
+# acceptance gate is closed. A policy chooses within it.
+
+
+logger = logging.getLogger(__name__)
+
+NO_LIMIT = sys.maxsize
+# While more requests may join, windows leave one row in so many to contexts. Otherwise drafts could
+# keep every prompt waiting.
+CONTEXT_SHARE = 4
+# A gate stays closed for so many windows of rounds, then opens for one: drafts in 1% of the rounds.
+CLOSED_WINDOWS = 99
+
+
+class DraftLenTable:
+    """The largest tier that a round may have. by_batch_size: see `draft_len_table`.
+    max_num_tokens: rows of a forward. All windows of a round fit into it; in batches below
+    `max_batch_size` they leave room for contexts. tier_within: the last tier whose windows, and
+    those of all before it, have at most so many rows.
+
+    gate: a threshold and a number of rounds. It closes when the share of accepted drafts over the
+    last so many rounds with drafts is below the threshold. TensorRT-LLM never opens it again; here
+    it opens for one window of rounds in 100. None: it never closes."""
+
+    def __init__(
+        self,
+        by_batch_size: Mapping[int, int] = MappingProxyType({}),
+        *,
+        gate: tuple[float, int] | None = None,
+        max_num_tokens: int = NO_LIMIT,
+        max_batch_size: int = 0,
+        tier_within: Callable[[int], int] = lambda num_rows: max(0, num_rows - 1),
+    ) -> None:
+        self._rows = sorted(by_batch_size.items())
+        self._max_num_tokens, self._max_batch_size = max_num_tokens, max_batch_size
+        self._tier_within = tier_within
+        self._most: dict[int, int] = {}  # by batch size: results of `max_tier_open`
+        self.has_gate, (self._threshold, self._window_size) = gate is not None, gate or (0.0, 0)
+        self._window: deque[tuple[int, int]] = deque(maxlen=self._window_size)
+        self._closed_rounds = 0
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the gate is."""
+        return self._closed_rounds > 0
+
+    def max_tier(self, batch_size: int) -> int:
+        """The largest tier of a round with `batch_size` generating requests."""
+        return 0 if self._closed_rounds else self.max_tier_open(batch_size)
+
+    def max_tier_open(self, batch_size: int) -> int:
+        """The same while the gate is open."""
+        most = self._most.get(batch_size)
+        if most is None:
+            room = NO_LIMIT
+            if self._max_num_tokens != NO_LIMIT:
+                rows = self._max_num_tokens
+                if batch_size < self._max_batch_size:
+                    rows = rows_with_contexts(rows)
+                room = self._tier_within(rows // batch_size)
+            found = [most for size, most in self._rows if size <= batch_size]
+            most = self._most[batch_size] = min([room, *found[-1:]])
+        return most
+
+    def observe(self, num_accepted: Sequence[int], num_drafted: int) -> None:
+        """num_drafted: drafts of the whole round. Rounds without drafts count only while the gate
+        is closed."""
+        if self._closed_rounds:
+            self._closed_rounds -= 1  # includes rounds that were in flight when the gate closed
+            if not self._closed_rounds:
+                logger.info("acceptance gate: opens for %d rounds of drafts", self._window_size)
+        elif num_drafted and self.has_gate:
+            self._window.append((sum(num_accepted), num_drafted))
+            if len(self._window) == self._window_size and self.rate < self._threshold:
+                logger.info(
+                    "acceptance gate: closes; acceptance rate %.3f of %d rounds is below %g",
+                    *(self.rate, self._window_size, self._threshold),
+                )
+                self._closed_rounds = CLOSED_WINDOWS * self._window_size
+                self._window.clear()
+
+    @property
+    def rate(self) -> float:
+        """Accepted drafts / drafts in the gate's window; 0 when it is empty."""
+        return sum(accepted for accepted, _ in self._window) / max(
+            1, sum(drafted for _, drafted in self._window)
+        )
+
+    @property
+    def reachable(self) -> set[int]:
+        """Tiers of the table, whether or not a ladder has them."""
+        return {most for _, most in self._rows} | ({0} if self.has_gate else set())
+
+    def state(self) -> dict[str, Any]:
+        gate = {"is_closed": self.is_closed, "acceptance_rate": round(self.rate, 4)}
+        schedule = {size: most for size, most in self._rows if size}
+        return {"draft_len_schedule": schedule or None, "gate": gate if self.has_gate else None}
+
+
+def rows_with_contexts(max_num_tokens: int) -> int:
+    """Rows that windows may use in a round with fewer requests than the largest batch."""
+    return max_num_tokens - max_num_tokens // CONTEXT_SHARE
+
 
 TierPolicy = AdaptiveSpeculativeParams | CostModelSlot
 CONTEXT_MARGIN = 0.125  # relative change of the average context that does not count
@@ -75,7 +180,9 @@ class AdaptiveController:
         name: Callable[[int], int | str] = lambda tier: tier,
     ) -> None:
         """buckets: none where every round has the longest drafts of the table. tiers: of their
-        slots. name: of a tier, for people."""
+        slots. name: of a tier, for people. `knows_contexts`: whether context lengths matter to
+        what it decides."""
+        self.knows_contexts = len(buckets) > 1
         self._table, self._buckets, self.context_len = table or DraftLenTable(), buckets, 0
         self._context_lens = [bucket.context_len for bucket in buckets]
         self._bounds = [slot.lower_bound for slot in buckets[0].slots] if buckets else []
@@ -136,11 +243,6 @@ class AdaptiveController:
         """Every round has this tier."""
         return cls(DraftLenTable({0: tier}))
 
-    @property
-    def knows_contexts(self) -> bool:
-        """Whether context lengths matter to what it decides."""
-        return len(self._buckets) > 1
-
     def note_context(self, context_len: int) -> None:
         """Average tokens of the requests that `tier_for` is asked about next. A small change does
         not count: requests that come and go around a bound would switch the tier, and a round
@@ -151,21 +253,25 @@ class AdaptiveController:
     def tier_for(self, batch_size: int) -> int:
         """The tier of a round of `batch_size` generating requests; 0 = plain decoding."""
         most = self._table.max_tier(batch_size)
+        if not self._buckets:
+            return most
         padded, slot = self._slot_at(batch_size, self.context_len)
-        return slot.tier_for(padded, most) if slot else most
+        return slot.tier_for(padded, most)
 
     def tiers_at(self, batch_size: int) -> set[int]:
         """All that `tier_for` may ever answer."""
-        most = self._table.max_tier_open(batch_size)
-        padded, slot = self._slot_at(batch_size, 0)
-        tiers = slot.reachable(padded, most) if slot else {most}
+        tiers = {self._table.max_tier_open(batch_size)}
+        if self._buckets:
+            padded, slot = self._slot_at(batch_size, 0)
+            tiers = slot.reachable(padded, *tiers)
         return tiers | {0} if self._table.has_gate else tiers
 
     def observe(self, observed: ObservedRound) -> bool:
         """Whether the tier changed for this batch size."""
         batch_size, num_drafted = observed.batch_size, observed.num_drafted
-        max_tier = self._table.max_tier(batch_size)
-        padded, slot = self._slot_at(batch_size, observed.context_len)
+        max_tier, padded, slot = self._table.max_tier(batch_size), batch_size, None
+        if self._buckets:
+            padded, slot = self._slot_at(batch_size, observed.context_len)
         if num_drafted is None:
             tier = observed.verified_tier
             if tier is None:
@@ -186,10 +292,8 @@ class AdaptiveController:
         row = self._buckets[0].times.row(padded)
         return {str(self._name(tier)): seconds for tier, seconds in row.items()}
 
-    def _slot_at(self, batch_size: int, context_len: int) -> tuple[int, TierPolicy | None]:
-        """The padded batch size and its slot, if there are slots."""
-        if not self._buckets:
-            return batch_size, None
+    def _slot_at(self, batch_size: int, context_len: int) -> tuple[int, TierPolicy]:
+        """The padded batch size and its slot."""
         bucket = self._buckets[bisect_right(self._context_lens, context_len) - 1]
         if (found := bucket.slot_of.get(batch_size)) is not None:
             return found
@@ -242,7 +346,7 @@ def controller_for(
         return AdaptiveController.fixed(0)
     gate = None
     if spec.acceptance_rate_threshold is not None and spec.acceptance_rate_window_size is not None:
-        gate = AcceptanceGate(spec.acceptance_rate_threshold, spec.acceptance_rate_window_size)
+        gate = spec.acceptance_rate_threshold, spec.acceptance_rate_window_size
     fixed = spec.max_draft_len if spec.adaptive is None else None
     table = DraftLenTable(
         draft_len_table(fixed, spec.draft_len_schedule, spec.max_concurrency),

@@ -12,7 +12,7 @@ from typing import Any
 
 from tllm_spec.config.adaptive_config import CostModelOptions
 from tllm_spec.config.draft_shape import DraftShapes
-from tllm_spec.executor.speculative.draft_length.decisions import ObservedRound, Switch
+from tllm_spec.executor.speculative.draft_length.decisions import ObservedRound
 from tllm_spec.executor.speculative.draft_length.estimates import Estimate
 from tllm_spec.executor.speculative.draft_length.round_times import CorrectedRoundTimes
 
@@ -41,7 +41,7 @@ class CostModelSlot:
         options: CostModelOptions,
         times: CorrectedRoundTimes,
         shapes: DraftShapes,
-        record: Callable[[Switch], None],
+        record: Callable[..., None],
     ) -> None:
         self.lower_bound, self._estimate, self._times = lower_bound, estimate, times
         self._shapes, self._record = shapes, record
@@ -127,7 +127,7 @@ class CostModelSlot:
             rates = " ".join(f"{rate:.2f}" for rate in self._estimate.rates)
             reason = f"{why}; acceptance given the drafts before {rates}"
             names = self._shapes.name(present), self._shapes.name(tier)
-            self._record(Switch(self.lower_bound, batch_size, *names, reason))
+            self._record(self.lower_bound, batch_size, *names, reason)
         return tier
 
     def _pay(self, probe: _Probe, extra_seconds: float, tier: int) -> None:

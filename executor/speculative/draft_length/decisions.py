@@ -5,7 +5,6 @@ A tier is one of `DraftShapes`: a draft length, or where trees may be chosen one
 import logging
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 NUM_KEPT = 32  # switches
@@ -35,42 +34,49 @@ class ObservedRound(NamedTuple):
         return self.batch_size if self.num_requests is None else self.num_requests
 
 
-@dataclass(frozen=True)
-class Switch:
-    """A draft length of one batch size was replaced."""
-
-    slot: int  # smallest batch size of the slot
-    batch_size: int  # as padded to a graph
-    old_steps: int | str  # see `DraftShapes.name`
-    new_steps: int | str
-    reason: str
-
-
 class DecisionLog:
     """The latest switches; each is also a line in the log."""
 
     def __init__(self) -> None:
-        self._last: deque[Switch] = deque(maxlen=NUM_KEPT)
+        self._last: deque[dict[str, Any]] = deque(maxlen=NUM_KEPT)
         self.num_switches = 0
 
-    def record(self, switch: Switch, context_len: int = 0) -> None:
-        """context_len: of the bucket that the switch belongs to."""
+    def record(
+        self,
+        slot: int,
+        batch_size: int,
+        old_steps: int | str,
+        new_steps: int | str,
+        reason: str,
+        context_len: int = 0,
+    ) -> None:
+        """A draft length of one batch size was replaced.
+
+        Args:
+            slot: its smallest batch size.
+            batch_size: as padded to a graph.
+            old_steps, new_steps: see `DraftShapes.name`.
+            context_len: of the bucket that the switch belongs to.
+        """
         if context_len:
-            reason = f"contexts of {context_len} tokens or more; {switch.reason}"
-            switch = replace(switch, reason=reason)
+            reason = f"contexts of {context_len} tokens or more; {reason}"
         self.num_switches += 1
-        self._last.append(switch)
+        self._last.append(
+            {
+                "slot": slot,
+                "batch_size": batch_size,
+                "old_steps": old_steps,
+                "new_steps": new_steps,
+                "reason": reason,
+            }
+        )
         logger.info(
             "draft length %s -> %s at batch size %d (slot %d): %s",
-            switch.old_steps,
-            switch.new_steps,
-            switch.batch_size,
-            switch.slot,
-            switch.reason,
+            *(old_steps, new_steps, batch_size, slot, reason),
         )
 
     def state(self) -> dict[str, Any]:
         return {
             "num_switches": self.num_switches,
-            "last": [asdict(switch) for switch in self._last],
+            "last": list(self._last),
         }

@@ -8,23 +8,24 @@ from math import ceil
 from typing import Any
 
 from tllm_spec.config.adaptive_config import EmaOptions
-from tllm_spec.executor.speculative.draft_length.decisions import ObservedRound, Switch
+from tllm_spec.executor.speculative.draft_length.decisions import ObservedRound
 
 
 class AdaptiveSpeculativeParams:
     """SGLang's rule for one slot, and SGLang's class name. Its tiers are draft lengths. `ema`
     starts at `draft_len - 1`. A switch resets neither `ema` nor the count of rounds.
 
-    compat: every observation counts as if the present length had produced it, as in SGLang.
-    Otherwise the length that produced it matters. Results of a longer one are clipped to the
-    present length. Results of a shorter one do not count, unless the drafter was asked for the
-    present length and had fewer drafts: the missing ones then count as rejected."""
+    record: see `DecisionLog.record`. compat: every observation counts as if the present length had
+    produced it, as in SGLang. Otherwise the length that produced it matters. Results of a longer
+    one are clipped to the present length. Results of a shorter one do not count, unless the drafter
+    was asked for the present length and had fewer drafts: the missing ones then count as
+    rejected."""
 
     def __init__(
         self,
         lower_bound: int,
         options: EmaOptions,
-        record: Callable[[Switch], None],
+        record: Callable[..., None],
         initial_steps: int | None,
         compat: bool,
     ) -> None:
@@ -74,7 +75,7 @@ class AdaptiveSpeculativeParams:
         if self.draft_len == draft_len:
             return False
         reason = f"smoothed accepted drafts {self.ema:.2f}"
-        self._record(Switch(self.lower_bound, batch_size, draft_len, self.draft_len, reason))
+        self._record(self.lower_bound, batch_size, draft_len, self.draft_len, reason)
         return True
 
     def _target(self) -> int:

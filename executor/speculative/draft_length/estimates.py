@@ -2,13 +2,14 @@
 by depth and rank, of rounds that share their rows from what the device expects."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from heapq import heappop, heappush
 from itertools import accumulate, pairwise
 from math import prod
 from operator import mul
-from typing import Any, Protocol
+from types import MappingProxyType
+from typing import Any
 
 from tllm_spec.config.adaptive_config import CostModelOptions
 from tllm_spec.config.draft_shape import END, NOTHING, OFF_CHAIN, DraftShape, DraftShapes
@@ -41,31 +42,6 @@ RankRates = Sequence[Sequence[float]]
 Columns = Sequence[Counter[int]]  # by depth: how often each value of `path_ranks` was seen
 
 
-class Estimate(Protocol):
-    """What a slot of the cost model knows about its tiers, which are `ladder`. `rates`: acceptance
-    by position; `expected`: accepted drafts of a request by tier."""
-
-    ladder: tuple[int, ...]
-    rates: list[float]
-    expected: list[float]
-
-    def compared_at(self, batch_size: int) -> tuple[int, ...]:
-        """Those of the ladder that rounds of this batch size may have, ascending."""
-
-    def probe_of(self, batch_size: int, tier: int) -> int | None:
-        """What rounds of that tier may try, because it would show more than they do."""
-
-    def at_best(self, tier: int, probed: int) -> float:
-        """Tokens of a request in a round of `probed`, if all that it adds to `tier` were
-        accepted."""
-
-    def observe(self, observed: ObservedRound, tier: int) -> None:
-        """tier: of the drafts that were verified."""
-
-    def state(self) -> dict[str, Any]:
-        """As plain values."""
-
-
 def ladder_of(options: CostModelOptions, shapes: DraftShapes) -> tuple[int, ...]:
     """The tiers of whole windows that a slot may choose, ascending: its draft lengths, and then
     trees."""
@@ -76,54 +52,89 @@ def ladder_of(options: CostModelOptions, shapes: DraftShapes) -> tuple[int, ...]
     return (*options.candidate_steps, *trees)
 
 
-def estimate_of(options: CostModelOptions, shapes: DraftShapes, *, shares_rows: bool) -> Estimate:
+def estimate_of(options: CostModelOptions, shapes: DraftShapes, *, shares_rows: bool) -> "Estimate":
     """shares_rows: whether the slot also compares rounds that share their rows."""
     memory = options.prior_acceptance, options.window_trials
     if shares_rows:
         return BudgetEstimate(shapes, options.candidate_steps, *memory)
     ladder = ladder_of(options, shapes)
-    if ladder == options.candidate_steps:
-        return ChainEstimate(ladder, *memory)
-    return TreeEstimate(shapes, ladder, *memory)
+    trees = {tier: shapes.of(tier) for tier in ladder if tier in shapes.tree_tiers}
+    return AcceptanceEstimate(ladder, *memory, trees)
 
 
-class ChainEstimate:
-    """How likely a draft at each position of the window is accepted, given that all before it were.
+class AcceptanceEstimate:
+    """How likely a draft at each position of the window is accepted, given that all before it were;
+    `rates`. Of trees they are those of first children.
 
     A round of K drafts of which n were accepted shows positions 1 to min(n + 1, K). Each position
     has a decayed count; one with little evidence follows the average of the others. The memory is
     `window` drafts per position. Without new drafts a count's weight fades and its value stays: an
-    old bad estimate is not retried for its age, but one probe then moves it far."""
+    old bad estimate is not retried for its age, but one probe then moves it far.
+
+    Trees next to chains also have `shares` `[K]`: by rank, how likely each of up to K children of a
+    node is accepted, given that those before it were not; all depths share them, and that of rank 0
+    means nothing. A dynamic tree adapts to each token, and paths of later children go on worse.
+    `gain` is what trees had accepted over what depth and rank alone predict."""
 
     def __init__(
-        self, ladder: Sequence[int], prior: float, window: float, num_positions: int | None = None
+        self,
+        ladder: Sequence[int],
+        prior: float,
+        window: float,
+        trees: Mapping[int, DraftShape] = MappingProxyType({}),
     ) -> None:
-        """num_positions: None: as many as the longest of the ladder has."""
-        self.ladder = tuple(ladder)
-        self._longer = dict(pairwise(self.ladder))
-        number = ladder[-1] if num_positions is None else num_positions
+        """trees: those tiers of the ladder that are no draft lengths."""
+        self.ladder, self._trees = tuple(ladder), trees
+        lengths = [tier for tier in ladder if tier not in trees]
+        # A single length may try a tree.
+        self._longer = dict(pairwise(lengths if len(lengths) > 1 else ladder))
+        number = max(trees[tier].depth if tier in trees else tier for tier in ladder)
         self._prior, self._window = prior, window
         self._reached, self._accepted = [0.0] * number, [0.0] * number
         self.rates = [prior] * number
         self.expected: list[float] = list(accumulate(accumulate(self.rates, mul), initial=0.0))
+        self.expected += [0.0] * (1 + max(trees, default=0) - len(self.expected))
+        topk = max((tree.topk for tree in trees.values()), default=0)
+        self._rank_tried, self._rank_accepted = [0.0] * topk, [0.0] * topk
+        self.gain, self._seen, self._predicted = 1.0, 0.0, 0.0
+        self._rounds = self._num_trials = 0
+        self._predict()
+        self._apply_gain()
 
     def compared_at(self, batch_size: int) -> tuple[int, ...]:
+        """Those of the ladder that rounds of this batch size may have, ascending."""
         return self.ladder
 
     def probe_of(self, batch_size: int, tier: int) -> int | None:
-        """The next longer length."""
+        """What rounds of that tier may try, because it would show more than they do: the next
+        longer length."""
         return self._longer.get(tier)
 
     def at_best(self, tier: int, probed: int) -> float:
+        """Tokens of a request in a round of `probed`, if all that it adds to `tier` were
+        accepted."""
         reach = self.expected[tier] - self.expected[tier - 1] if tier else 1.0
         return 1 + self.expected[tier] + reach * (probed - tier)
 
     def observe(self, observed: ObservedRound, tier: int) -> None:
+        """tier: of the drafts that were verified."""
+        number, is_tree = observed.num_alive, tier in self._trees
+        if not is_tree:
+            self._seen -= self._seen / FADING_ROUNDS
+            self._predicted -= self._predicted / FADING_ROUNDS
         if observed.ranks:
-            counts = chain_counts(columns_of(observed.ranks))
-            self._observe_counts(observed.num_alive, counts)
-        else:
-            self.observe_lengths(observed.num_alive, observed.num_accepted, tier)
+            columns = columns_of(observed.ranks)
+            self._observe_counts(number, chain_counts(columns))
+            if is_tree:
+                self._observe_ranks(number, columns)
+                self._compare(tier, observed.num_accepted)
+        elif not is_tree:
+            self.observe_lengths(number, observed.num_accepted, tier)
+        if self._trees:
+            self._rounds += 1
+            if self._rounds % REFRESH_ROUNDS == 0:
+                self._predict()
+            self._apply_gain()
 
     def observe_lengths(
         self, num_requests: int, num_accepted: Sequence[int], draft_len: int
@@ -178,49 +189,26 @@ class ChainEstimate:
             expected += probability
             self.expected[position + 1] = expected
 
-    def state(self) -> dict[str, Any]:
-        return {"acceptance": [round(rate, 4) for rate in self.rates]}
+    def _observe_ranks(self, num_requests: int, columns: Columns) -> None:
+        most, keep = len(self._rank_tried), 1 - 1 / max(self._window / num_requests, MIN_ROUNDS)
+        for counts in (self._rank_tried, self._rank_accepted):
+            counts[:] = [keep * count for count in counts]
+        for value, number in (each for column in columns for each in column.items()):
+            if value == NOTHING:
+                continue
+            rank = value % OFF_CHAIN
+            if 0 < rank < most:
+                self._rank_accepted[rank] += number
+            for tried in range(1, min(rank + 1 if rank < END else rank - END, most)):
+                self._rank_tried[tried] += number
 
-
-class TreeEstimate(ChainEstimate):
-    """Trees next to chains. `rates` are those of first children.
-
-    A dynamic tree adapts to each token, and paths of later children go on worse. `gain` is what
-    trees had accepted over what depth and rank alone predict."""
-
-    def __init__(
-        self, shapes: DraftShapes, ladder: Sequence[int], prior: float, window: float
-    ) -> None:
-        depth = max(shapes.of(tier).depth for tier in ladder)
-        super().__init__(ladder, prior, window, depth)
-        lengths = [tier for tier in ladder if tier not in shapes.tree_tiers]
-        if len(lengths) > 1:  # a single length may try a tree
-            self._longer = dict(pairwise(lengths))
-        self._trees = {tier: shapes.of(tier) for tier in ladder if tier in shapes.tree_tiers}
-        self.expected += [0.0] * (1 + max(self._trees) - len(self.expected))
-        self._ranks = RankEstimate(max(tree.topk for tree in self._trees.values()), window)
-        self.gain, self._seen, self._predicted = 1.0, 0.0, 0.0
-        self._rounds = self._num_trials = 0
-        self._predict()
-        self._apply_gain()
-
-    def observe(self, observed: ObservedRound, tier: int) -> None:
-        number, is_tree = observed.num_alive, tier in self._trees
-        if not is_tree:
-            self._seen -= self._seen / FADING_ROUNDS
-            self._predicted -= self._predicted / FADING_ROUNDS
-        if observed.ranks:
-            columns = columns_of(observed.ranks)
-            self._observe_counts(number, chain_counts(columns))
-            if is_tree:
-                self._ranks.observe(number, columns)
-                self._compare(tier, observed.num_accepted)
-        elif not is_tree:
-            self.observe_lengths(number, observed.num_accepted, tier)
-        self._rounds += 1
-        if self._rounds % REFRESH_ROUNDS == 0:
-            self._predict()
-        self._apply_gain()
+    @property
+    def shares(self) -> list[float]:
+        counts = enumerate(zip(self._rank_accepted, self._rank_tried, strict=True), 1)
+        return [
+            (accepted + RANK_TRIALS * (FIRST_PRIOR / number)) / (tried + RANK_TRIALS)
+            for number, (accepted, tried) in counts
+        ]
 
     def _compare(self, tier: int, num_accepted: Sequence[int]) -> None:
         self._num_trials += len(num_accepted)
@@ -231,7 +219,7 @@ class TreeEstimate(ChainEstimate):
         self._predicted = keep * self._predicted + len(num_accepted) * self._predictions[tier]
 
     def _predict(self) -> None:
-        shares = self._ranks.shares
+        shares = self.shares
         rates = [by_rank(rate, shares) for rate in self.rates]
         self._predictions = {
             tier: expected_accepted(tree, rates) for tier, tree in self._trees.items()
@@ -244,46 +232,12 @@ class TreeEstimate(ChainEstimate):
             self.expected[tier] = self.gain * predicted
 
     def state(self) -> dict[str, Any]:
-        shares = [round(share, 4) for share in self._ranks.shares[1:]]
-        return super().state() | {"further_children": shares, "tree_gain": round(self.gain, 4)}
-
-
-class RankEstimate:
-    """How likely each of up to K children of a node is accepted, given that those before it were
-    not; all depths share the estimate. `shares` `[K]`: by rank; that of rank 0 means nothing."""
-
-    def __init__(self, topk: int, window: float) -> None:
-        self._window = window
-        self._tried, self._accepted = [0.0] * topk, [0.0] * topk
-        self._prior = [FIRST_PRIOR / (rank + 1) for rank in range(topk)]
-
-    def observe(self, num_requests: int, columns: Columns) -> None:
-        keep = 1 - 1 / max(self._window / num_requests, MIN_ROUNDS)
-        for counts in (self._tried, self._accepted):
-            counts[:] = [keep * count for count in counts]
-        for column in columns:
-            for value, number in column.items():
-                if value != NOTHING:
-                    self._count(value % OFF_CHAIN, number)
-
-    @property
-    def shares(self) -> list[float]:
-        counts = zip(self._accepted, self._tried, self._prior, strict=True)
-        return [
-            (accepted + RANK_TRIALS * prior) / (tried + RANK_TRIALS)
-            for accepted, tried, prior in counts
-        ]
-
-    def _count(self, value: int, number: int) -> None:
-        most = len(self._tried)
-        if value < END:
-            num_tried = min(value + 1, most)
-            if 0 < value < most:
-                self._accepted[value] += number
-        else:
-            num_tried = min(value - END, most)
-        for rank in range(1, num_tried):
-            self._tried[rank] += number
+        """As plain values."""
+        rates = {"acceptance": [round(rate, 4) for rate in self.rates]}
+        if not self._trees:
+            return rates
+        shares = [round(share, 4) for share in self.shares[1:]]
+        return rates | {"further_children": shares, "tree_gain": round(self.gain, 4)}
 
 
 def columns_of(ranks: Sequence[Sequence[int]]) -> list[Counter[int]]:
@@ -302,7 +256,8 @@ def chain_counts(columns: Columns) -> list[tuple[int, int]]:
 
 
 def by_rank(first: float, shares: Sequence[float]) -> list[float]:
-    """The probability of each child of a node. first: of its first; shares: of RankEstimate."""
+    """The probability of each child of a node. first: of its first. shares: by
+    rank, see `AcceptanceEstimate`."""
     found, left = [first], 1 - first
     for share in shares[1:]:
         found.append(left * share)
@@ -338,7 +293,7 @@ def expected_accepted(shape: DraftShape, rates: RankRates) -> float:
 
 
 class BudgetEstimate:
-    """Rounds that share their rows next to whole windows.
+    """Rounds that share their rows next to whole windows; otherwise as `AcceptanceEstimate`.
 
     In every round that shares its rows the device says what it expects of each tier, from the
     values of the drafts that are in the slots. Whole windows show what shorter ones would have had
@@ -414,3 +369,6 @@ class BudgetEstimate:
     def state(self) -> dict[str, Any]:
         named = {str(self._shapes.name(tier)): self.expected[tier] for tier in self._tiers}
         return {"expected": {name: round(value, 4) for name, value in named.items()}}
+
+
+Estimate = AcceptanceEstimate | BudgetEstimate

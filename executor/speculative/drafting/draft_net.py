@@ -1,40 +1,57 @@
-"""One interface for the kinds of draft networks over KV pages: an EAGLE head, MTP modules and a
-whole model. The pages are the target's, with pools of the network's own and the block table of the
-group that keeps all pages, or they are its own.
+"""One class for the kinds of draft networks over KV pages: an EAGLE head, MTP modules and a whole
+model. The pages are the target's, with pools of the network's own and the block table of the group
+that keeps all pages, or they are its own.
 
 They differ in their inputs (a token with the hidden state before it, or a token only) and in the
 position that a token's KV goes to."""
 
-from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 
 import torch
 
 from tllm_spec.attention.interface import ForwardContext, SpecMetadata
+from tllm_spec.attention.kv_pool import KVPool
 from tllm_spec.distributed.communicator import VocabShard
+from tllm_spec.draft_network.decoder import LOGITS
+from tllm_spec.draft_network.head_decoder import NEXT_STATES, STATES, WANTED
+from tllm_spec.draft_network.network import ExternalDraft, ExternalHead
 from tllm_spec.executor.device.transfer import to_device
 from tllm_spec.executor.engine.attention_groups import AttentionGroups
+from tllm_spec.executor.engine.model_engine import PagedNetwork
 from tllm_spec.executor.engine.rows import ContextChunk, RowBuilder, Windows
 from tllm_spec.kernels.slots.row_copies import gather_rows
 from tllm_spec.models.causal_lm import CausalLM
-from tllm_spec.models.dflash import DFlashHead
 from tllm_spec.models.draft_head import DraftHead, Masks, SteppedHead
 from tllm_spec.models.mtp import NextnModules
 
+# A head's forward: of the head, then as `DraftNet.run`.
+HeadForward = Callable[..., torch.Tensor]
 
-class DraftNet(ABC):
-    """A draft network. `lookahead`: how many tokens after its own position an entry of the draft
-    cache depends on. 1 for a head, whose entry at j is (hidden state of token j, token j + 1); 0
-    for a model, whose entry of a token is at the token's own position.
 
-    `reads_tokens_only`: what it has missed can be read later, from tokens. `has_one_layer`: rows
-    that are not wanted need no attention. `vocab_size` is that of the logits; `token_map`
-    `[vocab_size]` has the target's ids of a reduced vocabulary. `shard`: this rank's columns of the
-    logits; None: all. `masks`: it drafts all tokens at once, from rows that read them; None: one
-    after the other. `fills_in`: a mask row drafts the token at its own position, and its rows see
-    each other."""
+class DraftNet:
+    """A draft network. `spec`: the hidden states of the target that it reads; None: it reads tokens
+    only, and what it has missed can be read later. `lookahead`: how many tokens after its own
+    position an entry of the draft cache depends on. 1 for a head, whose entry at j is (hidden state
+    of token j, token j + 1); 0 for a model, whose entry of a token is at the token's own position.
 
-    lookahead: int
-    reads_tokens_only: bool
+    `has_one_layer`: rows that are not wanted need no attention. `vocab_size` is that of the logits;
+    `token_map` `[vocab_size]` has the target's ids of a reduced vocabulary. `shard`: this rank's
+    columns of the logits; None: all. `masks`: it drafts all tokens at once, from rows that read
+    them; None: one after the other. `fills_in`: a mask row drafts the token at its own position,
+    and its rows see each other.
+
+    `run`: a forward over planned rows `[T]`, of token ids, positions, state, context and step,
+    otherwise as `forward`. `compute_logits`: `[R, H]` -> `[R, vocab_size]` in the network's dtype,
+    or the columns of `shard`. `fuse`: captured states as the state that `forward` takes, `[T, n *
+    H]` -> `[T, H]`, of a network that reads them."""
+
+    run: Callable[
+        [torch.Tensor, torch.Tensor, torch.Tensor | None, ForwardContext, int], torch.Tensor
+    ]
+    compute_logits: Callable[[torch.Tensor], torch.Tensor]
+    fuse: Callable[[torch.Tensor], torch.Tensor]
     has_one_layer: bool
     vocab_size: int
     token_map: torch.Tensor | None = None
@@ -46,9 +63,10 @@ class DraftNet(ABC):
     rows: RowBuilder  # with the block table
     attention: AttentionGroups
 
-    def __init__(self, attention: AttentionGroups | None) -> None:
+    def __init__(self, attention: AttentionGroups | None, spec: SpecMetadata | None = None) -> None:
         """All groups of `attention` have the same rows. None: the network runs outside torch, with
         `rows` and a `forward` of its own."""
+        self.spec, self.lookahead = spec, int(spec is not None)
         if attention is not None:
             self.attention, self.rows = attention, attention.rows
 
@@ -57,24 +75,23 @@ class DraftNet(ABC):
         """Whether CUDA graphs may hold a forward where they hold the target's rounds."""
         return True
 
-    @abstractmethod
     def draft_chunk(self, chunk: ContextChunk, following: int | None) -> ContextChunk:
         """What the network reads when the target has read `chunk`. following: the token after it;
         None: the host does not know it, and it will replace the last token of the result."""
+        if self.lookahead or following is None:
+            tokens = [*chunk.tokens[self.lookahead :], following or 0]
+            return ContextChunk(chunk.slot, chunk.start, tokens)
+        return chunk
 
     def captured(self, num_rows: int) -> torch.Tensor | None:
         """The hidden states that the target's latest forward captured for its first rows, `[T, n *
         H]`; None: the network reads none."""
-        return None
+        return None if self.spec is None else self.spec.captured(num_rows)
 
     def state_of(self, rows: torch.Tensor) -> torch.Tensor | None:
         """The state that `forward` takes for these rows `[R]` of the target's latest forward,
         `[R, H]`; None: it needs none."""
-        return None
-
-    def fuse(self, captured: torch.Tensor) -> torch.Tensor:
-        """Captured states as the state that `forward` takes, `[T, n * H]` -> `[T, H]`."""
-        raise AssertionError("nothing is captured for this network")
+        return None if self.spec is None else self.fuse(gather_rows(self.spec.buffer, rows))
 
     def forward(
         self,
@@ -97,8 +114,10 @@ class DraftNet(ABC):
         if patched is not None:
             to_patch = to_device(patched[0], rows.token_ids.device)
             rows.token_ids.index_copy_(0, to_patch, patched[1])
+        if state is None and self.spec is not None and not step:
+            state = self.fuse(self.spec.captured(len(rows.token_ids)))
         context = ForwardContext(rows.groups, wanted=wanted)
-        return self.run(rows.token_ids, rows.positions, context, state, step)
+        return self.run(rows.token_ids, rows.positions, state, context, step)
 
     def after_last(self, windows: Windows) -> torch.Tensor:
         """The states after the last token of each window, `[B, H]`, of a network that reads tokens
@@ -106,136 +125,41 @@ class DraftNet(ABC):
         width = windows.token_ids.shape[1]
         return self.forward([], windows, None)[width - 1 :: width]
 
-    @abstractmethod
-    def run(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        context: ForwardContext,
-        state: torch.Tensor | None,
-        step: int,
-    ) -> torch.Tensor:
-        """A forward over planned rows `[T]`; otherwise as `forward`."""
 
-    @abstractmethod
-    def compute_logits(self, state: torch.Tensor) -> torch.Tensor:
-        """`[R, H]` -> `[R, vocab_size]` in the network's dtype, or the columns of `shard`."""
+def read_step(
+    head: SteppedHead,
+    token_ids: torch.Tensor,
+    positions: torch.Tensor,
+    state: torch.Tensor,
+    context: ForwardContext,
+    step: int,
+) -> torch.Tensor:
+    """The forward of a head whose steps are all alike."""
+    return head.forward(token_ids, positions, state, context)
 
 
-class HiddenStatesNet(DraftNet):
-    """A network on the hidden states that the target's forward captured in `spec`."""
-
-    lookahead = 1
-    reads_tokens_only = False
-
-    def __init__(self, attention: AttentionGroups | None, spec: SpecMetadata) -> None:
-        super().__init__(attention)
-        self._spec = spec
-
-    def draft_chunk(self, chunk: ContextChunk, following: int | None) -> ContextChunk:
-        return ContextChunk(chunk.slot, chunk.start, [*chunk.tokens[1:], following or 0])
-
-    def captured(self, num_rows: int) -> torch.Tensor | None:
-        return self._spec.captured(num_rows)
-
-
-class HeadNet(HiddenStatesNet):
-    """A head on captured states."""
+class HeadNet(DraftNet):
+    """A head, or MTP modules, on the hidden states that the target's forward captured in `spec`."""
 
     def __init__(
-        self, attention: AttentionGroups | None, head: DraftHead, spec: SpecMetadata
+        self,
+        attention: AttentionGroups | None,
+        head: DraftHead | NextnModules,
+        spec: SpecMetadata,
+        forward: HeadForward = read_step,
+        *,
+        fills_in: bool = False,
     ) -> None:
         super().__init__(attention, spec)
-        self.head = head
-        self.has_one_layer = head.config.num_layers == 1
-        self.vocab_size = head.num_logits
-        self.token_map = head.draft_to_target
-        self.shard = head.output.shard
-        self.masks = head.masks
-
-    def state_of(self, rows: torch.Tensor) -> torch.Tensor | None:
-        return self.head.fuse(gather_rows(self._spec.buffer, rows))
-
-    def fuse(self, captured: torch.Tensor) -> torch.Tensor:
-        return self.head.fuse(captured)
-
-    def run(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        context: ForwardContext,
-        state: torch.Tensor | None,
-        step: int,
-    ) -> torch.Tensor:
-        if state is None:
-            state = self.head.fuse(self._spec.captured(token_ids.shape[0]))
-        assert isinstance(self.head, SteppedHead)
-        return self.head.forward(token_ids, positions, state, context)
-
-    def compute_logits(self, state: torch.Tensor) -> torch.Tensor:
-        return self.head.compute_logits(state)
-
-
-class DFlashNet(HeadNet):
-    """A DFlash head. Step 0 writes the keys and values of the text, and step 1 fills in a block.
-    An entry depends on nothing after its own position; it is read and reused as an EAGLE head's."""
-
-    fills_in = True
-    head: DFlashHead
-
-    def __init__(self, attention: AttentionGroups, head: DFlashHead, spec: SpecMetadata) -> None:
-        super().__init__(attention, head, spec)
-        self.has_one_layer = True  # no row of the text needs attention
-
-    def run(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        context: ForwardContext,
-        state: torch.Tensor | None,
-        step: int,
-    ) -> torch.Tensor:
-        if step:
-            return self.head.fill_in(token_ids, positions, context)
-        if state is None:
-            state = self.head.fuse(self._spec.captured(token_ids.shape[0]))
-        self.head.write_context(positions, state, context)
-        return state[:0]
-
-
-class NextnNet(HiddenStatesNet):
-    """MTP modules, which read the states after the target's final norm."""
-
-    has_one_layer = True
-
-    def __init__(
-        self, attention: AttentionGroups, modules: NextnModules, spec: SpecMetadata
-    ) -> None:
-        super().__init__(attention, spec)
-        self.modules = modules
-        self.vocab_size = modules.config.vocab_size
-        self.shard = modules.target.lm_head.shard
-
-    def state_of(self, rows: torch.Tensor) -> torch.Tensor | None:
-        return gather_rows(self._spec.buffer, rows)
-
-    def fuse(self, captured: torch.Tensor) -> torch.Tensor:
-        return captured
-
-    def run(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        context: ForwardContext,
-        state: torch.Tensor | None,
-        step: int,
-    ) -> torch.Tensor:
-        if state is None:
-            state = self._spec.captured(token_ids.shape[0])
-        return self.modules.predict(token_ids, positions, state, context, step)
-
-    def compute_logits(self, state: torch.Tensor) -> torch.Tensor:
-        return self.modules.compute_logits(state)
+        self.head, self.fills_in = head, fills_in
+        # No row of the text needs attention where a block is filled in, and modules write one step
+        # after the other.
+        is_written_alone = fills_in or isinstance(head, NextnModules)
+        self.has_one_layer = is_written_alone or head.config.num_layers == 1
+        self.vocab_size, self.token_map = head.num_logits, head.draft_to_target
+        self.shard, self.masks = head.output.shard, head.masks
+        self.run = partial(forward, head)
+        self.fuse, self.compute_logits = head.fuse, head.compute_logits
 
 
 class CausalNet(DraftNet):
@@ -243,36 +167,29 @@ class CausalNet(DraftNet):
     `read_as` says as what ids are read; else ids outside its vocabulary are read as its last id.
     mask_token: of a model that drafts all tokens at once."""
 
-    lookahead = 0
-    reads_tokens_only = True
     _read_as: torch.Tensor | None = None
 
     def __init__(
         self,
-        attention: AttentionGroups,
-        model: CausalLM,
+        attention: AttentionGroups | None,
+        model: CausalLM | ExternalDraft,
         input_vocab_size: int,
         mask_token: int | None = None,
     ) -> None:
         super().__init__(attention)
-        self._model = model
-        self.has_one_layer = model.config.num_layers == 1
-        self.vocab_size = model.num_logits
+        config = model.config
+        self.vocab_size, self.has_one_layer = model.num_logits, config.num_layers == 1
+        self._last_token_id = config.vocab_size - 1
+        self._clamps = input_vocab_size > config.vocab_size
+        if isinstance(model, ExternalDraft):
+            return
+        self._model, self.compute_logits = model, model.compute_logits
         self.token_map, self._read_as = model.draft_to_target, model.read_as
+        self.shard = model.lm_head.shard
         if mask_token is not None:
-            # Behind the target's ids, where there is a table of these.
+            # After the target's ids, where there is a table of these.
             own = mask_token if self._read_as is None else len(self._read_as) - 1
             self.masks = Masks(own)
-        self.shard = model.lm_head.shard
-        self._last_token_id = model.config.vocab_size - 1
-        self._clamps = input_vocab_size > model.config.vocab_size
-
-    def draft_chunk(self, chunk: ContextChunk, following: int | None) -> ContextChunk:
-        return (
-            chunk
-            if following is not None
-            else ContextChunk(chunk.slot, chunk.start, [*chunk.tokens, 0])
-        )
 
     def known(self, token_ids: torch.Tensor) -> torch.Tensor:
         """The ids as the model reads them."""
@@ -284,11 +201,131 @@ class CausalNet(DraftNet):
         self,
         token_ids: torch.Tensor,
         positions: torch.Tensor,
-        context: ForwardContext,
         state: torch.Tensor | None,
+        context: ForwardContext,
         step: int,
     ) -> torch.Tensor:
         return self._model.forward(self.known(token_ids), positions, context)
 
-    def compute_logits(self, state: torch.Tensor) -> torch.Tensor:
-        return self._model.compute_logits(state)
+
+# Draft networks that run outside torch: a draft model, and the layers of an EAGLE-3 head. They
+# make chains.
+
+
+class ExternalModelNet(CausalNet):
+    """A draft model whose states are its logits. A forward returns those after the last token of
+    each window, in the model's dtype."""
+
+    reads_whole_windows = True
+
+    def __init__(
+        self, draft: ExternalDraft, pool: KVPool, rows: RowBuilder, input_vocab_size: int
+    ) -> None:
+        super().__init__(None, draft, input_vocab_size)
+        self.rows, self._dtype = rows, draft.dtype
+        self._paged = PagedNetwork(draft.network, pool, rows)
+        self.compute_logits = lambda state: state
+
+    @property
+    def may_be_captured(self) -> bool:
+        return self._paged.may_be_captured
+
+    def forward(
+        self,
+        chunks: list[ContextChunk],
+        windows: Windows | None,
+        state: torch.Tensor | None,
+        patched: tuple[list[int], torch.Tensor] | None = None,
+        wanted: torch.Tensor | None = None,
+        step: int = 0,
+    ) -> torch.Tensor:
+        """Reads the chunks, or the windows."""
+        assert patched is None
+        found = [self.after_last(self._paged.window_of(chunk)) for chunk in chunks]
+        return found[-1] if windows is None else self.after_last(windows)
+
+    def after_last(self, windows: Windows) -> torch.Tensor:
+        token_ids = self.known(windows.token_ids)
+        shape = len(token_ids), self.vocab_size
+        logits = torch.empty(shape, dtype=self._dtype, device=token_ids.device)
+        self._paged.run(replace(windows, token_ids=token_ids), {}, {LOGITS: logits})
+        return logits
+
+
+class ExternalHeadNet(HeadNet):
+    """A head on the target's pages, whose `fc` is in torch. One run of the network gives states and
+    logits, so they are passed on side by side: `[R, H + V_draft]`."""
+
+    reads_whole_windows = True
+
+    def __init__(
+        self, draft: ExternalHead, spec: SpecMetadata, pool: KVPool, rows: RowBuilder
+    ) -> None:
+        super().__init__(None, draft.head, spec)
+        self.pool, self.rows = pool, rows
+        self._paged = PagedNetwork(draft.network, pool, rows)
+        size = self._size = draft.config.hidden_size
+        self.compute_logits = lambda state: state[:, size:]
+
+    def forward(
+        self,
+        chunks: list[ContextChunk],
+        windows: Windows | None,
+        state: torch.Tensor | None,
+        patched: tuple[list[int], torch.Tensor] | None = None,
+        wanted: torch.Tensor | None = None,
+        step: int = 0,
+    ) -> torch.Tensor:
+        """Returns the patched rows of chunks, and one row of each window: none if `wanted` is
+        empty, the only row if it is None."""
+        num_before = sum(len(chunk.tokens) for chunk in chunks)
+        if state is None:
+            num_rows = num_before + (0 if windows is None else windows.token_ids.numel())
+            assert self.spec is not None
+            state = self.fuse(self.spec.captured(num_rows))
+        states = state[:, : self._size]
+        found = self._read(chunks, states, patched)
+        if windows is not None:
+            own = None
+            if wanted is not None and len(wanted):
+                own = wanted[len(found) :] - num_before
+            found.append(self._run(windows, states[num_before:], own))
+        if wanted is not None and not len(wanted):
+            return states.new_empty((0, self._size + self.vocab_size))
+        return torch.cat(found)
+
+    def _read(
+        self,
+        chunks: list[ContextChunk],
+        states: torch.Tensor,
+        patched: tuple[list[int], torch.Tensor] | None,
+    ) -> list[torch.Tensor]:
+        """Reads the chunks. Returns what follows from each patched row, which is a chunk's last."""
+        rows, tokens = ([], states) if patched is None else patched
+        found: list[torch.Tensor] = []
+        start = 0
+        for chunk in chunks:
+            end = start + len(chunk.tokens)
+            windows, is_patched = self._paged.window_of(chunk), end - 1 in rows
+            if is_patched:
+                windows.token_ids[0, -1:] = tokens[len(found) : len(found) + 1]
+            result = self._run(windows, states[start:end], None)
+            if is_patched:
+                found.append(result)
+            start = end
+        return found
+
+    def _run(
+        self, windows: Windows, states: torch.Tensor, wanted: torch.Tensor | None
+    ) -> torch.Tensor:
+        """`[B, H + V_draft]` of the wanted rows `[B]`; None: of the windows' last ones."""
+        batch, width = windows.token_ids.shape
+        if wanted is None:
+            wanted = torch.arange(width - 1, batch * width, width, device=states.device)
+        next_states = states.new_empty((batch, self._size))
+        logits = states.new_empty((batch, self.vocab_size))
+        # A copy, since addresses of rows are not multiples of ALIGNMENT.
+        own = states.clone(memory_format=torch.contiguous_format).view(batch, width, -1)
+        outputs = {NEXT_STATES: next_states, LOGITS: logits}
+        self._paged.run(windows, {STATES: own, WANTED: wanted}, outputs)
+        return torch.cat((next_states, logits), dim=1)

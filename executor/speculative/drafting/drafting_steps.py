@@ -12,6 +12,7 @@ from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.sampling.draft_sampling import DraftSampling
 from tllm_spec.executor.sampling.row_group import RowGroup
 from tllm_spec.executor.speculative.drafting.draft_net import DraftNet
+from tllm_spec.executor.speculative.drafting.suffix_match import DraftChoice
 from tllm_spec.kernels.attention.visible_keys import MAX_TREE_KEYS, TreeMask
 from tllm_spec.kernels.drafts.draft_beams import (
     BeamPool,
@@ -109,16 +110,32 @@ def fill_in(
     return net.forward([], windows, None, wanted=wanted, step=1)
 
 
-# Drafts chains with a draft network: one forward of the network for each draft after the first, or
-# all drafts from the states of one forward.
+# Drafts chains and trees with a draft network: one forward of the network for each step after the
+# first, or all steps from the states of one forward.
+#
+# Dynamic trees (EAGLE-2): K beams grow for S steps, and the best of all their candidates become
+# the nodes of the next window. Static trees: the layout says which candidates become nodes. S
+# steps need S - 1 forwards of the network, since the last candidates are not read by it.
+#
+# What the network reads is stored after the accepted tokens, step by step. A mask lets each draft
+# of a tree see its own ancestors only.
 
 
-class ChainDrafting:
-    """Draws draft after draft. For rejection sampling it keeps what they were drawn from, by slot;
-    where requests share a round's rows it says how likely they are."""
+class DraftSteps:
+    """Draws draft after draft. `draft` is a function of device tensors, so that a CUDA graph can
+    hold it. For rejection sampling of chains it keeps what they were drawn from, by slot; where
+    requests share a round's rows it says how likely they are. choice: adds drafts of matches in the
+    text; None: there are none."""
 
-    def __init__(self, net: DraftNet, slots: SlotState, sampling: DraftSampling) -> None:
-        self._net, self._slots, self._sampling = net, slots, sampling
+    def __init__(
+        self,
+        net: DraftNet,
+        slots: SlotState,
+        sampling: DraftSampling,
+        choice: DraftChoice | None = None,
+    ) -> None:
+        self._net, self._slots, self._sampling, self._choice = net, slots, sampling, choice
+        self._static = cache(self._static_tree)
         self._probs: torch.Tensor | None = None
         if sampling.keeps_probs:
             width = sampling.width(net.vocab_size)
@@ -130,43 +147,24 @@ class ChainDrafting:
         group: RowGroup,
         shape: DraftShape,
         kv_lens: torch.Tensor,
-        state: torch.Tensor,
+        states: torch.Tensor,
         bound: int,
     ) -> Drafts:
-        """As `TreeDrafting.draft`."""
-        net, positions = self._net, self._slots.positions(kv_lens, shape.depth)
-        drawn: list[_Drawn] = []
-        for step in range(shape.depth):
-            if step:
-                # The draft before is at position kv_lens + step; see DraftNet.lookahead for its
-                # position in the draft cache.
-                first = positions[step - net.lookahead]
-                window = Windows(group.slots, first, drawn[-1][0].unsqueeze(1), bound + step)
-                state = self._net.forward([], window, state, step=step)
-            drawn.append(self._draw(group, step, net.compute_logits(state), positions))
-        return _chains(drawn)
-
-    def draft_block(
-        self, group: RowGroup, shape: DraftShape, kv_lens: torch.Tensor, states: torch.Tensor
-    ) -> Drafts:
-        """states `[K * N, H]`: those of all first drafts, then those of all second ones, and so
-        on. Otherwise as `draft`."""
-        positions = self._slots.positions(kv_lens, shape.depth)
-        logits = torch.split(self._net.compute_logits(states), len(group.slots))
-        return _chains([self._draw(group, step, own, positions) for step, own in enumerate(logits)])
-
-    def _draw(
-        self, group: RowGroup, step: int, logits: torch.Tensor, positions: torch.Tensor
-    ) -> "_Drawn":
-        """Draft `step` of each request, `[N]`, and where requests share rows how likely it is."""
-        if self._slots.values is not None:
-            chance, best = self._sampling.best(group, logits, positions[1 + step], 1)
-            return best.squeeze(1), chance.squeeze(1)
-        tokens, probs = self._sampling.choose(group, step, logits, positions[1])
-        if probs is not None:
-            assert self._probs is not None
-            self._probs[group.slots, step] = probs
-        return tokens, None
+        """Drafts of this shape for the group, one row each. kv_lens `[N]`: of the slots. states
+        `[N, H]`: of the last tokens that the network has read; bound: of the KV lengths up to
+        them. A network that drafts all tokens at once has the states of all steps, `[S * N, H]`:
+        those of all first drafts, then those of all second ones, and so on. In a tree a step's
+        candidates are then the same after every path."""
+        if shape.is_tree:
+            growth = _Growth(self._net, self._sampling, group, kv_lens, shape.topk, bound)
+            if self._net.masks is not None:
+                growth.states = torch.split(states, len(kv_lens))
+                states = growth.states[0]
+            draft = self._draft_static if shape.choices else self._draft_dynamic
+            drafts: Drafts = draft(growth, shape, states)
+        else:
+            drafts = self._draft_chain(group, shape, kv_lens, states, bound)
+        return drafts if self._choice is None else self._choice.choose(drafts, group, shape)
 
     def probs(self, group: RowGroup) -> torch.Tensor | None:
         """As `Drafter.draft_probs`."""
@@ -175,66 +173,40 @@ class ChainDrafting:
         probs = self._probs.index_select(0, group.slots)[:, : group.rows.window - 1]
         return self._sampling.spread(probs)
 
-
-_Drawn = tuple[torch.Tensor, torch.Tensor | None]
-
-
-def _chains(drawn: list[_Drawn]) -> Drafts:
-    tokens = torch.stack([each for each, _ in drawn], dim=1)
-    chances = [chance for _, chance in drawn if chance is not None]
-    return Drafts(tokens, likely=torch.stack(chances, dim=1) if chances else None)
-
-
-# Drafts trees with a draft network on the target's pages.
-#
-# Dynamic trees (EAGLE-2): K beams grow for S steps, and the best of all their candidates become
-# the nodes of the next window. Static trees: the layout says which candidates become nodes. S
-# steps need S - 1 forwards of the network, since the last candidates are not read by it.
-#
-# What the network reads is stored after the accepted tokens, step by step. A mask lets each draft
-# see its own ancestors only.
-
-
-class TreeDrafting:
-    """Grows draft trees. Its methods are functions of device tensors, so that a CUDA graph can hold
-    them. with_scores: as `DraftTree.scores`."""
-
-    def __init__(
-        self,
-        net: DraftNet,
-        sampling: DraftSampling,
-        device: torch.device,
-        *,
-        with_scores: bool = False,
-    ) -> None:
-        self._net, self._sampling, self._device = net, sampling, device
-        self._with_scores = with_scores
-        self._static = cache(self._static_tree)
-
-    def draft(
+    def _draft_chain(
         self,
         group: RowGroup,
         shape: DraftShape,
         kv_lens: torch.Tensor,
-        state: torch.Tensor,
+        states: torch.Tensor,
         bound: int,
-    ) -> DraftTree:
-        """Drafts of this shape for the group, one row each. kv_lens `[N]`: of the slots. state `[N,
-        H]`: of the last tokens that the network has read; bound: of the KV lengths up to them."""
-        growth = _Growth(self._net, self._sampling, group, kv_lens, shape.topk, bound)
-        if shape.choices:
-            return self._draft_static(growth, shape, state)
-        return self._draft_dynamic(growth, shape, state)
-
-    def draft_block(
-        self, group: RowGroup, shape: DraftShape, kv_lens: torch.Tensor, states: torch.Tensor
-    ) -> DraftTree:
-        """states `[S * N, H]`: of step after step, from one forward. A step's candidates are the
-        same after every path. Otherwise as `draft`."""
-        growth = _BlockGrowth(self._net, self._sampling, group, kv_lens, shape.topk, 0)
-        growth.states = torch.split(states, len(kv_lens))
-        draft = self._draft_static if shape.choices else self._draft_dynamic
-        return draft(growth, shape, growth.states[0])
+    ) -> Drafts:
+        net, positions, slots = self._net, self._slots.positions(kv_lens, shape.depth), group.slots
+        logits, at_once = net.compute_logits(states), net.masks is not None
+        of_step = torch.split(logits, len(slots)) if at_once else (logits,)
+        tokens, likely = list[torch.Tensor](), list[torch.Tensor]()
+        for step in range(shape.depth):
+            if step and not at_once:
+                # The draft before is at position kv_lens + step; see DraftNet.lookahead for its
+                # position in the draft cache.
+                first = positions[step - net.lookahead]
+                window = Windows(slots, first, tokens[-1].unsqueeze(1), bound + step)
+                states = net.forward([], window, states, step=step)
+                logits = net.compute_logits(states)
+            else:
+                logits = of_step[step]
+            if self._slots.values is not None:
+                chance, best = self._sampling.best(group, logits, positions[1 + step], 1)
+                tokens.append(best.squeeze(1))
+                likely.append(chance.squeeze(1))
+                continue
+            token, probs = self._sampling.choose(group, step, logits, positions[1])
+            tokens.append(token)
+            if probs is not None:
+                assert self._probs is not None
+                self._probs[slots, step] = probs
+        chances = torch.stack(likely, dim=1) if likely else None
+        return Drafts(torch.stack(tokens, dim=1), likely=chances)
 
     def _draft_dynamic(
         self, growth: "_Growth", shape: DraftShape, state: torch.Tensor
@@ -253,7 +225,7 @@ class TreeDrafting:
                 add_last(pool, step, beams, *children)
             else:
                 beams = grow(pool, step, beams, *children)
-        return select(pool, shape.num_nodes, self._with_scores)
+        return select(pool, shape.num_nodes, self._choice is not None)
 
     def _draft_static(self, growth: "_Growth", shape: DraftShape, state: torch.Tensor) -> DraftTree:
         steps, layout = self._static(shape)
@@ -263,7 +235,7 @@ class TreeDrafting:
             probs, tokens = growth.candidates(index, state)
             own = step.take(tokens.view(batch, -1, shape.topk))
             found.append(own)
-            if self._with_scores:
+            if self._choice is not None:
                 scores.append(step.take(probs.view(batch, -1, shape.topk) * before))
                 before = scores[-1].index_select(1, step.runs).unsqueeze(2)
             if index + 1 < len(steps):
@@ -283,7 +255,7 @@ class TreeDrafting:
         self, shape: DraftShape
     ) -> tuple[list[StaticStep], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         """The steps of a static tree, and its parents, depths and bits."""
-        layout, device = DraftLayout.from_paths(shape.choices), self._device
+        layout, device = DraftLayout.from_paths(shape.choices), self._slots.device
         parents, depths, bits = (
             torch.tensor(each, dtype=torch.int64, device=device)
             for each in (layout.parents, layout.depths, layout.bits)
@@ -292,7 +264,10 @@ class TreeDrafting:
 
 
 class _Growth:
-    """What the steps of one round share: N requests, with their lengths kv_lens `[N]`."""
+    """What the steps of one round's trees share: N requests, with their lengths kv_lens `[N]`.
+    `states`: of each step, `[N, H]`, where they are known before; None: each is read."""
+
+    states: Sequence[torch.Tensor] | None = None
 
     def __init__(
         self,
@@ -329,8 +304,10 @@ class _Growth:
         bits `[N, R]`: which of all drafts read in this round each sees; num_before: those of
         earlier steps. state `[N * n, H]`: of the step before; parents `[N * R]`: its rows that
         these drafts continue."""
+        if self.states is not None:
+            return self.states[depth].repeat_interleave(tokens.shape[1], dim=0)
         length = num_before + tokens.shape[1]
-        if not self._net.reads_tokens_only:
+        if self._net.spec is not None:
             state = gather_rows(state, parents)
         depths = torch.full_like(tokens, depth - 1)
         windows = Windows(
@@ -341,21 +318,3 @@ class _Growth:
             tree=TreeRows(depths, TreeMask(bits, length), num_before),
         )
         return self._net.forward([], windows, state, step=depth)
-
-
-class _BlockGrowth(_Growth):
-    """Steps whose states are there. `states`: of each step, `[N, H]`."""
-
-    states: Sequence[torch.Tensor]
-
-    def read(
-        self,
-        depth: int,
-        tokens: torch.Tensor,
-        bits: torch.Tensor,
-        num_before: int,
-        state: torch.Tensor,
-        parents: torch.Tensor,
-    ) -> torch.Tensor:
-        """The step's state for each draft."""
-        return self.states[depth].repeat_interleave(tokens.shape[1], dim=0)

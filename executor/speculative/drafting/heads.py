@@ -12,15 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from tllm_spec.attention.interface import SpecMetadata, default_capture_layers
-from tllm_spec.config.engine_config import KVCacheType
+from tllm_spec.attention.interface import ForwardContext, default_capture_layers
 from tllm_spec.config.speculative_config import DecodingBaseConfig, DraftBackend
-from tllm_spec.executor.engine.attention_groups import AttentionGroups, SinkWindow
+from tllm_spec.executor.engine.attention_groups import SinkWindow
 from tllm_spec.executor.speculative.drafting.draft_net import (
-    DFlashNet,
-    DraftNet,
-    HeadNet,
-    NextnNet,
+    HeadForward,
+    read_step,
 )
 from tllm_spec.executor.speculative.drafting.drafter import When
 from tllm_spec.models.causal_lm import CausalLM
@@ -37,7 +34,7 @@ from tllm_spec.models.llama import LlamaForCausalLM
 from tllm_spec.models.module import Placement
 from tllm_spec.models.mtp import NextnModules, load_nextn
 from tllm_spec.models.nextn_checkpoint import exported_config
-from tllm_spec.models.registry import LoadFormat, blank_placement
+from tllm_spec.models.registry import blank_placement
 from tllm_spec.zoo.registry import resolve_model
 
 
@@ -56,64 +53,32 @@ class DraftPlan:
         """The same with the weights of another folder."""
         return replace(self, config=self.config.model_copy(update={"speculative_model": folder}))
 
-    def _option(self, name: str) -> Any:
-        """None where it is null, or the decoding type has no such option."""
+    def option(self, name: str) -> Any:
+        """An option of the mode; None where it is null, or the decoding type has no such option."""
         return getattr(self.config, name, None)
 
     @property
     def path(self) -> str | None:
         """None: the target's checkpoint has the weights."""
-        path: str | None = self._option("speculative_model")
+        path: str | None = self.option("speculative_model")
         return path
 
     @property
-    def load_format(self) -> LoadFormat | None:
-        """None: as the target's."""
-        load_format: LoadFormat | None = self._option("load_format")
-        return load_format
-
-    @property
     def backend(self) -> DraftBackend:
-        return self._option("draft_backend") or "torch"
-
-    @property
-    def token_map(self) -> str | None:
-        """A file: the tokens that are drafted; None: all."""
-        file: str | None = self._option("speculative_token_map")
-        return file
-
-    @property
-    def kv_cache_dtype(self) -> KVCacheType | None:
-        """Type of a draft model's own cache; None: as kv_cache_config says."""
-        dtype: KVCacheType | None = self._option("kv_cache_dtype")
-        return dtype
-
-    @property
-    def mask_token(self) -> int | None:
-        """None: what config.json says, if the network has one."""
-        token: int | None = self._option("mask_token_id")
-        return token
+        return self.option("draft_backend") or "torch"
 
     @property
     def capture_layers(self) -> tuple[int, ...] | None:
         """Layers of the target that a head reads; None: the head's own choice or the default."""
-        own = self._option("eagle3_layers_to_capture"), self._option("target_layer_ids")
+        own = self.option("eagle3_layers_to_capture"), self.option("target_layer_ids")
         return next((layers for layers in own if layers is not None), None)
-
-    @property
-    def window_size(self) -> int | None:
-        """Tokens that the network sees; None: as its own config.json says."""
-        size: int | None = self._option("draft_window_size")
-        return size
 
     @property
     def sees(self) -> SinkWindow | None:
         """First and last tokens that it sees; None: as its own config.json says, or the last ones
-        of `window_size`."""
-        sink = self._option("draft_sink_size")
-        if self.window_size is None or sink is None:
-            return None
-        return SinkWindow(sink, self.window_size)
+        of its window."""
+        sink, size = self.option("draft_sink_size"), self.option("draft_window_size")
+        return None if size is None or sink is None else SinkWindow(sink, size)
 
     @property
     def is_head(self) -> bool:
@@ -124,7 +89,7 @@ class DraftPlan:
         """Of MTP, one for all drafts or one for each; 0: the network is no such module."""
         if self.kinds != ("MTP",):
             return 0
-        return self.config.max_draft_len if self._option("use_mtp_vanilla") else 1
+        return self.config.max_draft_len if self.option("use_mtp_vanilla") else 1
 
     @property
     def drafts_at_once(self) -> bool:
@@ -151,16 +116,17 @@ class Head:
     that it reads, by the plan, that configuration and how many layers there are; this number stands
     for the final norm. load: from a source, with the configuration and the number of these layers.
     blank: for a blank target of a device, with the same; it has the weights that are not the
-    target's, as far as config.json tells of them. net: the head over KV pages. All raise ValueError
-    for what is not served.
+    target's, as far as config.json tells of them. All raise ValueError for what is not served.
 
-    rows_before: see `DraftPlan`. runs_outside: its layers can be a network outside torch."""
+    forward, fills_in: see `DraftNet`. rows_before: see `DraftPlan`. runs_outside: its layers can be
+    a network outside torch."""
 
     read_config: Callable[[DraftPlan, Path], Any]
     layers: Callable[[DraftPlan, Any, int], tuple[int, ...]]
     load: Callable[[DraftPlan, HeadSource, Any, int], DraftHead | NextnModules]
     blank: Callable[[DraftPlan, CausalLM, Any, int, torch.device], nn.Module]
-    net: Callable[[AttentionGroups, Any, SpecMetadata], DraftNet]
+    forward: HeadForward = read_step
+    fills_in: bool = False
     rows_before: int = 0
     runs_outside: bool = False
 
@@ -203,7 +169,8 @@ def _read_dflash(plan: DraftPlan, folder: Path) -> DFlashConfig:
     """The mode's mask token and layers go before. Raises ValueError if there is no mask token, or
     the head was not trained for so many drafts."""
     config = DFlashConfig.from_pretrained(folder)
-    token = plan.mask_token if plan.mask_token is not None else config.mask_token
+    own = plan.option("mask_token_id")
+    token = own if own is not None else config.mask_token
     if token is None:
         raise ValueError(
             f"speculative_config.mask_token_id is needed, since config.json of {plan.path} names "
@@ -233,6 +200,22 @@ def _blank_with_layers(
 ) -> nn.Module:
     own = config.for_target(target.config, num_captured)
     return make(own, target, num_captured, 1, _placement_of(target), own.own_modules)
+
+
+def _read_or_fill_in(
+    head: DFlashHead,
+    token_ids: torch.Tensor,
+    positions: torch.Tensor,
+    state: torch.Tensor,
+    context: ForwardContext,
+    step: int,
+) -> torch.Tensor:
+    """Step 0 writes the keys and values of the text, and step 1 fills in a block. An entry depends
+    on nothing after its own position; it is read and reused as an EAGLE head's."""
+    if step:
+        return head.fill_in(token_ids, positions, context)
+    head.write_context(positions, state, context)
+    return state[:0]
 
 
 def _load_modules(
@@ -286,14 +269,12 @@ HEADS: Mapping[HeadKind, Head] = {
         layers=lambda _, __, num_layers: (num_layers,),
         load=lambda _, source, *__: load_eagle_head(source),
         blank=_blank_eagle,
-        net=HeadNet,
     ),
     "EAGLE-3": Head(
         read_config=lambda _, folder: Eagle3Config.from_pretrained(folder),
         layers=_eagle3_layers,
         load=lambda _, source, __, num_captured: load_eagle3_head(source, num_captured),
         blank=partial(_blank_with_layers, Eagle3Head),
-        net=HeadNet,
         runs_outside=True,
     ),
     "DFlash": Head(
@@ -301,7 +282,8 @@ HEADS: Mapping[HeadKind, Head] = {
         layers=_dflash_layers,
         load=lambda _, *parts: load_dflash_head(*parts),
         blank=partial(_blank_with_layers, DFlashHead),
-        net=DFlashNet,
+        forward=_read_or_fill_in,
+        fills_in=True,
         rows_before=2,
     ),
     "MTP": Head(
@@ -309,6 +291,6 @@ HEADS: Mapping[HeadKind, Head] = {
         layers=lambda _, __, num_layers: (num_layers,),
         load=_load_modules,
         blank=_blank_modules,
-        net=NextnNet,
+        forward=NextnModules.predict,
     ),
 }

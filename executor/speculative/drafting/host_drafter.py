@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from itertools import chain
 from operator import index
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from tllm_spec.config.option_checks import shown
 from tllm_spec.executor.batch import ScheduledBatch
@@ -14,14 +14,10 @@ from tllm_spec.executor.device.transfer import to_device
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.interface import ResourceManager
 from tllm_spec.executor.resources.slot_state import SlotState
-from tllm_spec.executor.speculative.drafting.drafter import Drafter
-from tllm_spec.executor.speculative.drafting.ready_drafts import improve, send_chains
+from tllm_spec.executor.speculative.drafting.drafter import Drafter, improve, send_chains
 from tllm_spec.grammar.grammar_state import GrammarState
 from tllm_spec.kernels.drafts.draft_layout import MAX_NODES
 from tllm_spec.kernels.slots.accept import DraftTree
-
-# A draft tree that is made on the host.
-
 
 _ROW_BITS = [1 << row for row in range(1, MAX_NODES)]
 # Rows of padding follow the root and are never accepted.
@@ -152,15 +148,17 @@ def _check_number(num_tokens: int) -> None:
         raise ValueError(f"a tree has at most {MAX_NODES - 1} tokens, not {num_tokens}")
 
 
-Draft = TypeVar("Draft")
-
-
 class HostDrafter(Drafter):
     """Runs a drafter on the host and checks its drafts. `culprits` are the requests whose drafts
     are being made, so that `blame` can name them after an exception.
 
     The inner drafter sees all requests at once. After it has raised, it gets one request at a time
-    until a round succeeds, so that an exception fails only its own request."""
+    until a round succeeds, so that an exception fails only its own request.
+
+    Where the configuration has trees, each draft is a `HostTree`. Windows of a round then have as
+    many rows as its deepest tree may have, or, if no tree has a branch, as that chain has."""
+
+    causes = "the drafter reads other tokens than request.tokens, or another tokenizer's ids"
 
     def __init__(
         self,
@@ -171,10 +169,14 @@ class HostDrafter(Drafter):
     ) -> None:
         self._inner = inner
         self._resource_manager = resource_manager
+        self.resources = () if resource_manager is None else (resource_manager,)
         self._slots = slots
         self._vocab_size = vocab_size
         self._one_at_a_time = False
         self.culprits: list[LlmRequest] = []
+        if slots.shapes.has_trees:
+            # To the dummy slot: compiles the kernel before the first request.
+            self._send_trees([len(slots.kv_lens) - 1], [0], [HostTree.of_paths([])])
 
     def prepare_draft_tokens(
         self, scheduled_requests: ScheduledBatch, resource_manager: ResourceManager | None = None
@@ -190,10 +192,13 @@ class HostDrafter(Drafter):
         for request, untouched in zip(requests, placeholders, strict=True):
             if request.py_draft_tokens is untouched and not any(untouched):
                 request.py_draft_tokens = []  # the drafter left the placeholders: it has no drafts
+        if self._slots.shapes.has_trees:
+            self._write_trees(batch, list(map(self._checked_tree, requests)), wanted)
+            return
         if not self._are_valid(requests):
             for request in requests:
-                self._check(request)
-        self._pad(batch, wanted)
+                request.py_draft_tokens = self._checked_chain(request)
+        self._write_chains(batch, wanted)
 
     def blame(self) -> list[LlmRequest] | None:
         """After an exception: the requests that caused it; None if it was not raised here. Empty if
@@ -208,6 +213,8 @@ class HostDrafter(Drafter):
 
     def _propose(self, batch: ScheduledBatch) -> None:
         requests = batch.generation_requests
+        for request in requests if self._slots.shapes.has_trees else ():
+            request.py_draft_parents = None
         groups = [[request] for request in requests] if self._one_at_a_time else [requests]
         for group in groups:
             self.culprits = group
@@ -216,10 +223,10 @@ class HostDrafter(Drafter):
         self.culprits, self._one_at_a_time = [], False
 
     def _are_valid(self, requests: list[LlmRequest]) -> bool:
-        """Whether all drafts of a round are lists of token ids and none is too long.
+        """Whether all chains of a round are lists of token ids and none is too long.
 
-        `_check` says what is wrong, and accepts other sequences. One request at a time it takes
-        several times as long."""
+        `_checked_chain` says what is wrong, and accepts other sequences. One request at a time it
+        takes several times as long."""
         drafts: list[Any] = [request.py_draft_tokens for request in requests]
         if set(map(type, drafts)) != {list}:
             return False
@@ -230,7 +237,7 @@ class HostDrafter(Drafter):
             and max(map(len, drafts)) <= self._slots.max_draft_len
         )
 
-    def _check(self, request: LlmRequest) -> None:
+    def _checked_chain(self, request: LlmRequest) -> list[int]:
         self.culprits = [request]
         try:
             drafts = list(map(index, request.py_draft_tokens))
@@ -239,65 +246,14 @@ class HostDrafter(Drafter):
             raise ValueError(
                 f"the drafter proposed {found}, which are no token ids: {error}"
             ) from error
-        request.py_draft_tokens = drafts
         longest = self._slots.max_draft_len
         if len(drafts) > longest:
             raise ValueError(
                 f"the drafter proposed {len(drafts)} tokens; max_draft_len is {longest}"
             )
-        if drafts and not 0 <= min(drafts) <= max(drafts) < self._vocab_size:
-            raise ValueError(
-                f"the drafter proposed {drafts}; the model has token ids 0 to "
-                f"{self._vocab_size - 1}"
-            )
-        self.culprits = []
+        return self._known(drafts)
 
-    def _pad(self, batch: ScheduledBatch, wanted: list[int]) -> None:
-        """Cuts drafts to what their request wants (the round may be shorter, or the request near
-        its end), and pads them to the longest one, since all windows of a round have one length."""
-        requests = batch.generation_requests
-        # Copies: a list that a drafter keeps must not be changed.
-        drafts: list[list[int]] = [
-            request.py_draft_tokens[:limit] for request, limit in zip(requests, wanted, strict=True)
-        ]
-        improve(requests, drafts, wanted, GrammarState.better_drafts)
-        draft_len = batch.made_draft_len = max(map(len, drafts))
-        batch.shape = self._slots.shapes.of(draft_len)
-        for request, draft in zip(requests, drafts, strict=True):
-            request.py_draft_tokens, request.py_num_draft_tokens = draft, len(draft)
-        if draft_len:
-            send_chains(self._slots, requests, drafts, draft_len)
-
-
-# Drafts of trees that are made on the host: a drafter gives paths, or tokens and their parents.
-
-
-class HostTreeDrafter(HostDrafter):
-    """A `HostDrafter` whose drafts are trees. Windows of a round have as many rows as its deepest
-    tree may have, or, if no tree has a branch, as that chain has."""
-
-    def __init__(
-        self,
-        inner: Drafter,
-        resource_manager: ResourceManager | None,
-        slots: SlotState,
-        vocab_size: int,
-    ) -> None:
-        super().__init__(inner, resource_manager, slots, vocab_size)
-        self._found: list[HostTree] = []  # a round's trees, in the requests' order
-        # To the dummy slot: compiles the kernel before the first request.
-        self._send([len(slots.kv_lens) - 1], [0], [HostTree.of_paths([])])
-
-    def _propose(self, batch: ScheduledBatch) -> None:
-        for request in batch.generation_requests:
-            request.py_draft_parents = None
-        super()._propose(batch)
-
-    def _are_valid(self, requests: list[LlmRequest]) -> bool:
-        self._found.clear()
-        return False  # each is checked, and becomes a `HostTree`
-
-    def _check(self, request: LlmRequest) -> None:
+    def _checked_tree(self, request: LlmRequest) -> HostTree:
         self.culprits = [request]
         tokens, parents = request.py_draft_tokens, request.py_draft_parents
         try:
@@ -313,32 +269,54 @@ class HostTreeDrafter(HostDrafter):
                 f"the drafter proposed {len(tree.tokens)} tokens on paths of up to {tree.depth}; "
                 f"max_total_draft_tokens is {longest.num_nodes} and max_draft_len {longest.depth}"
             )
-        if tree.tokens and not 0 <= min(tree.tokens) <= max(tree.tokens) < self._vocab_size:
+        self._known(tree.tokens)
+        return tree
+
+    def _known(self, tokens: list[int]) -> list[int]:
+        """The tokens of the only culprit, which are ids of the vocabulary."""
+        if tokens and not 0 <= min(tokens) <= max(tokens) < self._vocab_size:
             raise ValueError(
-                f"the drafter proposed {tree.tokens}; the model has token ids 0 to "
+                f"the drafter proposed {tokens}; the model has token ids 0 to "
                 f"{self._vocab_size - 1}"
             )
-        self._found.append(tree)
         self.culprits = []
+        return tokens
 
-    def _pad(self, batch: ScheduledBatch, wanted: list[int]) -> None:
+    def _write_chains(self, batch: ScheduledBatch, wanted: list[int]) -> None:
+        """Cuts drafts to what their request wants (the round may be shorter, or the request near
+        its end), and pads them to the longest one, since all windows of a round have one length."""
         requests = batch.generation_requests
-        trees = [tree.up_to(limit) for tree, limit in zip(self._found, wanted, strict=True)]
+        # Copies: a list that a drafter keeps must not be changed.
+        drafts: list[list[int]] = [
+            request.py_draft_tokens[:limit] for request, limit in zip(requests, wanted, strict=True)
+        ]
+        improve(requests, drafts, wanted, GrammarState.better_drafts)
+        draft_len = batch.made_draft_len = max(map(len, drafts))
+        batch.shape = self._slots.shapes.of(draft_len)
+        for request, draft in zip(requests, drafts, strict=True):
+            request.py_draft_tokens, request.py_num_draft_tokens = draft, len(draft)
+        if draft_len:
+            send_chains(self._slots, requests, drafts, draft_len)
+
+    def _write_trees(self, batch: ScheduledBatch, found: list[HostTree], wanted: list[int]) -> None:
+        """As `_write_chains`. found: the trees, in the requests' order."""
+        requests = batch.generation_requests
+        trees = [tree.up_to(limit) for tree, limit in zip(found, wanted, strict=True)]
         improve(requests, trees, wanted, _better)
-        depths = [tree.depth for tree in trees]
         for request, tree in zip(requests, trees, strict=True):
             request.py_draft_tokens, request.py_draft_parents = tree.tokens, None
             request.py_num_draft_tokens = tree.depth
-        batch.made_draft_len = max(depths)
-        batch.shape = self._slots.shapes.fitting(
-            batch.made_draft_len, is_chain=all(tree.is_chain for tree in trees)
-        )
-        if batch.made_draft_len:
+        depth = batch.made_draft_len = max(tree.depth for tree in trees)
+        is_chain = all(tree.is_chain for tree in trees)
+        batch.shape = self._slots.shapes.fitting(depth, is_chain=is_chain)
+        if depth:
             # The requests' own tokens, since another token's embedding might be NaN.
             padding = [request.tokens[-1] for request in requests]
-            self._send([request.slot for request in requests], padding, trees)
+            self._send_trees([request.slot for request in requests], padding, trees)
 
-    def _send(self, slot_ids: list[int], padding: list[int], trees: Sequence[HostTree]) -> None:
+    def _send_trees(
+        self, slot_ids: list[int], padding: list[int], trees: Sequence[HostTree]
+    ) -> None:
         """Sends the trees to the slots in one copy, all as wide as a tree may be, so that one
         kernel is compiled. padding: of each request, the token after its tree."""
         batch, width = len(slot_ids), self._slots.shapes.longest.window

@@ -11,7 +11,7 @@ from tllm_spec.attention.interface import SpecMetadata
 from tllm_spec.distributed.communicator import Communicator
 from tllm_spec.draft_network.network import ExternalDraft
 from tllm_spec.executor.engine.attention_groups import AttentionGroups
-from tllm_spec.executor.speculative.drafting.draft_net import CausalNet, DraftNet
+from tllm_spec.executor.speculative.drafting.draft_net import CausalNet, DraftNet, HeadNet
 from tllm_spec.executor.speculative.drafting.heads import (
     HEADS,
     DraftPlan,
@@ -19,13 +19,18 @@ from tllm_spec.executor.speculative.drafting.heads import (
     kind_of_head,
 )
 from tllm_spec.models.causal_lm import CausalLM
+from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.config_file import read_config
 from tllm_spec.models.draft_head import DraftHead, HeadSource
-from tllm_spec.models.draft_kind import HeadKind
-from tllm_spec.models.head_checkpoint import MASK_TOKENS, mask_token_in
+from tllm_spec.models.draft_kind import TYPES, HeadKind, check_kind
+from tllm_spec.models.eagle3_config import Eagle3Config
+from tllm_spec.models.head_checkpoint import MASK_TOKENS, head_kind, mask_token_in
 from tllm_spec.models.module import Placement
-from tllm_spec.models.mtp import NextnModules
-from tllm_spec.models.token_map import DraftTokens
+from tllm_spec.models.mtp import NextnModules, check_nextn
+from tllm_spec.models.token_map import DraftTokens, read_token_map
+from tllm_spec.text.tokenizer import Tokenizer, has_vocabulary, load_tokenizer
+from tllm_spec.text.vocabulary import have_same_ids, shared_tokens
+from tllm_spec.zoo.registry import resolve_file
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +50,7 @@ class LoadedDraft:
         may be longer. With a sink, attention is given only the visible keys, and the layers see all
         of them. Raises ValueError where the network takes no other window."""
         assert not isinstance(self.model, ExternalDraft)
-        size, config = self.plan.window_size, self.model.config.within(max_seq_len)
+        size, config = self.plan.option("draft_window_size"), self.model.config.within(max_seq_len)
         is_whole = size is None or size >= max_seq_len
         if size is None or (is_whole and config.sliding_window is None):
             self.model.config = config
@@ -60,8 +65,10 @@ class LoadedDraft:
     def net(self, attention: AttentionGroups, vocab_size: int) -> DraftNet:
         """A network in torch on the pages of `attention`; `vocab_size` is the target's."""
         if self.kind is not None:
-            assert self.spec is not None
-            return HEADS[self.kind].net(attention, self.model, self.spec)
+            assert self.spec is not None and isinstance(self.model, DraftHead | NextnModules)
+            row = HEADS[self.kind]
+            parts = attention, self.model, self.spec, row.forward
+            return HeadNet(*parts, fills_in=row.fills_in)
         assert isinstance(self.model, CausalLM)
         return CausalNet(attention, self.model, vocab_size, mask_token(self.plan))
 
@@ -72,8 +79,8 @@ def mask_token(plan: DraftPlan) -> int | None:
     vocabulary."""
     if not plan.drafts_at_once:
         return None
-    config = read_config(draft_folder(plan))
-    token = plan.mask_token if plan.mask_token is not None else mask_token_in(config)
+    config, own = read_config(draft_folder(plan)), plan.option("mask_token_id")
+    token = own if own is not None else mask_token_in(config)
     if token is None:
         raise ValueError(
             f"speculative_config.mask_token_id is needed, since config.json of {plan.path} names "
@@ -131,3 +138,127 @@ def blank_head(plan: DraftPlan, target: CausalLM, device: torch.device) -> nn.Mo
     config = head.read_config(plan, folder)
     layers = head.layers(plan, config, target.config.num_layers)
     return head.blank(plan, target, config, len(layers), device)
+
+
+# Checks of a draft model, a head or MTP modules before anything is loaded.
+
+
+def check_draft(
+    draft: DraftPlan | None, tokenizer: Tokenizer | None, target: ModelConfig
+) -> DraftTokens | None:
+    """The tokens that are drafted; None: all, under the target's ids. Raises ValueError, naming the
+    option, when the folder has a head instead of a model, a model instead of a head or another kind
+    of head, when a model's tokenizer has too few of the target's tokens, when there is no MTP
+    module to draft with, and for options that the head or model does not have."""
+    if draft is None:
+        return None
+    if draft.num_modules:
+        exported = None if draft.path is None else draft_folder(draft)
+        check_nextn(target, draft.num_modules, exported)
+        return None
+    folder = draft_folder(draft)
+    _check_kind(draft, folder)
+    if draft.is_head:
+        ids = _ids_of_head(draft, folder, target)
+        return None if ids is None else DraftTokens(ids, ids)
+    own = ModelConfig.from_pretrained(folder)
+    if own.delta is not None:
+        raise ValueError(
+            f"speculative_config.speculative_model = {draft.path!r} is a {own.architecture}, "
+            "which is served as a target only: a draft model's layers need keys and values"
+        )
+    return _tokens_of_model(draft, folder, tokenizer, target.vocab_size, own.vocab_size)
+
+
+def _tokens_of_model(
+    draft: DraftPlan, folder: Path, tokenizer: Tokenizer | None, vocab_size: int, own_size: int
+) -> DraftTokens | None:
+    mask = mask_token(draft)
+    other = None if tokenizer is None else _tokenizer_of(folder)
+    if tokenizer is None or other is None or have_same_ids(tokenizer, other):
+        ids = _mapped_ids(draft, min(vocab_size, own_size))
+        return None if ids is None else DraftTokens(ids, ids)
+    if draft.backend != "torch":
+        raise ValueError(
+            f"speculative_config.draft_backend = {draft.backend!r} is refused: the draft model's "
+            "tokenizer is not the target's, and its network has no token map; accepted: 'torch'"
+        )
+    ids = _mapped_ids(draft, vocab_size)
+    try:
+        shared = shared_tokens(tokenizer, other, vocab_size, own_size)
+        tokens = DraftTokens.of_shared(shared, vocab_size, ids, mask)
+    except ValueError as error:
+        raise ValueError(f"speculative_config.speculative_model: {error}") from None
+    logger.warning(
+        "the draft model's tokenizer is not the target's: %d tokens that both have are drafted, "
+        "and tokens that it lacks are read as their longest end, or else as its id %d",
+        *(len(tokens.ids), shared.unknown),
+    )
+    return tokens
+
+
+def _tokenizer_of(folder: Path) -> Tokenizer | None:
+    if not has_vocabulary(folder):
+        logger.warning("%s has no tokenizer; its token ids are taken to be the target's", folder)
+        return None
+    try:
+        return load_tokenizer(str(folder))
+    except ValueError as error:
+        raise ValueError(f"speculative_config.speculative_model: {error}") from None
+
+
+def _check_kind(draft: DraftPlan, folder: Path) -> None:
+    kind = head_kind(folder)
+    check_kind(str(draft.path), kind, read_config(folder), draft.kinds)
+    if kind is not None and kind != draft.kinds[0]:
+        logger.warning(
+            "decoding_type = %r is served as %s: the folder has an %s head",
+            TYPES[draft.kinds[0]],
+            TYPES[kind],
+            kind,
+        )
+
+
+def _ids_of_head(draft: DraftPlan, folder: Path, target: ModelConfig) -> torch.Tensor | None:
+    """As `_mapped_ids`. Raises ValueError with all options that the head does not have."""
+    mistakes, ids = _head_mistakes(draft, folder, target), None
+    try:
+        ids = _mapped_ids(draft, target.vocab_size)
+    except ValueError as error:
+        mistakes.insert(0, str(error))
+    if mistakes:
+        raise ValueError("\n".join(mistakes))
+    return ids
+
+
+def _head_mistakes(draft: DraftPlan, folder: Path, target: ModelConfig) -> list[str]:
+    kind = kind_of_head(draft, folder)
+    own = HEADS[kind].read_config(draft, folder)
+    if not isinstance(own, Eagle3Config):
+        if draft.capture_layers is None:
+            return []
+        return [
+            f"eagle3_layers_to_capture = {list(draft.capture_layers)} is refused: an {kind} head "
+            "reads the target's last hidden state only; accepted: null"
+        ]
+    token_map = draft.option("speculative_token_map")
+    size = own.output_size if token_map else None
+    if size in (None, target.vocab_size):
+        return []
+    return [
+        f"speculative_config.speculative_token_map = {token_map!r} is refused: the {kind} "
+        f"head has a vocabulary of its own, {size} tokens that its d2t maps to the target's; "
+        "accepted: null"
+    ]
+
+
+def _mapped_ids(draft: DraftPlan, vocab_size: int) -> torch.Tensor | None:
+    """`[V_draft]`: the ids of the mode's token map, below `vocab_size`; None: it has none. Raises
+    ValueError with the option's name for a file that is no token map."""
+    file = draft.option("speculative_token_map")
+    if file is None:
+        return None
+    try:
+        return read_token_map(resolve_file(file), vocab_size)
+    except ValueError as error:
+        raise ValueError(f"speculative_config.speculative_token_map: {error}") from None

@@ -4,7 +4,7 @@ tokens (two-model path).
 It reads prompts chunk by chunk with the target. A round drafts from the slots alone, before the
 target's forward, so that the next round is launched before the host has read this one. It begins
 with the latest tokens, since the draft cache may lack them: after a full acceptance the last draft,
-after a tree the accepted path (`LatestRuns`). So a round has the same shape whatever was
+after a tree the accepted path (`LastAccepted`). So a round has the same shape whatever was
 accepted, and a CUDA graph holds all K steps."""
 
 import logging
@@ -25,7 +25,6 @@ from tllm_spec.executor.resources.kv_cache import ROUNDS_AHEAD, KVCacheManager
 from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.sampling.draft_sampling import DraftSampling
 from tllm_spec.executor.sampling.row_group import RowGroup, RowGroups
-from tllm_spec.executor.speculative.drafting.draft_backlog import Missed, missed_by, read_missed
 from tllm_spec.executor.speculative.drafting.draft_net import DraftNet
 from tllm_spec.executor.speculative.drafting.drafter import (
     ContextResult,
@@ -34,22 +33,17 @@ from tllm_spec.executor.speculative.drafting.drafter import (
     WindowResult,
 )
 from tllm_spec.executor.speculative.drafting.drafting_steps import (
-    ChainDrafting,
-    TreeDrafting,
+    DraftSteps,
     with_masks,
 )
-from tllm_spec.executor.speculative.drafting.match_or_network import DraftChoice
-from tllm_spec.kernels.slots.accept import Drafts
+from tllm_spec.executor.speculative.drafting.network_drafter import Missed, missed_by, read_missed
+from tllm_spec.executor.speculative.drafting.suffix_match import DraftChoice
 from tllm_spec.kernels.slots.row_copies import gather_rows
-
-# The KV cache of a draft model with pages of its own (two-model path).
-#
-# The draft model follows the target by the lengths on the device. The host reserves pages by upper
-# bounds.
 
 
 class DraftKVManager(KVCacheManager):
-    """Pages for the draft model, with the same life cycle as the target's.
+    """Pages of a draft model's own, with the same life cycle as the target's. The draft model
+    follows the target by the lengths on the device. The host reserves pages by upper bounds.
 
     A request has no claim to draft pages: where they are short, it goes on without drafts."""
 
@@ -78,17 +72,14 @@ class DraftKVManager(KVCacheManager):
         return Missed(request, start, end) if start < end and self.extend(request, end) else None
 
 
-# What the target has emitted last, for a draft model with pages of its own that drafts trees or
-# all tokens at once, or next to matches in the text.
-#
-# The accepted path is not in the draft cache where it belongs: beams, mask rows or other drafts
-# were. So a round of drafts first reads what the target emitted in the round before: its run of
-# tokens, and the token before the run.
+class LastAccepted:
+    """What the target has emitted last, for a draft model with pages of its own that drafts trees
+    or all tokens at once, or next to matches in the text.
 
-
-class LatestRuns:
-    """`_tokens` `[S, D + 2]`: the token before each slot's latest run, then the run, of which
-    `_lens` `[S]` tokens are valid."""
+    The accepted path is not in the draft cache where it belongs: beams, mask rows or other drafts
+    were. So a round of drafts first reads what the target emitted in the round before: `_tokens`
+    `[S, D + 2]`, the token before each slot's new tokens, then these, of which `_lens` `[S]` are
+    valid."""
 
     def __init__(self, slots: SlotState) -> None:
         self._slots, self.width = slots, slots.max_draft_len + 2
@@ -105,8 +96,8 @@ class LatestRuns:
     def keep(self, result: WindowResult) -> None:
         slot_ids, sampled = result.windows.slots, result.sampled
         before = result.windows.token_ids[:, :1]
-        runs = torch.cat((before, sampled.new_tokens.clamp_min(0)), dim=1)
-        self._tokens[slot_ids, : runs.shape[1]] = runs
+        tokens = torch.cat((before, sampled.new_tokens.clamp_min(0)), dim=1)
+        self._tokens[slot_ids, : tokens.shape[1]] = tokens
         self._lens[slot_ids] = sampled.new_lens
 
     def num_tokens(self, slot_ids: torch.Tensor) -> torch.Tensor:
@@ -116,9 +107,9 @@ class LatestRuns:
     def windows(
         self, slot_ids: torch.Tensor, kv_lens: torch.Tensor, max_kv_len: int
     ) -> tuple[Windows, torch.Tensor]:
-        """The windows of slots `[B]`, and the rows of the runs' last tokens, `[B]`."""
+        """The windows of slots `[B]`, and the rows of the last tokens, `[B]`."""
         lens = gather_rows(self._lens, slot_ids)
-        # The dummy slot, which pads graphs, has no token before its run.
+        # The dummy slot, which pads graphs, has no token before them.
         first = (kv_lens - lens).clamp_min_(0)
         windows = Windows(slot_ids, first, gather_rows(self._tokens, slot_ids), max_kv_len)
         rows = torch.arange(0, len(slot_ids) * self.width, self.width, device=lens.device) + lens
@@ -153,14 +144,12 @@ class ModelDrafter(Drafter):
         self._groups = groups
         self._max_num_tokens = max_num_tokens
         self._choice = choice
-        self._chains = ChainDrafting(net, slots, sampling)
-        with_scores = choice is not None
-        self._trees = TreeDrafting(net, sampling, slots.device, with_scores=with_scores)
+        self._steps = DraftSteps(net, slots, sampling, choice)
         # Whether accepted tokens may be others than the draft cache has.
         rereads = choice is not None or slots.shapes.has_trees or net.masks is not None
-        self._runs = LatestRuns(slots) if rereads else None
+        self._accepted = LastAccepted(slots) if rereads else None
         # Tokens that a round of drafts reads before it drafts, at most.
-        self._num_latest = 2 if self._runs is None else self._runs.width
+        self._num_latest = 2 if self._accepted is None else self._accepted.width
         self.graphs: SlotGraphs[None] | None = None
 
     def prepare_draft_tokens(
@@ -178,7 +167,8 @@ class ModelDrafter(Drafter):
         for request in drafting:
             limit = request.draft_limit
             request.py_num_draft_tokens = draft_len if draft_len <= limit else limit
-        if not self._replay(drafting, batch.shape):
+        slots, greedy, graphs = map(_slot, drafting), map(_is_greedy, drafting), self.graphs
+        if graphs is None or graphs.run(list(slots), batch.shape, not all(greedy)) is None:
             longest = max(request.num_tokens_bound for request in drafting)
             self._draft(self._groups.get(drafting, 1), batch.shape, longest)
 
@@ -201,16 +191,16 @@ class ModelDrafter(Drafter):
         shape: DraftShape,
     ) -> None:
         """Keeps what the target emitted, for the drafts before the next forward."""
-        if self._runs is not None:
+        if self._accepted is not None:
             if contexts is not None and contexts.first_tokens is not None:
-                self._runs.start(group.slots)
+                self._accepted.start(group.slots)
             if windows is not None:
-                self._runs.keep(windows)
+                self._accepted.keep(windows)
         if self._choice is not None:
             self._choice.read(contexts, windows, group)
 
     def draft_probs(self, group: RowGroup) -> torch.Tensor | None:
-        return self._chains.probs(group)
+        return self._steps.probs(group)
 
     def state(self) -> Mapping[str, Any]:
         return {} if self._choice is None else self._choice.state()
@@ -254,17 +244,11 @@ class ModelDrafter(Drafter):
 
     def _num_after(self, shape: DraftShape) -> int:
         """KV entries that drafting may write after those of a request's tokens."""
-        if self._runs is None:
+        if self._accepted is None:
             return shape.depth
         if self._net.masks is not None:
-            return self._runs.width - 2 + shape.depth - 1  # a run has one token at least
-        return max(shape.num_read, self._runs.width - 1) + 1
-
-    def _replay(self, drafting: list[LlmRequest], shape: DraftShape) -> bool:
-        if self.graphs is None:
-            return False
-        slots, is_sampled = list(map(_slot, drafting)), not all(map(_is_greedy, drafting))
-        return self.graphs.run(slots, shape, is_sampled) is not None
+            return self._accepted.width - 2 + shape.depth - 1  # one token at least is emitted
+        return max(shape.num_read, self._accepted.width - 1) + 1
 
     def _draft_slots(
         self, slot_ids: torch.Tensor, shape: DraftShape, sampled: bool, max_kv_len: int
@@ -277,31 +261,22 @@ class ModelDrafter(Drafter):
     def _draft(self, group: RowGroup, shape: DraftShape, longest: int) -> None:
         """Writes drafts into the windows of the group's slots. longest: bound of their tokens."""
         kv_lens = gather_rows(self._slots.kv_lens, group.slots)
-        drafts: Drafts
         if self._net.masks is not None:
             states = self._read_with_masks(group.slots, kv_lens, longest, shape.depth)
-            if shape.is_tree:
-                drafts = self._trees.draft_block(group, shape, kv_lens, states)
-            else:
-                drafts = self._chains.draft_block(group, shape, kv_lens, states)
         else:
-            state = self._read_latest(group.slots, kv_lens, longest)
-            drafting = self._trees if shape.is_tree else self._chains
-            drafts = drafting.draft(group, shape, kv_lens, state, longest)
-        if self._choice is not None:
-            drafts = self._choice.choose(drafts, group, shape)
-        self._slots.write(group.slots, drafts)
+            states = self._read_latest(group.slots, kv_lens, longest)
+        self._slots.write(group.slots, self._steps.draft(group, shape, kv_lens, states, longest))
 
     def _read_with_masks(
         self, slot_ids: torch.Tensor, kv_lens: torch.Tensor, longest: int, num_drafts: int
     ) -> torch.Tensor:
         """Reads the latest tokens of slots `[B]`, with mask rows after them. Returns the states
         that drafts come from, `[num_drafts * B, H]`."""
-        masks, runs, rows = self._net.masks, self._runs, self._net.rows
-        assert masks is not None and runs is not None
-        bound = min(longest + runs.width, rows.max_len - num_drafts + 1)
-        windows, _ = runs.windows(slot_ids, kv_lens, bound)
-        num_read = runs.num_tokens(slot_ids)
+        masks, accepted, rows = self._net.masks, self._accepted, self._net.rows
+        assert masks is not None and accepted is not None
+        bound = min(longest + accepted.width, rows.max_len - num_drafts + 1)
+        windows, _ = accepted.windows(slot_ids, kv_lens, bound)
+        num_read = accepted.num_tokens(slot_ids)
         windows, _, wanted = with_masks(windows, None, num_read, num_drafts, masks)
         return self._net.forward([], windows, None, wanted=wanted)
 
@@ -311,9 +286,9 @@ class ModelDrafter(Drafter):
         """Reads the latest tokens of slots `[B]`. Returns the states after the last ones, `[B,
         H]`."""
         slots = self._slots
-        if self._runs is not None:
-            bound = min(longest + self._runs.width, self._net.rows.max_len)
-            windows, rows = self._runs.windows(slot_ids, kv_lens, bound)
+        if self._accepted is not None:
+            bound = min(longest + self._accepted.width, self._net.rows.max_len)
+            windows, rows = self._accepted.windows(slot_ids, kv_lens, bound)
             return gather_rows(self._net.forward([], windows, None), rows)
         previous = gather_rows(slots.previous_token, slot_ids)
         token_ids = torch.stack((previous, gather_rows(slots.window[:, 0], slot_ids)), dim=1)

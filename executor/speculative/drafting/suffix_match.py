@@ -6,8 +6,9 @@ The host sends a text when its context ends; each round adds what it emitted."""
 
 import json
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -24,6 +25,15 @@ from tllm_spec.executor.speculative.drafting.drafter import (
     When,
     WindowResult,
 )
+from tllm_spec.kernels.drafts.draft_sources import (
+    MATCH,
+    NETWORK,
+    PRIOR,
+    DraftSources,
+    choose_drafts,
+    observe_drafts,
+)
+from tllm_spec.kernels.drafts.match_branches import add_match
 from tllm_spec.kernels.drafts.path_trees import path_trees
 from tllm_spec.kernels.drafts.suffix_match import (
     EVERYONE,
@@ -33,7 +43,7 @@ from tllm_spec.kernels.drafts.suffix_match import (
     append_tokens,
     match_suffixes,
 )
-from tllm_spec.kernels.slots.accept import Drafts
+from tllm_spec.kernels.slots.accept import Drafts, DraftTree
 from tllm_spec.text.tokenizer import Tokenizer
 
 # A file of texts that drafts are copied from, for every request.
@@ -99,6 +109,7 @@ class SuffixMatch(Drafter):
     None: they share none."""
 
     when = When.GRAPH
+    causes = "the texts repeat nothing of what came before"
 
     def __init__(
         self,
@@ -121,6 +132,7 @@ class SuffixMatch(Drafter):
             row[: len(text)] = torch.tensor(text, dtype=torch.int32)
         has_pool = search.num_shared > 0
         self.shared = SharedTexts(self._table, search.num_shared) if has_pool else None
+        self.resources = () if self.shared is None else (self.shared,)
 
     @staticmethod
     def num_bytes(num_slots: int, max_len: int, search: TextSearch, num_corpus: int) -> int:
@@ -174,3 +186,79 @@ class SuffixMatch(Drafter):
         tokens = first_tokens.contiguous().unsqueeze(1)
         lens = torch.ones_like(first_tokens)
         append_tokens(texts, slots[: len(tokens)], self._slots.kv_lens, tokens, lens)
+
+
+# Drafts from two sources: a draft network, and the match of the text's end. Of chains each request
+# has the one of which more is expected to be accepted; a tree has the likeliest of both.
+
+
+NETWORK_RATE = 0.6  # of drafts that are right, before any was seen
+NUM_CLASSES = 17  # of match lengths: none, 1 to 15 tokens, and more
+
+
+def new_sources(
+    num_slots: int, max_draft_len: int, threshold: int | None, device: torch.device
+) -> DraftSources:
+    """Without a threshold a match of n tokens begins with n right drafts of n + 2."""
+    num_classes = NUM_CLASSES if threshold is None else threshold + 1
+    lengths = torch.arange(num_classes, device=device)
+    priors = torch.stack((torch.full((num_classes,), NETWORK_RATE, device=device),) * 2, dim=1)
+    priors[:, MATCH] = lengths / (lengths + 2)
+    takes_match = torch.zeros((num_classes, max_draft_len + 1), dtype=torch.int32, device=device)
+    if threshold is None:
+        takes_match[1:] = (priors[1:, MATCH] > priors[1:, NETWORK]).unsqueeze(1)
+    else:
+        takes_match[threshold:] = 1
+    size = num_classes, 2, max_draft_len, 2
+    return DraftSources(
+        pending=torch.full((num_slots, 2, max_draft_len), -1, dtype=torch.int32, device=device),
+        choices=torch.zeros((num_slots, 2), dtype=torch.int32, device=device),
+        counts=torch.zeros(size, dtype=torch.int32, device=device),
+        priors=priors * PRIOR,
+        takes_match=takes_match,
+        totals=torch.zeros((num_classes, 2, 2), dtype=torch.int64, device=device),
+    )
+
+
+class DraftChoice:
+    """Adds the match's drafts to those of a network.
+
+    threshold: a match of so many tokens or more is taken; None: what matches of each length are
+    worth is learned from the rounds."""
+
+    def __init__(self, match: SuffixMatch, slots: SlotState, threshold: int | None) -> None:
+        self._match, self._learns = match, threshold is None
+        size = len(slots.kv_lens), slots.max_draft_len
+        self._sources = new_sources(*size, threshold, slots.device)
+
+    def read(
+        self, contexts: ContextResult | None, windows: WindowResult | None, group: RowGroup
+    ) -> None:
+        """Sees what was emitted, by both sources' latest drafts. group: ended contexts first."""
+        self._match.read(contexts, windows, group)
+        if contexts is not None and contexts.first_tokens is not None:
+            started = group.slots[: len(contexts.first_tokens)]
+            self._sources.pending.index_fill_(0, started, -1)  # of the request before
+        if windows is not None:
+            slots, sampled = windows.windows.slots, windows.sampled
+            parts = sampled.new_tokens, sampled.new_lens
+            observe_drafts(self._sources, slots, *parts, self._learns)
+
+    def choose(self, drafts: Drafts, group: RowGroup, shape: DraftShape) -> Drafts:
+        """drafts: the network's, of this shape, for the group, one row each."""
+        found, sources = self._match.matches(group, shape), self._sources
+        match, lens = found.drafts.squeeze(1), found.num_drafts.squeeze(1)
+        if isinstance(drafts, DraftTree):
+            own = group.slots, drafts, match, lens, found.lengths
+            return add_match(sources, *own, self._learns)
+        both = drafts.tokens, match, found.lengths
+        return Drafts(choose_drafts(sources, group.slots, *both))
+
+    def state(self) -> Mapping[str, Any]:
+        totals = self._sources.totals.sum(dim=0).tolist()
+        names = ("rounds", "accepted_tokens")
+        by_source = {
+            name: dict(zip(names, totals[source], strict=True))
+            for name, source in (("network", NETWORK), ("match", MATCH))
+        }
+        return {"draft_sources": by_source}
