@@ -7,9 +7,14 @@ import torch
 
 from tllm_spec.attention.interface import SpecMetadata
 from tllm_spec.attention.kv_pool import KVPool
-from tllm_spec.draft_network.decoder import LOGITS
-from tllm_spec.draft_network.head_decoder import NEXT_STATES, STATES, WANTED
-from tllm_spec.draft_network.network import ExternalDraft, ExternalHead
+from tllm_spec.draft_network.network import (
+    LOGITS,
+    NEXT_STATES,
+    STATES,
+    WANTED,
+    ExternalDraft,
+    ExternalHead,
+)
 from tllm_spec.executor.engine.model_engine import PagedNetwork
 from tllm_spec.executor.engine.rows import ContextChunk, RowBuilder, Windows
 from tllm_spec.executor.speculative.drafting.draft_net import CausalNet, HeadNet
