@@ -162,7 +162,7 @@ def _max_window(model: NetworkModel, plan: BuildPlan) -> int:
 
 
 def _why_no_tensorrt(plan: BuildPlan, config: ModelConfig, dtype: torch.dtype) -> list[str]:
-    reasons = _missing("tensorrt", "onnx")
+    reasons = _missing("tllm_spec[tensorrt]", "onnx")
     try:
         find_tensorrt(plan.device)
     except ValueError as error:
@@ -179,14 +179,14 @@ def _why_no_tensorrt(plan: BuildPlan, config: ModelConfig, dtype: torch.dtype) -
 def _missing(extra: str, *packages: str) -> list[str]:
     """A reason for each package that is not installed."""
     return [
-        f"the package {name} is missing; pip install tllm_spec[{extra}]"
+        f"the package {name} is missing; pip install {extra}"
         for name in packages
         if find_spec(name) is None
     ]
 
 
 def _why_no_onnxruntime(device: torch.device, dtype: torch.dtype) -> list[str]:
-    reasons = _missing("onnxruntime", "onnx", "onnxruntime")
+    reasons = _missing("tllm_spec[onnxruntime]", "onnx", "onnxruntime")
     if device.type != "cpu":
         reasons.append(f"it runs on a CPU, and device is {device.type!r}")
     if dtype != torch.float32:

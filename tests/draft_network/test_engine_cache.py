@@ -56,12 +56,12 @@ def test_an_engine_is_built_once_and_then_read_from_the_cache(
     building, took, read = caplog.messages
     assert building == f"{PACKAGE.name}: building the draft model's engine; this may take minutes"
     assert re.fullmatch(r"the engine took \d+\.\d s", took)
-    path = engine_file(PACKAGE, StepNetwork(zoo_model()), LIMITS)
+    path = engine_file(PACKAGE, StepNetwork.of(zoo_model()), LIMITS)
     assert read == f"{PACKAGE.name}: the draft model's engine was read from {path}"
 
 
 def test_a_kept_engine_that_does_not_load_is_built_again(builds: list[EngineLimits]) -> None:
-    path = engine_file(PACKAGE, StepNetwork(zoo_model()), LIMITS)
+    path = engine_file(PACKAGE, StepNetwork.of(zoo_model()), LIMITS)
     path.parent.mkdir(parents=True)
     path.write_bytes(b"broken")
     assert load_or_build(PACKAGE, zoo_model(), LIMITS)[1] == "engine"
@@ -94,7 +94,7 @@ def test_whatever_an_engine_is_built_of_makes_another_engine(
         model: NetworkModel | None = None,
         limits: EngineLimits = LIMITS,
     ) -> Path:
-        return engine_file(package, StepNetwork(model or zoo_model()), limits)
+        return engine_file(package, StepNetwork.of(model or zoo_model()), limits)
 
     changed, rescaled = zoo_model(), zoo_model()
     changed.model.norm.weight[3] += 1

@@ -58,7 +58,7 @@ def shapes_of(number: int, get: Callable[[int], Any]) -> dict[str, tuple[tuple[i
 @pytest.mark.parametrize("is_head", [False, True])
 def test_inputs_and_outputs_of_the_zoos_draft_networks(is_head: bool, dtype: torch.dtype) -> None:
     draft = zoo_head(dtype) if is_head else zoo_model(dtype)
-    network, _parser = define(PACKAGE, trt.Builder(trt_logger(trt)), StepNetwork(draft))
+    network, _parser = define(PACKAGE, trt.Builder(trt_logger(trt)), StepNetwork.of(draft))
     own, num_heads, num_layers = TYPES[dtype], 1 + is_head, 2 - is_head
     heads = [f"{kind}.{layer}" for layer in range(num_layers) for kind in ("keys", "values")]
     of_head = {"states": ((-1, -1, 192), own), "wanted": ((-1,), trt.int64)}
@@ -76,14 +76,16 @@ def test_the_zoos_head_builds_and_serialises() -> None:
     head = zoo_head(torch.bfloat16)
     layers = [*head.layers.parameters(), head.output.weight, head.embedding.weight]
     weight_bytes = sum(each.numel() * each.element_size() for each in layers)
-    assert build(PACKAGE, StepNetwork(head), replace(LIMITS, max_window=16)).nbytes > weight_bytes
+    assert (
+        build(PACKAGE, StepNetwork.of(head), replace(LIMITS, max_window=16)).nbytes > weight_bytes
+    )
 
 
 @pytest.mark.slow
 def test_the_zoos_draft_network_builds_and_serialises() -> None:
     model = zoo_model(torch.bfloat16)
     weight_bytes = sum(each.numel() * each.element_size() for each in model.parameters())
-    assert build(PACKAGE, StepNetwork(model), LIMITS).nbytes > weight_bytes
+    assert build(PACKAGE, StepNetwork.of(model), LIMITS).nbytes > weight_bytes
 
 
 @pytest.mark.parametrize(
@@ -157,7 +159,7 @@ class StandInEngine:
     device_memory_size_v2 = 1000
 
     def __init__(self, model: NetworkModel, limits: EngineLimits = LIMITS) -> None:
-        self.step, self.limits = StepNetwork(model), limits
+        self.step, self.limits = StepNetwork.of(model), limits
         self.contexts: list[StandInContext] = []
         self.streams: list[int] = []
         self.names = [*self.step.inputs, *self.step.outputs]
@@ -291,4 +293,4 @@ def test_what_tensorrt_cannot_build_is_refused_by_name(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(trt, "Builder", FailingBuilder)
     with pytest.raises(ValueError, match=r"tensorrt_rtx .* cannot build the draft model's"):
-        build(PACKAGE, StepNetwork(zoo_model()), LIMITS)
+        build(PACKAGE, StepNetwork.of(zoo_model()), LIMITS)

@@ -9,7 +9,7 @@ import functools
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -20,6 +20,7 @@ from torch import nn
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.draft_head import DraftHead
 from tllm_spec.models.eagle3 import Eagle3Head, Eagle3Layer
+from tllm_spec.models.eagle3_config import Eagle3Config
 from tllm_spec.models.linear import Linear
 from tllm_spec.models.llama import MLP, Attention, DecoderLayer, LlamaForCausalLM, LlamaModel
 
@@ -85,7 +86,8 @@ def new_outputs(layer: int) -> tuple[str, str]:
     return f"new_keys.{layer}", f"new_values.{layer}"
 
 
-class StepNetwork(nn.Module):
+@dataclass(frozen=True)
+class StepNetwork:
     """One step of a dense decoder of the Llama family, or of an EAGLE-3 head, over pages of KV, in
     operations that every backend has. Norms, rotation and softmax are computed in float32.
 
@@ -100,14 +102,20 @@ class StepNetwork(nn.Module):
     whose `next_states` `[B, H]` follow; `new_keys.i` and `new_values.i` `[B, W, Hkv, D]`.
 
     A head's `fc`, which makes a state of the target's, is not part of it, since steps after the
-    first read the head's own state. The weights are on the host."""
+    first read the head's own state."""
 
-    def __init__(self, model: NetworkModel) -> None:
-        super().__init__()
-        self.config, self.dtype = model.config, model.dtype
-        self._head = model.config if isinstance(model, Eagle3Head) else None
-        for name, weight in _weights_of(model):
-            self.register_buffer(name, weight.detach().cpu().contiguous())
+    config: ModelConfig
+    head: Eagle3Config | None
+    """The same of a head."""
+    dtype: torch.dtype
+    weights: Tensors
+    """On the host; matrices are `[K, N]`."""
+
+    @classmethod
+    def of(cls, model: NetworkModel) -> "StepNetwork":
+        weights = {name: each.detach().cpu().contiguous() for name, each in _weights_of(model)}
+        head = model.config if isinstance(model, Eagle3Head) else None
+        return cls(model.config, head, model.dtype, weights)
 
     @property
     def inputs(self) -> dict[str, tuple[int | str, ...]]:
@@ -116,7 +124,7 @@ class StepNetwork(nn.Module):
         config, window = self.config, (BATCH, WINDOW)
         found: dict[str, tuple[int | str, ...]] = {TOKEN_IDS: window, POSITIONS: window}
         found |= {OWN_KEYS: window, CACHED_ROWS: (BATCH, CACHED)}
-        if self._head is not None:
+        if self.head is not None:
             found |= {STATES: (*window, config.hidden_size), WANTED: (BATCH,)}
         for layer in range(config.num_layers):
             pool = KV_ROWS, config.num_kv_heads, config.head_dim
@@ -127,7 +135,7 @@ class StepNetwork(nn.Module):
     def outputs(self) -> dict[str, tuple[str, ...]]:
         """The dimensions of the outputs that have names, in order."""
         found: dict[str, tuple[str, ...]] = {LOGITS: (BATCH,)}
-        if self._head is not None:
+        if self.head is not None:
             found[NEXT_STATES] = (BATCH,)
         for layer in range(self.config.num_layers):
             found |= dict.fromkeys(new_outputs(layer), (BATCH, WINDOW))
@@ -135,7 +143,7 @@ class StepNetwork(nn.Module):
 
     @functools.cached_property
     def onnx_graph(self) -> bytes:
-        """The network as an ONNX model. Its initializers have the buffers' names, and their data
+        """The network as an ONNX model. Its initializers have the weights' names, and their data
         elsewhere."""
         import onnx
 
@@ -151,7 +159,7 @@ class StepNetwork(nn.Module):
                 continue
             constant = model.graph.initializer.add(
                 name=each.name,
-                dims=self.get_buffer(each.name).shape,
+                dims=self.weights[each.name].shape,
                 data_type=each.type.tensor_type.elem_type,
                 data_location=onnx.TensorProto.EXTERNAL,
             )
@@ -159,28 +167,29 @@ class StepNetwork(nn.Module):
         return bytes(model.SerializeToString())
 
     def _export(self, path: Path) -> None:
-        """Writes an ONNX model whose last inputs are the buffers."""
-        # Dimensions of 1 might be taken for those that are broadcast.
+        """Writes an ONNX model whose last inputs are the weights."""
+        # Shapes are enough. Dimensions of 1 might be taken for those that are broadcast.
         sizes = {BATCH: 2, WINDOW: 3, CACHED: 4, KV_ROWS: 5}
-        example = tuple(
-            torch.zeros(
+        example = {
+            name: torch.empty(
                 [size if isinstance(size, int) else sizes[size] for size in shape],
                 dtype=self.dtype if isinstance(shape[-1], int) else torch.int64,
+                device="meta",
             )
-            for shape in self.inputs.values()
-        )
+            for name, shape in self.inputs.items()
+        }
+        example |= {name: weight.to("meta") for name, weight in self.weights.items()}
         with warnings.catch_warnings(), torch.inference_mode(False), torch.no_grad():
             # The exporter that is to replace it takes 30 times as long and needs more packages.
             warnings.simplefilter("ignore", DeprecationWarning)
             torch.onnx.export(
-                self,
-                example,
+                _Exported(self),
+                tuple(example.values()),
                 path,
                 dynamo=False,
-                export_params=False,
                 do_constant_folding=False,
                 opset_version=OPSET,
-                input_names=list(self.inputs),
+                input_names=list(example),
                 output_names=list(self.outputs),
                 dynamic_axes={
                     name: {i: size for i, size in enumerate(shape) if isinstance(size, str)}
@@ -202,18 +211,18 @@ class StepNetwork(nn.Module):
         keys = torch.cat((before, own_keys), 1)
         visible = positions[:, None, None, :, None] >= keys[:, None, None, None, :]
         is_absent = ~is_cached[:, :, None, None]
-        rotary = self.get_buffer("cos_sin")[positions]
-        hidden, wanted, pools = self.get_buffer("embedding")[token_ids], None, others
-        if self._head is not None:
+        rotary = self.weights["cos_sin"][positions]
+        hidden, wanted, pools = self.weights["embedding"][token_ids], None, others
+        if self.head is not None:
             states, wanted, pools = others[0], others[1], others[2:]
         kv: list[torch.Tensor] = []
         last = self.config.num_layers - 1
         for layer in range(last + 1):
             normed = self._norm(hidden, f"input_norm_{layer}")
-            if self._head is not None and not layer:
+            if self.head is not None and not layer:
                 own = self._norm(states, "hidden_norm")
                 normed = torch.cat((normed, own), 2)
-                hidden = own if self._head.norm_before_residual else states
+                hidden = own if self.head.norm_before_residual else states
             # Rows that do not count become zeros: they may be another request's, and a weight of
             # zero times NaN is NaN.
             pool = pools[2 * layer : 2 * layer + 2]
@@ -225,9 +234,9 @@ class StepNetwork(nn.Module):
             hidden = self._add_branches(layer, hidden, attended)
         normed = self._norm(hidden, "norm")
         logits = self._linear(normed, "output")
-        if self._head is None:
+        if self.head is None:
             return logits, *kv
-        return logits, normed if self._head.norm_output else hidden, *kv
+        return logits, normed if self.head.norm_output else hidden, *kv
 
     def _attend(
         self,
@@ -259,7 +268,7 @@ class StepNetwork(nn.Module):
     def _rotated(self, heads: torch.Tensor, rotary: torch.Tensor, norm: str) -> torch.Tensor:
         """`[B, W, H, D]` in float32 with the rotary embedding, after the norm if there is one."""
         heads = heads.float()
-        if hasattr(self, norm):
+        if norm in self.weights:
             heads = self._normed(heads, norm)
         swapped = torch.cat(heads.split_with_sizes([self.config.head_dim // 2] * 2, -1)[::-1], -1)
         return heads * rotary[:, :, 0] + swapped * rotary[:, :, 1]
@@ -280,11 +289,25 @@ class StepNetwork(nn.Module):
     def _normed(self, x: torch.Tensor, name: str) -> torch.Tensor:
         """RMSNorm of float32 x over its last dimension."""
         mean = x.square().mean(-1, keepdim=True)
-        return x * torch.rsqrt(mean + self.config.rms_norm_eps) * self.get_buffer(name)
+        return x * torch.rsqrt(mean + self.config.rms_norm_eps) * self.weights[name]
 
     def _linear(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        output = x @ self.get_buffer(name)
-        return output + self.get_buffer(f"{name}_bias") if hasattr(self, f"{name}_bias") else output
+        output, bias = x @ self.weights[name], self.weights.get(f"{name}_bias")
+        return output if bias is None else output + bias
+
+
+class _Exported(nn.Module):
+    """A network that is given its weights after its inputs: the exporter compares the data of
+    parameters, and leaves out equal ones."""
+
+    def __init__(self, network: StepNetwork) -> None:
+        super().__init__()
+        self._network = network
+
+    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        names, num_inputs = list(self._network.weights), len(self._network.inputs)
+        weights = dict(zip(names, tensors[num_inputs:], strict=True))
+        return replace(self._network, weights=weights).forward(*tensors[:num_inputs])
 
 
 def _taken(x: torch.Tensor, wanted: torch.Tensor | None) -> torch.Tensor:
@@ -331,12 +354,12 @@ class OnnxRuntimeNetwork:
     def __init__(self, model: NetworkModel, num_threads: int) -> None:
         import onnxruntime
 
-        network = StepNetwork(model)
+        network = StepNetwork.of(model)
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = num_threads
         # Waiting threads would take time from the target's.
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-        weights = dict(network.named_buffers())
+        weights = network.weights
         self._weights = [
             onnxruntime.OrtValue.ortvalue_from_numpy(weight.numpy()) for weight in weights.values()
         ]

@@ -160,7 +160,7 @@ def engine_file(package: TensorRTPackage, network: StepNetwork, limits: EngineLi
     digest = hashlib.sha256(repr((package.name, built_for, limits)).encode())
     digest.update(Path(__file__).read_bytes())
     digest.update(network.onnx_graph)
-    for weight in network.buffers():
+    for weight in network.weights.values():
         digest.update(weight.view(torch.uint8).numpy().data)
     return cache_folder() / "engines" / f"{digest.hexdigest()}.engine"
 
@@ -169,7 +169,7 @@ def load_or_build(
     package: TensorRTPackage, model: NetworkModel, limits: EngineLimits
 ) -> tuple[Any, Any]:
     """A runtime and its engine. Raises ValueError if TensorRT cannot build it."""
-    network = StepNetwork(model)
+    network = StepNetwork.of(model)
     path = engine_file(package, network, limits)
     runtime = package.trt.Runtime(trt_logger(package.trt))
     if (kept := _kept(path)) is not None:
@@ -240,7 +240,7 @@ def define(package: TensorRTPackage, builder: Any, network: StepNetwork) -> tupl
     definition = builder.create_network(is_typed)
     parser = trt.OnnxParser(definition, trt_logger(trt))
     is_done = parser.load_model_proto(network.onnx_graph)
-    for name, weight in network.named_buffers():
+    for name, weight in network.weights.items():
         is_done = is_done and parser.load_initializer(name, weight.data_ptr(), weight.nbytes)
     if not (is_done and parser.parse_model_proto()):
         errors = "; ".join(parser.get_error(i).desc() for i in range(parser.num_errors))
