@@ -261,12 +261,18 @@ def test_onnxruntime_is_refused_on_a_gpu_and_on_several_devices() -> None:
     )
 
 
-def test_a_missing_onnxruntime_is_refused_with_what_installs_it(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("package_name", "backend"),
+    [("onnxruntime", "onnxruntime"), ("onnx", "onnxruntime"), ("onnx", "tensorrt")],
+)
+def test_a_missing_package_is_refused_with_what_installs_it(
+    package_name: str, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "onnxruntime", None)
-    with pytest.raises(ValueError, match=r"onnxruntime is missing; pip install tllm_spec\[onnxr"):
-        harness()
+    monkeypatch.setitem(sys.modules, package_name, None)
+    with pytest.raises(ValueError) as refusal:
+        harness(draft_backend=backend)
+    missing = f"the package {package_name} is missing; pip install tllm_spec[{backend}]"
+    assert missing in str(refusal.value)
 
 
 def test_a_device_without_a_target_is_refused_with_package_version_and_capability(

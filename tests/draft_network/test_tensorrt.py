@@ -72,6 +72,22 @@ def test_inputs_and_outputs_of_the_zoos_draft_networks(is_head: bool, dtype: tor
     ) | {f"new_{name}": ((-1, -1, num_heads, 32), own) for name in heads}
 
 
+def test_layers_with_equal_weights_have_all_of_them_in_the_network() -> None:
+    """The exporter leaves out parameters that are equal, and the parser refuses unknown names."""
+    model = zoo_model()
+    first, second = model.model.layers
+    second.load_state_dict(first.state_dict())
+    define(PACKAGE, trt.Builder(trt_logger(trt)), StepNetwork.of(model))
+
+
+def test_what_the_parser_does_not_read_is_refused_with_its_words() -> None:
+    network = StepNetwork.of(zoo_model())
+    broken = replace(network, weights={**network.weights, "norm": torch.ones(3)})
+    broken.__dict__["onnx_graph"] = network.onnx_graph
+    with pytest.raises(ValueError, match=r"^tensorrt_rtx .* cannot read the draft model's network"):
+        define(PACKAGE, trt.Builder(trt_logger(trt)), broken)
+
+
 def test_the_zoos_head_builds_and_serialises() -> None:
     head = zoo_head(torch.bfloat16)
     layers = [*head.layers.parameters(), head.output.weight, head.embedding.weight]
