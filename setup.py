@@ -27,8 +27,9 @@ OTEL = ["opentelemetry-sdk>=1.25,<2", "opentelemetry-exporter-otlp-proto-http>=1
 EVENTS = ["pyzmq>=25,<28"]
 RAY = ["ray[serve]>=2.60,<3"]
 # For draft_backend.
-ONNXRUNTIME = ["onnx>=1.17,<2", "onnxruntime>=1.20,<2"]
-TENSORRT = ["tensorrt>=10.13.2,<12"]
+ONNX = ["onnx>=1.17,<2"]
+ONNXRUNTIME = [*ONNX, "onnxruntime>=1.20,<2"]
+TENSORRT = [*ONNX, "tensorrt>=10.13.2,<12"]
 CUDA = ["cuda-python>=12.6,<14", "flashinfer-python>=0.6.4,<0.7"]
 DEV = [
     *GUIDED,

@@ -6,11 +6,21 @@ from pathlib import Path
 
 import torch
 
-from tllm_spec.draft_network.definition import NetworkModel
-from tllm_spec.draft_network.network import ALIGNMENT, ExternalDraft, ExternalHead, Network
-from tllm_spec.draft_network.tensorrt_build import EngineLimits, load_or_build, max_kv_rows
-from tllm_spec.draft_network.tensorrt_network import TensorRTNetwork
-from tllm_spec.draft_network.tensorrt_package import find_tensorrt
+from tllm_spec.draft_network.network import (
+    ALIGNMENT,
+    ExternalDraft,
+    ExternalHead,
+    Network,
+    NetworkModel,
+    OnnxRuntimeNetwork,
+)
+from tllm_spec.draft_network.tensorrt import (
+    EngineLimits,
+    TensorRTNetwork,
+    find_tensorrt,
+    load_or_build,
+    max_kv_rows,
+)
 from tllm_spec.executor.building.plan import BuildPlan
 from tllm_spec.executor.device.device_choice import cpu_threads, pick_dtype
 from tllm_spec.executor.speculative.drafting.heads import (
@@ -118,12 +128,8 @@ def check_pool(draft: LoadedDraft | None, num_rows: int) -> None:
 
 
 def _network(model: NetworkModel, plan: BuildPlan, draft: DraftPlan) -> Network:
-    return (_onnxruntime if draft.backend == "onnxruntime" else _tensorrt)(model, plan)
-
-
-def _onnxruntime(model: NetworkModel, plan: BuildPlan) -> Network:
-    from tllm_spec.draft_network.onnxruntime_network import OnnxRuntimeNetwork
-
+    if draft.backend == "tensorrt":
+        return _tensorrt(model, plan)
     return OnnxRuntimeNetwork(model, cpu_threads(model) or torch.get_num_threads())
 
 
@@ -156,7 +162,7 @@ def _max_window(model: NetworkModel, plan: BuildPlan) -> int:
 
 
 def _why_no_tensorrt(plan: BuildPlan, config: ModelConfig, dtype: torch.dtype) -> list[str]:
-    reasons = []
+    reasons = _missing("tllm_spec[tensorrt]", "onnx")
     try:
         find_tensorrt(plan.device)
     except ValueError as error:
@@ -170,11 +176,17 @@ def _why_no_tensorrt(plan: BuildPlan, config: ModelConfig, dtype: torch.dtype) -
     return reasons
 
 
+def _missing(extra: str, *packages: str) -> list[str]:
+    """A reason for each package that is not installed."""
+    return [
+        f"the package {name} is missing; pip install {extra}"
+        for name in packages
+        if find_spec(name) is None
+    ]
+
+
 def _why_no_onnxruntime(device: torch.device, dtype: torch.dtype) -> list[str]:
-    reasons = []
-    for name in ("onnx", "onnxruntime"):
-        if find_spec(name) is None:
-            reasons.append(f"the package {name} is missing; pip install tllm_spec[onnxruntime]")
+    reasons = _missing("tllm_spec[onnxruntime]", "onnx", "onnxruntime")
     if device.type != "cpu":
         reasons.append(f"it runs on a CPU, and device is {device.type!r}")
     if dtype != torch.float32:

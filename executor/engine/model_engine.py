@@ -13,16 +13,17 @@ import torch
 from tllm_spec.attention.interface import ForwardContext, GroupAttention, SpecMetadata
 from tllm_spec.attention.kv_pool import KVPool
 from tllm_spec.attention.recurrent import RecurrentRows
-from tllm_spec.draft_network.decoder import (
+from tllm_spec.draft_network.network import (
+    ALIGNMENT,
     CACHED_ROWS,
     NEVER,
     OWN_KEYS,
     POSITIONS,
     TOKEN_IDS,
+    Network,
     new_outputs,
     pool_inputs,
 )
-from tllm_spec.draft_network.network import ALIGNMENT, Network
 from tllm_spec.executor.device.transfer import to_device
 from tllm_spec.executor.engine.attention_groups import AttentionGroups
 from tllm_spec.executor.engine.rows import ContextChunk, RowBuilder, Windows

@@ -22,10 +22,9 @@ from tests.test_layout import PACKAGE_FILES
 from tllm_spec.config.draft_shape import chain_of
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.config.speculative_config import DraftTargetDecodingConfig, Eagle3DecodingConfig
-from tllm_spec.draft_network import tensorrt_package
+from tllm_spec.draft_network import tensorrt
 from tllm_spec.draft_network.network import ExternalHead
-from tllm_spec.draft_network.tensorrt_build import EngineLimits
-from tllm_spec.draft_network.tensorrt_package import find_tensorrt, package_for
+from tllm_spec.draft_network.tensorrt import EngineLimits, find_tensorrt, package_for
 from tllm_spec.executor.building import draft_backend
 from tllm_spec.executor.building.draft_backend import check_draft_backend, load_head_network
 from tllm_spec.executor.graphs.slot_graphs import GraphKey, SlotGraphs
@@ -78,7 +77,7 @@ def install(monkeypatch: pytest.MonkeyPatch, *packages: SimpleNamespace) -> None
             raise ModuleNotFoundError(f"No module named {name!r}")
         return installed[name]
 
-    monkeypatch.setattr(tensorrt_package, "import_module", import_module)
+    monkeypatch.setattr(tensorrt, "import_module", import_module)
 
 
 @pytest.mark.parametrize("backend", ["tensorrt", "onnxruntime"])
@@ -262,12 +261,18 @@ def test_onnxruntime_is_refused_on_a_gpu_and_on_several_devices() -> None:
     )
 
 
-def test_a_missing_onnxruntime_is_refused_with_what_installs_it(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("package_name", "backend"),
+    [("onnxruntime", "onnxruntime"), ("onnx", "onnxruntime"), ("onnx", "tensorrt")],
+)
+def test_a_missing_package_is_refused_with_what_installs_it(
+    package_name: str, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "onnxruntime", None)
-    with pytest.raises(ValueError, match=r"onnxruntime is missing; pip install tllm_spec\[onnxr"):
-        harness()
+    monkeypatch.setitem(sys.modules, package_name, None)
+    with pytest.raises(ValueError) as refusal:
+        harness(draft_backend=backend)
+    missing = f"the package {package_name} is missing; pip install tllm_spec[{backend}]"
+    assert missing in str(refusal.value)
 
 
 def test_a_device_without_a_target_is_refused_with_package_version_and_capability(
@@ -319,10 +324,7 @@ def test_only_the_network_of_a_backend_imports_its_library() -> None:
     found = {
         module for module, path in PACKAGE_FILES.items() if imported_packages(path) & set(LIBRARIES)
     }
-    assert found == {
-        "tllm_spec.draft_network.onnx_emitter",
-        "tllm_spec.draft_network.onnxruntime_network",
-    }
+    assert found == {"tllm_spec.draft_network.network"}
 
 
 def test_a_draft_model_in_torch_loads_none_of_the_libraries() -> None:

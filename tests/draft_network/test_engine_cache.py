@@ -10,11 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from tests.draft_network.network_interpreter import PACKAGE, trt
-from tests.draft_network.test_tensorrt import LIMITS, zoo_model
-from tllm_spec.draft_network import tensorrt_build
-from tllm_spec.draft_network.tensorrt_build import EngineLimits, engine_file, load_or_build
-from tllm_spec.models.llama import LlamaForCausalLM
+from tests.draft_network.test_tensorrt import LIMITS, PACKAGE, trt, zoo_model
+from tllm_spec.draft_network import tensorrt
+from tllm_spec.draft_network.network import NetworkModel, StepNetwork
+from tllm_spec.draft_network.tensorrt import (
+    EngineLimits,
+    TensorRTPackage,
+    engine_file,
+    load_or_build,
+)
 
 
 class Runtime:
@@ -31,13 +35,13 @@ def builds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[EngineLimits
     """What was built; engines are kept in a folder of the test."""
     made: list[EngineLimits] = []
 
-    def stand_in(package: Any, model: LlamaForCausalLM, limits: EngineLimits) -> bytes:
+    def stand_in(package: Any, network: StepNetwork, limits: EngineLimits) -> bytes:
         made.append(limits)
         return b"built"
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(trt, "Runtime", Runtime)
-    monkeypatch.setattr(tensorrt_build, "build", stand_in)
+    monkeypatch.setattr(tensorrt, "build", stand_in)
     return made
 
 
@@ -45,19 +49,19 @@ def test_an_engine_is_built_once_and_then_read_from_the_cache(
     builds: list[EngineLimits], caplog: pytest.LogCaptureFixture
 ) -> None:
     """A start says what it does before it takes minutes."""
-    caplog.set_level(logging.INFO, tensorrt_build.__name__)
+    caplog.set_level(logging.INFO, tensorrt.__name__)
     for _ in range(2):
         assert load_or_build(PACKAGE, zoo_model(), LIMITS)[1] == "engine"
     assert builds == [LIMITS]
     building, took, read = caplog.messages
     assert building == f"{PACKAGE.name}: building the draft model's engine; this may take minutes"
     assert re.fullmatch(r"the engine took \d+\.\d s", took)
-    path = engine_file(PACKAGE, zoo_model(), LIMITS)
+    path = engine_file(PACKAGE, StepNetwork.of(zoo_model()), LIMITS)
     assert read == f"{PACKAGE.name}: the draft model's engine was read from {path}"
 
 
 def test_a_kept_engine_that_does_not_load_is_built_again(builds: list[EngineLimits]) -> None:
-    path = engine_file(PACKAGE, zoo_model(), LIMITS)
+    path = engine_file(PACKAGE, StepNetwork.of(zoo_model()), LIMITS)
     path.parent.mkdir(parents=True)
     path.write_bytes(b"broken")
     assert load_or_build(PACKAGE, zoo_model(), LIMITS)[1] == "engine"
@@ -83,31 +87,32 @@ def test_a_kept_engine_that_cannot_be_read_is_built_again(
 def test_whatever_an_engine_is_built_of_makes_another_engine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Weights, types, limits, configuration, device, the package's version, and the definition."""
-    model = zoo_model()
+    """Weights, types, limits, configuration, device, the package's version, and the code."""
+
+    def file_of(
+        package: TensorRTPackage = PACKAGE,
+        model: NetworkModel | None = None,
+        limits: EngineLimits = LIMITS,
+    ) -> Path:
+        return engine_file(package, StepNetwork.of(model or zoo_model()), limits)
+
     changed, rescaled = zoo_model(), zoo_model()
     changed.model.norm.weight[3] += 1
-    rescaled.config = replace(model.config, rms_norm_eps=2 * model.config.rms_norm_eps)
-    other_target = replace(PACKAGE, target=trt.ComputeCapability.SM120)
+    rescaled.config = replace(rescaled.config, rms_norm_eps=2 * rescaled.config.rms_norm_eps)
     newer = SimpleNamespace(__name__="tensorrt_rtx", __version__="99.0")
     files = [
-        engine_file(PACKAGE, model, LIMITS),
-        engine_file(PACKAGE, changed, LIMITS),
-        engine_file(PACKAGE, zoo_model(torch.bfloat16), LIMITS),
-        engine_file(PACKAGE, model, replace(LIMITS, max_batch_size=21)),
-        engine_file(other_target, model, LIMITS),
-        engine_file(PACKAGE, rescaled, LIMITS),
-        engine_file(replace(PACKAGE, trt=newer), model, LIMITS),
-        engine_file(replace(PACKAGE, target=None, device_name="H100"), model, LIMITS),
-        engine_file(replace(PACKAGE, target=None, device_name="H200"), model, LIMITS),
+        file_of(),
+        file_of(model=changed),
+        file_of(model=zoo_model(torch.bfloat16)),
+        file_of(limits=replace(LIMITS, max_batch_size=21)),
+        file_of(replace(PACKAGE, target=trt.ComputeCapability.SM120)),
+        file_of(model=rescaled),
+        file_of(replace(PACKAGE, trt=newer)),
+        file_of(replace(PACKAGE, target=None, device_name="H100")),
+        file_of(replace(PACKAGE, target=None, device_name="H200")),
     ]
+    assert file_of() == files[0]
     read_bytes = Path.read_bytes
-    for source in ("decoder.py", "head_decoder.py", "tensorrt_emitter.py", "tensorrt_build.py"):
-        with monkeypatch.context() as patched:
-            patched.setattr(
-                Path,
-                "read_bytes",
-                lambda path, name=source: read_bytes(path) + b"#" * (path.name == name),
-            )
-            files.append(engine_file(PACKAGE, model, LIMITS))
-    assert len(set(files)) == len(files) and files[0] == engine_file(PACKAGE, zoo_model(), LIMITS)
+    monkeypatch.setattr(Path, "read_bytes", lambda path: read_bytes(path) + b"#")
+    files.append(file_of())
+    assert len(set(files)) == len(files)

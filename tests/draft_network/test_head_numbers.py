@@ -11,13 +11,10 @@ import torch
 
 from tests.draft_network.eager_network import EagerNetwork
 from tests.draft_network.head_pairs import HeadSide, head_pair, load_head, load_target, window
-from tests.draft_network.network_interpreter import InterpretedNetwork
 from tests.draft_network.test_numbers import assert_close
 from tests.executor.tiny_llama import write_tiny_llama
 from tests.models.tiny_eagle3 import FLAGS, write_tiny_eagle3
-from tllm_spec.draft_network.definition import NetworkModel
-from tllm_spec.draft_network.network import Network
-from tllm_spec.draft_network.onnxruntime_network import OnnxRuntimeNetwork
+from tllm_spec.draft_network.network import Network, NetworkModel, OnnxRuntimeNetwork
 from tllm_spec.models.eagle3 import Eagle3Head
 from tllm_spec.zoo.registry import resolve_model
 
@@ -36,7 +33,7 @@ def in_onnxruntime(model: NetworkModel) -> Network:
     return OnnxRuntimeNetwork(model, num_threads=1)
 
 
-NETWORKS = {"onnx": in_onnxruntime, "tensorrt": InterpretedNetwork, "torch": EagerNetwork}
+NETWORKS = {"onnx": in_onnxruntime, "torch": EagerNetwork}
 
 
 @pytest.fixture(params=NETWORKS.values(), ids=NETWORKS)

@@ -10,11 +10,9 @@ import pytest
 import torch
 
 from tests.draft_network.eager_network import EagerNetwork
-from tests.draft_network.network_interpreter import InterpretedNetwork
 from tests.draft_network.step_pairs import NUM_SLOTS, Side, load, network_side, torch_side
 from tests.models.helpers import save_checkpoint
-from tllm_spec.draft_network.network import Network
-from tllm_spec.draft_network.onnxruntime_network import OnnxRuntimeNetwork
+from tllm_spec.draft_network.network import Network, OnnxRuntimeNetwork
 from tllm_spec.models.llama import LlamaForCausalLM
 from tllm_spec.zoo.registry import resolve_model
 
@@ -34,7 +32,7 @@ def in_onnxruntime(model: LlamaForCausalLM) -> Network:
     return OnnxRuntimeNetwork(model, num_threads=1)
 
 
-NETWORKS = {"onnx": in_onnxruntime, "tensorrt": InterpretedNetwork, "torch": EagerNetwork}
+NETWORKS = {"onnx": in_onnxruntime, "torch": EagerNetwork}
 
 
 @pytest.fixture(params=NETWORKS.values(), ids=NETWORKS)

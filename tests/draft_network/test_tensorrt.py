@@ -10,21 +10,29 @@ import pytest
 import torch
 
 from tests.draft_network.head_pairs import head_pair, load_head, load_target
-from tests.draft_network.network_interpreter import PACKAGE, InterpretedNetwork, interpret, trt
 from tests.draft_network.step_pairs import CPU, MAX_LEN, PAGE_SIZE, load, network_side, torch_side
 from tests.draft_network.test_head_numbers import assert_equal_rounds
 from tests.draft_network.test_numbers import assert_close, assert_equal_steps
-from tllm_spec.draft_network.tensorrt_build import EngineLimits, build, define
-from tllm_spec.draft_network.tensorrt_network import TensorRTNetwork
-from tllm_spec.draft_network.tensorrt_package import trt_logger
+from tllm_spec.draft_network.network import NetworkModel, StepNetwork
+from tllm_spec.draft_network.tensorrt import (
+    EngineLimits,
+    TensorRTNetwork,
+    TensorRTPackage,
+    build,
+    define,
+    trt_logger,
+)
 from tllm_spec.models.eagle3 import Eagle3Head
 from tllm_spec.models.llama import LlamaForCausalLM
 from tllm_spec.models.registry import load_model
 from tllm_spec.zoo.registry import resolve_model
 
+trt = pytest.importorskip("tensorrt_rtx")  # there are wheels for Linux on x86-64
+PACKAGE = TensorRTPackage(trt, trt.ComputeCapability.SM89, "")
 LIMITS = EngineLimits(
     max_batch_size=20, max_window=2, max_chunk=256, max_cached=MAX_LEN, page_size=PAGE_SIZE
 )
+INTEGERS = "token_ids", "positions", "own_keys", "cached_rows", "wanted"
 TYPES = {torch.float32: trt.float32, torch.bfloat16: trt.bfloat16, torch.float16: trt.float16}
 
 
@@ -50,7 +58,7 @@ def shapes_of(number: int, get: Callable[[int], Any]) -> dict[str, tuple[tuple[i
 @pytest.mark.parametrize("is_head", [False, True])
 def test_inputs_and_outputs_of_the_zoos_draft_networks(is_head: bool, dtype: torch.dtype) -> None:
     draft = zoo_head(dtype) if is_head else zoo_model(dtype)
-    network, _emitter = define(PACKAGE, trt.Builder(trt_logger(trt)), draft)
+    network, _parser = define(PACKAGE, trt.Builder(trt_logger(trt)), StepNetwork.of(draft))
     own, num_heads, num_layers = TYPES[dtype], 1 + is_head, 2 - is_head
     heads = [f"{kind}.{layer}" for layer in range(num_layers) for kind in ("keys", "values")]
     of_head = {"states": ((-1, -1, 192), own), "wanted": ((-1,), trt.int64)}
@@ -64,18 +72,36 @@ def test_inputs_and_outputs_of_the_zoos_draft_networks(is_head: bool, dtype: tor
     ) | {f"new_{name}": ((-1, -1, num_heads, 32), own) for name in heads}
 
 
+def test_layers_with_equal_weights_have_all_of_them_in_the_network() -> None:
+    """The exporter leaves out parameters that are equal, and the parser refuses unknown names."""
+    model = zoo_model()
+    first, second = model.model.layers
+    second.load_state_dict(first.state_dict())
+    define(PACKAGE, trt.Builder(trt_logger(trt)), StepNetwork.of(model))
+
+
+def test_what_the_parser_does_not_read_is_refused_with_its_words() -> None:
+    network = StepNetwork.of(zoo_model())
+    broken = replace(network, weights={**network.weights, "norm": torch.ones(3)})
+    broken.__dict__["onnx_graph"] = network.onnx_graph
+    with pytest.raises(ValueError, match=r"^tensorrt_rtx .* cannot read the draft model's network"):
+        define(PACKAGE, trt.Builder(trt_logger(trt)), broken)
+
+
 def test_the_zoos_head_builds_and_serialises() -> None:
     head = zoo_head(torch.bfloat16)
     layers = [*head.layers.parameters(), head.output.weight, head.embedding.weight]
     weight_bytes = sum(each.numel() * each.element_size() for each in layers)
-    assert build(PACKAGE, head, replace(LIMITS, max_window=16)).nbytes > weight_bytes
+    assert (
+        build(PACKAGE, StepNetwork.of(head), replace(LIMITS, max_window=16)).nbytes > weight_bytes
+    )
 
 
 @pytest.mark.slow
 def test_the_zoos_draft_network_builds_and_serialises() -> None:
     model = zoo_model(torch.bfloat16)
     weight_bytes = sum(each.numel() * each.element_size() for each in model.parameters())
-    assert build(PACKAGE, model, LIMITS).nbytes > weight_bytes
+    assert build(PACKAGE, StepNetwork.of(model), LIMITS).nbytes > weight_bytes
 
 
 @pytest.mark.parametrize(
@@ -127,56 +153,45 @@ class StandInContext:
         self.addresses[name] = address
         return True
 
+    def get_tensor_shape(self, name: str) -> tuple[int, ...]:
+        return self.shapes.get(name, (-1,))
+
     def execute_async_v3(self, stream: int) -> bool:
         self.engine.streams.append(stream)
-        definition = self.engine.definition
-        inputs = {
-            tensor.name: self._tensor(tensor, self.shapes[tensor.name])
-            for tensor in map(definition.get_input, range(definition.num_inputs))
-        }
-        results = interpret(definition, inputs)
-        for tensor in map(definition.get_output, range(definition.num_outputs)):
-            value = results[tensor.name]
-            self._tensor(tensor, tuple(value.shape)).copy_(value)
+        step = self.engine.step
+        inputs = [self._tensor(name, self.shapes[name]) for name in step.inputs]
+        for name, value in zip(step.outputs, step.forward(*inputs), strict=True):
+            self._tensor(name, tuple(value.shape)).copy_(value)
         return True
 
-    def _tensor(self, declared: Any, shape: tuple[int, ...]) -> torch.Tensor:
-        dtype = torch.int64 if declared.dtype == trt.int64 else torch.float32
+    def _tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        dtype = torch.int64 if name in INTEGERS else torch.float32
         size = torch.Size(shape).numel() * dtype.itemsize
-        memory = (ctypes.c_char * size).from_address(self.addresses[declared.name])
+        memory = (ctypes.c_char * size).from_address(self.addresses[name])
         return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
 class StandInEngine:
     device_memory_size_v2 = 1000
 
-    def __init__(self, definition: Any, limits: EngineLimits = LIMITS) -> None:
-        self.definition, self.limits = definition, limits
+    def __init__(self, model: NetworkModel, limits: EngineLimits = LIMITS) -> None:
+        self.step, self.limits = StepNetwork.of(model), limits
         self.contexts: list[StandInContext] = []
         self.streams: list[int] = []
-
-    @property
-    def num_io_tensors(self) -> int:
-        return int(self.definition.num_inputs + self.definition.num_outputs)
+        self.names = [*self.step.inputs, *self.step.outputs]
+        self.num_io_tensors = len(self.names)
 
     def get_tensor_name(self, index: int) -> str:
-        number = self.definition.num_inputs
-        if index < number:
-            return str(self.definition.get_input(index).name)
-        return str(self.definition.get_output(index - number).name)
+        return self.names[index]
 
     def get_tensor_mode(self, name: str) -> Any:
-        names = [self.get_tensor_name(index) for index in range(self.definition.num_inputs)]
-        return trt.TensorIOMode.INPUT if name in names else trt.TensorIOMode.OUTPUT
+        return trt.TensorIOMode.INPUT if name in self.step.inputs else trt.TensorIOMode.OUTPUT
 
     def get_tensor_profile_shape(self, name: str, profile: int) -> list[tuple[int, ...]]:
         """The smallest shapes for all three."""
-        tensors = map(self.definition.get_input, range(self.definition.num_inputs))
-        [tensor] = [tensor for tensor in tensors if tensor.name == name]
         sizes = {"batch": 1, "window": 1, "cached": PAGE_SIZE, "kv_rows": PAGE_SIZE}
-        names = [tensor.get_dimension_name(index) for index in range(len(tensor.shape))]
-        shape = [sizes.get(name, size) for name, size in zip(names, tensor.shape, strict=True)]
-        return [tuple(shape)] * 3
+        found = self.step.inputs[name]
+        return [tuple(size if isinstance(size, int) else sizes[size] for size in found)] * 3
 
     def create_execution_context(self, strategy: Any) -> StandInContext:
         assert strategy == trt.ExecutionContextAllocationStrategy.USER_MANAGED
@@ -211,8 +226,7 @@ def default_stream(monkeypatch: pytest.MonkeyPatch) -> StandInStream:
 def test_an_engine_on_torchs_memory_gives_the_numbers_of_torch(
     default_stream: StandInStream,
 ) -> None:
-    interpreted = InterpretedNetwork(zoo_model())
-    engine = StandInEngine(interpreted.definition)
+    engine = StandInEngine(zoo_model())
     network = TensorRTNetwork(trt, (None, engine), LIMITS, CPU)
     model = load(resolve_model("zoo:llama-draft"))
     assert_equal_steps((torch_side(model), network_side(model, network)), 2048)
@@ -227,8 +241,7 @@ def test_a_heads_engine_on_torchs_memory_gives_the_numbers_of_torch(
     default_stream: StandInStream,
 ) -> None:
     head, limits = zoo_head(), replace(LIMITS, max_window=16)
-    interpreted = InterpretedNetwork(head)
-    engine = StandInEngine(interpreted.definition, limits)
+    engine = StandInEngine(head, limits)
     network = TensorRTNetwork(trt, (None, engine), limits, CPU)
     assert_equal_rounds(head_pair(head, network), 2048)
     used = {context.profile for context in engine.contexts if context.num_shapes_set}
@@ -238,8 +251,7 @@ def test_a_heads_engine_on_torchs_memory_gives_the_numbers_of_torch(
 def test_each_shape_of_a_captured_run_has_a_context_of_its_own(
     default_stream: StandInStream,
 ) -> None:
-    interpreted = InterpretedNetwork(zoo_model())
-    engine = StandInEngine(interpreted.definition)
+    engine = StandInEngine(zoo_model())
     network = TensorRTNetwork(trt, (None, engine), LIMITS, CPU)
     model = load(resolve_model("zoo:llama-draft"))
     sides = torch_side(model), network_side(model, network)
@@ -255,8 +267,7 @@ def test_each_shape_of_a_captured_run_has_a_context_of_its_own(
 
 def test_a_run_outside_captures_makes_no_context(default_stream: StandInStream) -> None:
     """A context takes memory, and whoever makes one waits for the device: that is for start-up."""
-    interpreted = InterpretedNetwork(zoo_model())
-    engine = StandInEngine(interpreted.definition)
+    engine = StandInEngine(zoo_model())
     network = TensorRTNetwork(trt, (None, engine), LIMITS, CPU)
     assert [context.profile for context in engine.contexts] == [0, 1, 2, 3]
     side = network_side(load(resolve_model("zoo:llama-draft")), network)
@@ -270,7 +281,7 @@ def test_a_context_that_tensorrt_cannot_make_is_out_of_memory(
 ) -> None:
     monkeypatch.setattr(StandInEngine, "create_execution_context", lambda *_: None)
     with pytest.raises(torch.cuda.OutOfMemoryError, match="no execution context"):
-        TensorRTNetwork(trt, (None, StandInEngine(None)), LIMITS, CPU)
+        TensorRTNetwork(trt, (None, StandInEngine(zoo_model())), LIMITS, CPU)
 
 
 @pytest.mark.parametrize("is_capturable", [True, False])
@@ -278,7 +289,7 @@ def test_a_package_that_can_be_asked_says_whether_runs_may_be_captured(
     is_capturable: bool, default_stream: StandInStream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`tensorrt_rtx` is asked with the shapes of a window; `tensorrt` has no such question."""
-    engine = StandInEngine(InterpretedNetwork(zoo_model()).definition)
+    engine = StandInEngine(zoo_model())
     assert TensorRTNetwork(trt, (None, engine), LIMITS, CPU).may_be_captured
     asked: list[dict[str, tuple[int, ...]]] = []
 
@@ -298,4 +309,4 @@ def test_what_tensorrt_cannot_build_is_refused_by_name(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(trt, "Builder", FailingBuilder)
     with pytest.raises(ValueError, match=r"tensorrt_rtx .* cannot build the draft model's"):
-        build(PACKAGE, zoo_model(), LIMITS)
+        build(PACKAGE, StepNetwork.of(zoo_model()), LIMITS)

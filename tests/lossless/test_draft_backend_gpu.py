@@ -10,9 +10,8 @@ import torch
 from tests.draft_network.eager_network import EagerNetwork
 from tests.lossless.cases import GPU_TOLERANCE, Case, assert_same, generate
 from tests.lossless.oracle import Oracle
-from tllm_spec.draft_network.definition import NetworkModel
-from tllm_spec.draft_network.network import Network
-from tllm_spec.draft_network.tensorrt_package import find_tensorrt
+from tllm_spec.draft_network.network import Network, NetworkModel
+from tllm_spec.draft_network.tensorrt import find_tensorrt
 from tllm_spec.executor.building import draft_backend
 from tllm_spec.executor.building.plan import BuildPlan
 from tllm_spec.executor.speculative.drafting.model_drafter import ModelDrafter

@@ -11,9 +11,8 @@ import pytest
 
 from tests.server.fake_llm import FakeLLM
 from tllm_spec.text.chat_prompt import SPLIT, ChatPrompts, Conversation, control_tokens
-from tllm_spec.text.messages import Messages, checked
+from tllm_spec.text.messages import Messages, Tools, checked, visible
 from tllm_spec.text.tokenizer import Tokenizer, load_tokenizer
-from tllm_spec.text.visible_messages import Tools, visible
 from tllm_spec.zoo.registry import resolve_model
 
 

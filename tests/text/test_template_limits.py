@@ -9,9 +9,8 @@ import pytest
 
 from tllm_spec.text import chat_prompt
 from tllm_spec.text.chat_prompt import MAX_CHARS, MAX_MESSAGES, ChatPrompts, Conversation
-from tllm_spec.text.messages import Messages
+from tllm_spec.text.messages import Messages, TemplateOverLimit, Tools, visible
 from tllm_spec.text.tokenizer import MAX_TEMPLATE_CHARS, Tokenizer, load_tokenizer
-from tllm_spec.text.visible_messages import TemplateOverLimit, Tools, visible
 from tllm_spec.zoo.registry import resolve_model
 
 USER = {"role": "user", "content": "hi"}

@@ -1,9 +1,15 @@
-"""Messages of a conversation as Python callers give them, in the form that chat templates read."""
+"""Messages of a conversation as Python callers give them, in the form that chat templates read; and
+what the model's chat template leaves out of them.
+
+A template is a program, so the check is to run it on messages and tools whose texts are marks."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import product
+from typing import Any, NamedTuple
 
 from pydantic_core import from_json
 
@@ -71,3 +77,207 @@ def as_object(arguments: str) -> dict[str, Any] | str:
     except ValueError:
         return arguments
     return found if isinstance(found, dict) else arguments
+
+
+Tools = Sequence[Mapping[str, Any]] | None
+Rendered = Callable[[Messages, Tools], str]
+Change = Callable[[Messages], Messages]
+
+
+class TemplateOverLimit(ValueError):
+    """A chat template made too much."""
+
+
+class Visible(NamedTuple):
+    """The messages in the form that the template shows. has_tools, has_names: False if there are
+    tools, or names of messages, and the template leaves one out."""
+
+    messages: Messages
+    has_tools: bool = True
+    has_names: bool = True
+
+
+def visible(messages: Messages, tools: Tools, rendered: Rendered) -> Visible:
+    """rendered: runs the template, and raises ValueError for messages that it does not accept.
+    Raises ValueError for a message that it leaves out in all forms."""
+    marked = [_marked(index, message) for index, message in enumerate(messages)]
+    marked_tools = [_marked_tool(*each) for each in enumerate(tools or ())]
+    tried: list[Messages] = []
+    lost: list[tuple[int, str]] = []
+
+    def text_of(form: Change) -> str | None:
+        """None if the template does not accept the form, or leaves a message out."""
+        tried.append(form(marked))
+        text = _accepted(tried[-1], marked_tools, rendered)
+        missing = None if text is None else _lost(messages, text)
+        lost.extend([] if missing is None else [missing])
+        return text if missing is None else None
+
+    for form in _forms():
+        if form(marked) in tried or (text := text_of(form)) is None:
+            continue
+        if "None" in text and _no_none(tried[-1]) != tried[-1]:  # maybe for a content
+            with_text = partial(_changed, (form, _no_none))
+            if (other := text_of(with_text)) is not None:
+                form, text = with_text, other
+        return Visible(
+            form(messages),
+            all(_tool_mark(i) in text for i, tool in enumerate(tools or ()) if _has_name(tool)),
+            all(_name_mark(i) in text for i, each in enumerate(messages) if each.get("name")),
+        )
+    if not lost:
+        return Visible(messages)
+    index, what = lost[-1]
+    raise ValueError(
+        f"messages[{index}] has role = {messages[index]['role']!r}, and the model's chat template "
+        f"leaves out {what} of such a message here"
+    )
+
+
+def _forms() -> Iterator[Change]:
+    """Forms of the same messages that templates know, the usual one first."""
+    for changes in product((None, _json_arguments), (None, _no_none), (None, _as_system)):
+        yield partial(_changed, changes)
+    for roles in (None, _as_system):
+        yield partial(_changed, (_calls_as_text, roles))
+
+
+def _changed(changes: Sequence[Change | None], messages: Messages) -> Messages:
+    for change in changes:
+        messages = messages if change is None else change(messages)
+    return messages
+
+
+def _as_system(messages: Messages) -> Messages:
+    """The older name of a developer's role."""
+    return [
+        {**message, "role": "system"} if message["role"] == "developer" else message
+        for message in messages
+    ]
+
+
+def _no_none(messages: Messages) -> Messages:
+    """Next to calls there may be no content. Some templates ask whether it is None, others need a
+    text."""
+    return [
+        {**message, "content": ""} if message["content"] is None else message
+        for message in messages
+    ]
+
+
+def _json_arguments(messages: Messages) -> Messages:
+    """For templates that write the arguments of a call as they are."""
+    return [
+        {**message, "tool_calls": [_with_json(call) for call in message["tool_calls"]]}
+        if message.get("tool_calls")
+        else message
+        for message in messages
+    ]
+
+
+def _with_json(call: Mapping[str, Any]) -> Mapping[str, Any]:
+    function = call["function"]
+    arguments = function["arguments"]
+    if isinstance(arguments, str):
+        return call
+    return {
+        **call,
+        "function": {**function, "arguments": json.dumps(arguments, ensure_ascii=False)},
+    }
+
+
+def _calls_as_text(messages: Messages) -> Messages:
+    """For templates that know no calls: each one is a line of the content, as a JSON object, and
+    what tools answer is the user's."""
+    if not any(message.get("tool_calls") for message in messages):
+        return messages
+    found: list[Mapping[str, Any]] = []
+    follows_tool = False
+    for message in messages:
+        is_tool, own = message["role"] == "tool", dict(message)
+        calls = own.pop("tool_calls", None) or ()
+        lines = [json.dumps(_plain_call(call), ensure_ascii=False) for call in calls]
+        own["content"] = "\n".join([*([own["content"]] if own["content"] else []), *lines])
+        if is_tool:
+            own = {"role": "user", "content": own["content"]}
+        if follows_tool and own["role"] == "user":  # many templates want turns to alternate
+            found[-1] = {**own, "content": f"{found[-1]['content']}\n{own['content']}"}
+        else:
+            found.append(own)
+        follows_tool = is_tool
+    return found
+
+
+def _plain_call(call: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {name: call["function"][name] for name in ("name", "arguments")}
+
+
+def _accepted(messages: Messages, tools: Tools, rendered: Rendered) -> str | None:
+    """The template's text; None if the template does not accept the messages."""
+    try:
+        return rendered(messages, tools)
+    except TemplateOverLimit:
+        raise  # it would be over the limit with others, too
+    except ValueError:
+        return None
+
+
+def _lost(messages: Messages, text: str) -> tuple[int, str] | None:
+    """The first message that is left out, and what of it."""
+    for index, message in enumerate(messages):
+        for what, mark in _marks(index, message):
+            if mark not in text:
+                return index, what
+    return None
+
+
+def _marks(index: int, message: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """What must be seen. Templates may leave out the text next to calls, as Llama's do."""
+    calls = message.get("tool_calls") or ()
+    if message.get("content") and not calls:
+        yield "the content", _mark(index)
+    for number in range(len(calls)):
+        yield "tool_calls", _mark(index, number)
+
+
+def _marked(index: int, message: Mapping[str, Any]) -> Mapping[str, Any]:
+    marked = dict(message)
+    if message.get("content"):
+        marked["content"] = _mark(index)
+    if message.get("name"):
+        marked["name"] = _name_mark(index)
+    if calls := message.get("tool_calls"):
+        marks = [_mark(index, number) for number in range(len(calls))]
+        marked["tool_calls"] = [
+            {**call, "function": {"name": mark, "arguments": _marked_arguments(call, mark)}}
+            for call, mark in zip(calls, marks, strict=True)
+        ]
+    return marked
+
+
+def _marked_arguments(call: Mapping[str, Any], mark: str) -> str | dict[str, str]:
+    """A model may have written what is no object."""
+    return mark if isinstance(call["function"]["arguments"], str) else {mark: mark}
+
+
+def _has_name(tool: object) -> bool:
+    """Whether it has the form that is checked; templates may take others."""
+    return isinstance(tool, Mapping) and isinstance(tool.get("function"), Mapping)
+
+
+def _marked_tool(index: int, tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    if not _has_name(tool):
+        return tool
+    return {**tool, "function": {**tool["function"], "name": _tool_mark(index)}}
+
+
+def _mark(index: int, call: int | None = None) -> str:
+    return f"qz{index}" + ("" if call is None else f"y{call}") + "zq"
+
+
+def _name_mark(index: int) -> str:
+    return f"qn{index}nq"
+
+
+def _tool_mark(index: int) -> str:
+    return f"qt{index}tq"

@@ -14,9 +14,14 @@ import torch
 from tllm_spec.attention.interface import ForwardContext, SpecMetadata
 from tllm_spec.attention.kv_pool import KVPool
 from tllm_spec.distributed.communicator import VocabShard
-from tllm_spec.draft_network.decoder import LOGITS
-from tllm_spec.draft_network.head_decoder import NEXT_STATES, STATES, WANTED
-from tllm_spec.draft_network.network import ExternalDraft, ExternalHead
+from tllm_spec.draft_network.network import (
+    LOGITS,
+    NEXT_STATES,
+    STATES,
+    WANTED,
+    ExternalDraft,
+    ExternalHead,
+)
 from tllm_spec.executor.device.transfer import to_device
 from tllm_spec.executor.engine.attention_groups import AttentionGroups
 from tllm_spec.executor.engine.model_engine import PagedNetwork
