@@ -12,9 +12,10 @@ import pytest
 from tests.server.fake_llm import MODEL, SLOW_PROMPT, FakeLLM
 from tests.server.hosted import hosted
 from tests.server.http_answers import events_of, wait_for
-from tllm_spec.server import json_parts, strict_body
+from tllm_spec.server import answers as json_parts
+from tllm_spec.server import bodies as strict_body
 from tllm_spec.server.admission import Admission
-from tllm_spec.server.json_parts import render
+from tllm_spec.server.answers import render
 from tllm_spec.server.options import ServerOptions
 from tllm_spec.server.refusals import LOGPROB_BYTES
 

@@ -11,8 +11,8 @@ import pytest
 from tests.server.fake_llm import FakeLLM
 from tests.server.http_answers import CHAT
 from tllm_spec.config import option_checks
+from tllm_spec.server.bodies import InvalidBody, _checked
 from tllm_spec.server.protocol import CompletionRequest
-from tllm_spec.server.strict_body import InvalidBody, _checked
 
 Post = Callable[..., httpx.Response]
 

@@ -8,8 +8,8 @@ import pytest
 
 from tllm_spec.executor.py_executor import Load
 from tllm_spec.server import engine_process as load_log
+from tllm_spec.server.child import JsonFormatter, configure_logs
 from tllm_spec.server.engine_process import LoadLog
-from tllm_spec.server.logs import JsonFormatter, configure_logs
 
 
 def test_a_json_line_has_the_fields_of_the_record_and_its_exception() -> None:

@@ -30,8 +30,7 @@ from tllm_spec.config.llm_args import LlmArgs, with_yaml
 from tllm_spec.config.yaml_file import read_yaml
 from tllm_spec.distributed.mpirun import end_mpirun, mpirun_rank, mpirun_size, undo_default_binding
 from tllm_spec.models.draft_kind import check_folders
-from tllm_spec.server.child import ChildSettings, raise_file_limit
-from tllm_spec.server.logs import configure_logs
+from tllm_spec.server.child import ChildSettings, configure_logs, raise_file_limit
 from tllm_spec.server.options import ANY, ServerOptions, hosts_of
 from tllm_spec.server.supervisor import ServeError, Supervisor
 

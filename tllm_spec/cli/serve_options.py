@@ -14,8 +14,7 @@ from typing import Any
 import click
 
 from tllm_spec.server.options import ANY, Keys, ServerOptions, hosts_of, read_keys
-from tllm_spec.server.parsers.names import TOOL_PARSERS
-from tllm_spec.server.parsers.reasoning import STARTS_INSIDE
+from tllm_spec.server.parsers.names import STARTS_INSIDE, TOOL_PARSERS
 
 Command = Callable[..., Any]
 

@@ -22,14 +22,22 @@ from tllm_spec.outputs import RequestOutput
 from tllm_spec.prompts import max_model_len
 from tllm_spec.request_handle import RequestHandle
 from tllm_spec.sampling_params import SamplingParams
-from tllm_spec.server.admission import ENGINE_DOWN, SAME, Admission, bad_request, engine_running
+from tllm_spec.server.admission import (
+    ENGINE_DOWN,
+    SAME,
+    Admission,
+    ClientShares,
+    bad_request,
+    engine_running,
+    within_budget,
+)
+from tllm_spec.server.answers import Answer, completion_answer, render
+from tllm_spec.server.bodies import LONG_BODY, StrictBodyRoute
 from tllm_spec.server.chat_answer import ParsedText, chat_answer, parsed_texts
-from tllm_spec.server.echo import completion_answer
 from tllm_spec.server.engine import Engine
 from tllm_spec.server.error_handlers import add_error_handlers
 from tllm_spec.server.guard import CLIENT_CLOSED_REQUEST, Caller, Guard, caller_of
 from tllm_spec.server.histograms import Histograms, PerfMetrics
-from tllm_spec.server.json_parts import render
 from tllm_spec.server.metrics import EngineMetrics
 from tllm_spec.server.options import ServerOptions
 from tllm_spec.server.pages import Pages
@@ -40,10 +48,7 @@ from tllm_spec.server.protocol import (
     StreamOptions,
 )
 from tllm_spec.server.refusals import AnswerLimit, AnswerSize, RequestRefused, size_of
-from tllm_spec.server.responses import Answer
-from tllm_spec.server.responses_answer import ResponseAnswer
-from tllm_spec.server.responses_protocol import CHAT_NAMES, ResponsesRequest
-from tllm_spec.server.shares import ClientShares, within_budget
+from tllm_spec.server.responses_api import CHAT_NAMES, ResponseAnswer, ResponsesRequest
 from tllm_spec.server.streaming import (
     EventStream,
     Running,
@@ -51,7 +56,6 @@ from tllm_spec.server.streaming import (
     finished_outputs,
     unless_disconnected,
 )
-from tllm_spec.server.strict_body import LONG_BODY, StrictBodyRoute
 from tllm_spec.server.token_routes import DraftRoutes, TokenRoutes
 from tllm_spec.server.traces import Traces
 from tllm_spec.text.chat_prompt import ChatPrompts

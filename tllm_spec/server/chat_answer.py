@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tllm_spec.outputs import CompletionOutput, RequestOutput
+from tllm_spec.server.answers import ChatAnswer, Json
 from tllm_spec.server.chat_message import NamedChoice
 from tllm_spec.server.options import ServerOptions
 from tllm_spec.server.parsers.harmony import HarmonyParser, MarkedText
-from tllm_spec.server.parsers.names import TOOL_PARSERS
+from tllm_spec.server.parsers.names import TOOL_PARSERS, PlainText, with_reasoning
 from tllm_spec.server.parsers.pieces import (
     Arguments,
     CallStart,
@@ -23,10 +24,8 @@ from tllm_spec.server.parsers.pieces import (
     Reasoning,
     Text,
 )
-from tllm_spec.server.parsers.reasoning import PlainText, with_reasoning
 from tllm_spec.server.protocol import ChatCompletionRequest
 from tllm_spec.server.refusals import RequestRefused
-from tllm_spec.server.responses import ChatAnswer, Json
 from tllm_spec.text.tokenizer import Tokenizer
 
 NO_PARSER = (

@@ -27,8 +27,8 @@ from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.executor.faults import described
 from tllm_spec.executor.py_executor import Load
 from tllm_spec.server.child import FAILED, Control, freeze_heap, memory_note
-from tllm_spec.server.draft_swaps import DraftInForce
 from tllm_spec.server.engine_port import EnginePort
+from tllm_spec.server.replicas import DraftInForce
 from tllm_spec.server.wire import Link
 
 if TYPE_CHECKING:
@@ -205,8 +205,8 @@ class EngineProcess:
         from tllm_spec.grammars import Grammars
         from tllm_spec.models.registry import check_config
         from tllm_spec.ranks import build_together, join_ranks
+        from tllm_spec.server.child import adopt_transformers_logs
         from tllm_spec.server.engine_port import EnginePort
-        from tllm_spec.server.logs import adopt_transformers_logs
         from tllm_spec.text.tokenizer import load_tokenizer
         from tllm_spec.zoo.registry import resolve_model
 

@@ -17,10 +17,9 @@ from starlette.types import Receive, Scope, Send
 
 from tllm_spec.outputs import RequestOutput
 from tllm_spec.request_errors import NO_GUIDED_TOKEN, SLOW_GRAMMAR
-from tllm_spec.server.json_parts import DONE, event
+from tllm_spec.server.answers import DONE, Answer, event, usage_of
 from tllm_spec.server.protocol import StreamOptions
 from tllm_spec.server.refusals import error_body
-from tllm_spec.server.responses import Answer, usage_of
 
 if TYPE_CHECKING:
     from tllm_spec.request_handle import RequestHandle

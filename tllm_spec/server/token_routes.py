@@ -13,11 +13,11 @@ from pydantic import Field
 from tllm_spec.config.config_base import check
 from tllm_spec.prompts import max_model_len
 from tllm_spec.server.admission import Admission, bad_request, engine_running
+from tllm_spec.server.bodies import BodyModel
 from tllm_spec.server.chat_message import MAX_TOOLS, ChatMessage, Tool
 from tllm_spec.server.engine import Engine
 from tllm_spec.server.options import ServerOptions
 from tllm_spec.server.refusals import RequestRefused
-from tllm_spec.server.strict_body import BodyModel
 from tllm_spec.text.chat_prompt import ChatPrompts, Conversation
 
 # `/tokenize` and `/detokenize`, with vLLM's bodies and answers.

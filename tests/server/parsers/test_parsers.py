@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tllm_spec.server.parsers.llama_calls import LlamaJsonCalls, PythonicCalls
 from tllm_spec.server.parsers.marked_calls import DeepSeekCalls, HermesCalls
-from tllm_spec.server.parsers.names import TOOL_PARSERS
+from tllm_spec.server.parsers.names import TOOL_PARSERS, PlainText, with_reasoning
 from tllm_spec.server.parsers.pieces import (
     Arguments,
     CallStart,
@@ -22,7 +22,6 @@ from tllm_spec.server.parsers.pieces import (
     Text,
     joined,
 )
-from tllm_spec.server.parsers.reasoning import PlainText, with_reasoning
 
 ARGUMENTS = '{"city": "a\\"}{ é", "days": [1, {"x": 2}]}'
 CALL = f'{{"name": "f", "arguments": {ARGUMENTS}}}'

@@ -4,6 +4,7 @@ Each choice has two extensions: `stop_reason`, and `speculative_decoding` once i
 
 from __future__ import annotations
 
+import json
 import time
 import uuid
 from abc import ABC, abstractmethod
@@ -11,8 +12,76 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from tllm_spec.outputs import CompletionOutput, Logprob, RequestOutput
-from tllm_spec.server.json_parts import TextEvent, event, large_event
-from tllm_spec.text.tokenizer import REPLACEMENT, Tokenizer, bytes_of_token
+from tllm_spec.sampling_params import SamplingParams
+from tllm_spec.server.protocol import CompletionRequest
+from tllm_spec.text.tokenizer import REPLACEMENT, IncrementalDetokenizer, Tokenizer, bytes_of_token
+
+# JSON of answers: server-sent events, and large answers. The encoder in C holds Python's lock
+# until it is done, so a large answer is encoded in parts, between which other threads run.
+
+
+# Server-sent events of JSON objects.
+
+
+DONE = b"data: [DONE]\n\n"
+
+# `json.dumps` would make one for each call.
+encode = json.JSONEncoder(ensure_ascii=False).encode
+encode_compact = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
+
+
+def event(data: dict[str, Any]) -> bytes:
+    """One event."""
+    return b"data: %b\n\n" % encode(data).encode()
+
+
+class TextEvent:
+    """An event of which only the text MARK changes: the rest is encoded once."""
+
+    MARK = "7d1a2b9e-the-text"
+
+    def __init__(self, data: dict[str, Any]) -> None:
+        self._head, self._tail = event(data).split(encode(self.MARK).encode())
+
+    def with_text(self, text: str) -> bytes:
+        """The event with a text instead of MARK."""
+        return b"%b%b%b" % (self._head, encode(text).encode(), self._tail)
+
+
+# JSON of large answers. The encoder in C holds Python's lock until it is done, so a large answer
+# is encoded in parts, between which other threads run.
+
+
+# Down to single tokens: answer, choices, choice, logprobs, content, token.
+DEPTH = 5
+
+
+def render(answer: dict[str, Any]) -> bytes:
+    """As starlette's JSONResponse does."""
+    return "".join(_parts(answer, DEPTH)).encode()
+
+
+def large_event(data: dict[str, Any]) -> bytes:
+    """A server-sent event."""
+    return b"data: %b\n\n" % render(data)
+
+
+def _parts(value: Any, depth: int) -> Iterator[str]:
+    if not depth or not value or not isinstance(value, (dict, list)):
+        yield encode_compact(value)
+    elif isinstance(value, dict):
+        for number, (name, each) in enumerate(value.items()):
+            yield f"{',' if number else '{'}{encode_compact(name)}:"
+            yield from _parts(each, depth - 1)
+        yield "}"
+    elif isinstance(value[0], (dict, list, type(None))):
+        for number, each in enumerate(value):
+            yield "," if number else "["
+            yield from _parts(each, depth - 1)
+        yield "]"
+    else:
+        yield encode_compact(value)
+
 
 MANY = 1000  # log probabilities, with which an answer is not made in the event loop
 LOWEST_LOGPROB = -9999.0  # JSON has no infinity; OpenAI uses this number
@@ -314,3 +383,116 @@ def _ending(output: CompletionOutput) -> Json:
 
 def number_of(logprob: Logprob) -> float:
     return max(logprob.logprob, LOWEST_LOGPROB)
+
+
+# Completions with `echo`: the text and the log probabilities begin with the prompt's.
+
+
+class EchoAnswer(CompletionAnswer):
+    """prompt_only: max_tokens is 0, so the output is left out. is_cut: the tokens are a part of
+    the prompt."""
+
+    def __init__(
+        self, *arguments: Any, prompt_only: bool, is_cut: bool, skip_special_tokens: bool
+    ) -> None:
+        super().__init__(*arguments)
+        self._prompt_only = prompt_only
+        self._is_cut = is_cut
+        self._skip_special_tokens = skip_special_tokens
+
+    def is_slow(self, results: Sequence[RequestOutput]) -> bool:
+        return True
+
+    def starts_slowly(self, prompt_index: int, result: RequestOutput) -> bool:
+        indices = {self._index(prompt_index, output) for output in result.outputs}
+        return self._top_logprobs is not None and not indices <= self._started
+
+    @property
+    def has_text_only(self) -> bool:
+        return super().has_text_only and not self._prompt_only
+
+    def _content(self, index: int, result: RequestOutput, output: CompletionOutput) -> Json:
+        text, logprobs = self._prompt(result, output)
+        if self._prompt_only:
+            return {"text": text, "logprobs": logprobs}
+        own = super()._content(index, result, output)
+        return {"text": text + own["text"], "logprobs": _joined(logprobs, own["logprobs"], text)}
+
+    def _delta(self, index: int, result: RequestOutput, output: CompletionOutput) -> Json | None:
+        if index not in self._started:
+            # The prompt's log probabilities come with the first sample, and other samples may be
+            # earlier. Nothing of them has been sent before.
+            is_known = output.prompt_logprobs or result.outputs[0].finish_reason
+            if self._top_logprobs is not None and not is_known:
+                return None
+            return self._content(index, result, output)
+        if self._prompt_only:
+            return {"text": "", "logprobs": None}
+        own = super()._delta(index, result, output)
+        assert own is not None
+        return own | {"logprobs": _joined(None, own["logprobs"], self._text(result))}
+
+    def _text(self, result: RequestOutput) -> str:
+        """The prompt as it was given, or the text of its tokens."""
+        if result.prompt is not None and not self._is_cut:
+            return result.prompt
+        return self._tokenizer.decode(
+            result.prompt_token_ids,
+            skip_special_tokens=self._skip_special_tokens,
+            clean_up_tokenization_spaces=False,
+        )
+
+    def _prompt(self, result: RequestOutput, output: CompletionOutput) -> tuple[str, Json | None]:
+        text, token_ids = self._text(result), result.prompt_token_ids
+        if self._top_logprobs is None:
+            return text, None
+        offsets = self._offsets(token_ids)
+        # A request that was cancelled in its prompt has none.
+        known = output.prompt_logprobs or [None] * len(token_ids)
+        return text, {
+            "tokens": list(map(self._token_text, token_ids, offsets)),
+            "token_logprobs": [
+                None if at is None else number_of(at[token])
+                for token, at in zip(token_ids, known, strict=True)
+            ],
+            "top_logprobs": [
+                None if at is None else self._top(token, at, offset)
+                for token, at, offset in zip(token_ids, known, offsets, strict=True)
+            ],
+            "text_offset": offsets,
+        }
+
+    def _offsets(self, token_ids: list[int]) -> list[int]:
+        """The character at which each token's text begins."""
+        detokenizer = IncrementalDetokenizer(
+            self._tokenizer, skip_special_tokens=self._skip_special_tokens
+        )
+        offsets, length = [], 0
+        for token in token_ids:
+            offsets.append(length)
+            length += len(detokenizer.feed([token]))
+        return offsets
+
+
+def _joined(prompt: Json | None, own: Json | None, text: str) -> Json | None:
+    """text: the prompt's, after which the output's offsets begin."""
+    if own is None:
+        return prompt
+    own = own | {"text_offset": [offset + len(text) for offset in own["text_offset"]]}
+    return own if prompt is None else {name: prompt[name] + own[name] for name in own}
+
+
+def completion_answer(
+    body: CompletionRequest, model: str, tokenizer: Tokenizer, params: SamplingParams
+) -> CompletionAnswer:
+    # `echo` asks the engine for the prompt's logprobs; an answer has vLLM's field only on request.
+    own_field = body.prompt_logprobs
+    arguments = model, tokenizer, params.n, params.logprobs, own_field
+    if not body.echo:
+        return CompletionAnswer(*arguments)
+    return EchoAnswer(
+        *arguments,
+        prompt_only=body.max_tokens == 0,
+        is_cut=body.truncate_prompt_tokens is not None,
+        skip_special_tokens=params.skip_special_tokens,
+    )
