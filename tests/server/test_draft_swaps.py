@@ -92,7 +92,7 @@ def fleet(tmp_path: Path) -> Iterator[Fleet]:
 def test_all_engines_swap_while_requests_run_and_no_text_changes(fleet: Fleet) -> None:
     async def swap(replicas: Replicas) -> list[str]:
         async def texts() -> list[str]:
-            handles = [replicas.generate_async(PROMPT, PARAMS) for _ in range(4)]
+            handles = [replicas.submit(PROMPT, PARAMS) for _ in range(4)]
             return [(await handle).outputs[0].text for handle in handles]
 
         before = await texts()

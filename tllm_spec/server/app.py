@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -18,25 +19,22 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from tllm_spec import __version__
+from tllm_spec.intake import max_model_len
 from tllm_spec.outputs import RequestOutput
-from tllm_spec.prompts import max_model_len
 from tllm_spec.request_handle import RequestHandle
-from tllm_spec.sampling_params import SamplingParams
+from tllm_spec.sampling_params import DEFAULT_OPTIONS, RequestOptions, SamplingParams
 from tllm_spec.server.admission import (
     ENGINE_DOWN,
     SAME,
     Admission,
-    ClientShares,
     bad_request,
     engine_running,
-    within_budget,
+    size_of,
 )
 from tllm_spec.server.answers import Answer, completion_answer, render
 from tllm_spec.server.bodies import LONG_BODY, StrictBodyRoute
 from tllm_spec.server.chat_answer import ParsedText, chat_answer, parsed_texts
-from tllm_spec.server.engine import Engine
-from tllm_spec.server.error_handlers import add_error_handlers
-from tllm_spec.server.guard import CLIENT_CLOSED_REQUEST, Caller, Guard, caller_of
+from tllm_spec.server.guard import CLIENT_CLOSED_REQUEST, Guard
 from tllm_spec.server.histograms import Histograms, PerfMetrics
 from tllm_spec.server.metrics import EngineMetrics
 from tllm_spec.server.options import ServerOptions
@@ -44,10 +42,14 @@ from tllm_spec.server.pages import Pages
 from tllm_spec.server.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
+    DetokenizeRequest,
+    DraftModelRequest,
     GenerationRequest,
     StreamOptions,
+    TokenizeRequest,
 )
-from tllm_spec.server.refusals import AnswerLimit, AnswerSize, RequestRefused, size_of
+from tllm_spec.server.refusals import RequestRefused, add_error_handlers
+from tllm_spec.server.replicas import Engine
 from tllm_spec.server.responses_api import CHAT_NAMES, ResponseAnswer, ResponsesRequest
 from tllm_spec.server.streaming import (
     EventStream,
@@ -56,7 +58,6 @@ from tllm_spec.server.streaming import (
     finished_outputs,
     unless_disconnected,
 )
-from tllm_spec.server.token_routes import DraftRoutes, TokenRoutes
 from tllm_spec.server.traces import Traces
 from tllm_spec.text.chat_prompt import ChatPrompts
 
@@ -85,7 +86,7 @@ class OpenAIServer:
                 "skip_tokenizer_init = True cannot be served over HTTP: answers are text"
             )
         self._llm = llm
-        self._tokenizer = llm.tokenizer
+        self._tokenizer: Any = llm.tokenizer
         self._model = served_model_name
         self._options = options or ServerOptions()
         self._created = int(time.time())  # noqa: TID251  # a date
@@ -95,9 +96,7 @@ class OpenAIServer:
         self._perf_metrics = PerfMetrics()
         self._traces = traces
         self._draining = draining or asyncio.Event()
-        self._admission = Admission(llm, self._options.max_queue_size, self._options.dp_size)
-        self._answers = AnswerLimit(self._options.max_answer_bytes, llm.max_seq_len)
-        self._shares = ClientShares(self._options.max_client_choices)
+        self._admission = Admission(llm, self._options)
         self._chat_prompts = ChatPrompts(
             llm.tokenizer, llm.check_length, allow_control_tokens=self._options.allow_control_tokens
         )
@@ -115,7 +114,7 @@ class OpenAIServer:
         app.router.route_class = StrictBodyRoute
         get = app.add_api_route
         get("/health", self.health, response_class=Response)
-        app.add_api_route("/health", self.health, methods=["HEAD"], include_in_schema=False)
+        get("/health", self.health, methods=["HEAD"], include_in_schema=False)
         get("/health_generate", self.health_generate, response_class=Response)
         get("/version", self.version)
         get("/server_info", self.server_info)
@@ -125,14 +124,14 @@ class OpenAIServer:
         get("/perf_metrics", self.perf_metrics)
         get("/v1/models", self.models)
         get("/v1/models/{model:path}", self.model)
-        for path, route in (
-            ("/v1/completions", self.completions),
-            ("/v1/chat/completions", self.chat),
-            ("/v1/responses", self.responses),
-        ):
-            app.add_api_route(path, route, methods=["POST"], response_model=None)
-        DraftRoutes(self._llm, self._options).add_to(app)
-        TokenRoutes(self._llm, self._admission, self._chat_prompts, self._check_name).add_to(app)
+        post = partial(app.add_api_route, methods=["POST"], response_model=None)
+        post("/v1/completions", self.completions)
+        post("/v1/chat/completions", self.chat)
+        post("/v1/responses", self.responses)
+        post("/tokenize", self.tokenize)
+        post("/detokenize", self.detokenize)
+        if self._options.draft_model_root is not None:
+            post("/v1/draft_model", self.swap_draft_weights)
         pages = Pages(self._llm, self._model, self._histograms, self._options.api_key is not None)
         pages.add_to(app)
         app.add_middleware(Guard, options=self._options)
@@ -168,9 +167,7 @@ class OpenAIServer:
     async def health_generate(self, request: Request) -> Response:
         """200 once the engine has generated one token, 500 when that fails, 503 when it is down."""
         self._check_healthy()
-        handles = await self._admission.start(
-            request, 1, 0, lambda: ["hi"], ONE_TOKEN, streaming=False
-        )
+        handles = await self._admission.start(request, lambda: ["hi"], ONE_TOKEN, DEFAULT_OPTIONS)
         running = Running(handles, self._options.request_timeout)
         await unless_disconnected(request, finished_outputs(running))
         return Response()
@@ -224,15 +221,13 @@ class OpenAIServer:
         lengths = [min(len(prompt), longest, self._llm.max_seq_len) for prompt in body.prompt]
         own_field = body.prompt_logprobs is not None
         size = size_of(lengths, params, echo=body.echo, own_field=own_field)
-        params = self._admit(request, params, len(body.prompt), size)
+        params = self._admission.admit(request, params, len(body.prompt), size)
         handles = await self._admission.start(
             request,
-            len(body.prompt),
-            request.state.body_size,
             lambda: body.prompt,
             params,
-            streaming=body.stream,
-            caller=caller_of(request, body),
+            body.request_options(request.scope["state"]),
+            num_prompts=len(body.prompt),
             names=body.client_names,
         )
         request.state.release_body()
@@ -249,8 +244,8 @@ class OpenAIServer:
             self._tokenizer,
             *(params.n, params.logprobs, params.prompt_logprobs),
         )
-        caller = caller_of(request, body)
-        handles = await self._start_chat(body, request, params, caller, body.client_names)
+        options = body.request_options(request.scope["state"])
+        handles = await self._start_chat(body, request, params, options, body.client_names)
         return await self._respond(body, request, answer, handles)
 
     async def responses(self, body: ResponsesRequest, request: Request) -> Response:
@@ -258,8 +253,8 @@ class OpenAIServer:
         with bad_request(CHAT_NAMES):
             chat = body.to_chat()
         params = await self._params_of(chat, request, CHAT_NAMES)
-        caller = caller_of(request, body)
-        handles = await self._start_chat(chat, request, params, caller, CHAT_NAMES)
+        options = body.request_options(request.scope["state"])
+        handles = await self._start_chat(chat, request, params, options, CHAT_NAMES)
         new_text = self._parsed_texts(chat, params)
         answer = ResponseAnswer(body, None if new_text is None else new_text())
         running = self._running(request, handles, body.stream)
@@ -269,6 +264,53 @@ class OpenAIServer:
         if results is None:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
         return JSONResponse(answer.whole(results[0]))
+
+    async def tokenize(self, body: TokenizeRequest, request: Request) -> dict[str, Any]:
+        """The token ids of a text or of a conversation."""
+        self._check_name(body.model or self._model)
+        size, work = request.state.body_size, partial(self._tokenized, body)
+        is_chat = body.messages is not None
+        return await self._admission.tokenised(size, work, is_chat=is_chat)
+
+    async def detokenize(self, body: DetokenizeRequest, request: Request) -> dict[str, Any]:
+        """The text of token ids."""
+        self._check_name(body.model or self._model)
+        size = request.state.body_size
+        return await self._admission.tokenised(size, lambda: self._detokenized(body.tokens))
+
+    def _tokenized(self, body: TokenizeRequest) -> dict[str, Any]:
+        if body.messages is not None:
+            tokens = self._chat_prompts.token_ids(body.conversation)
+        else:
+            assert body.prompt is not None
+            self._llm.check_length(body.prompt)
+            tokens = self._tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens)
+        length = max_model_len(self._llm.args, self._llm.max_seq_len)
+        answer = {"count": len(tokens), "max_model_len": length, "tokens": tokens}
+        if body.return_token_strs:
+            answer["token_strs"] = self._tokenizer.convert_ids_to_tokens(tokens)
+        return answer
+
+    def _detokenized(self, tokens: list[int]) -> dict[str, Any]:
+        vocab_size = len(self._tokenizer)
+        if wrong := [token for token in tokens if token >= vocab_size]:
+            raise ValueError(f"tokens = [... {wrong[0]} ...]: the vocabulary has {vocab_size} ids")
+        text = self._tokenizer.decode(
+            tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        return {"prompt": text}
+
+    def swap_draft_weights(self, body: DraftModelRequest, request: Request) -> dict[str, Any]:
+        """`/v1/draft_model`, for the operator's key only: waits until the weights are served. Not
+        async: it runs in a thread."""
+        if request.scope["state"]["client"] != f"key {self._options.draft_model_key}":
+            raise RequestRefused(403, "this key may not swap draft weights")
+        with bad_request(), engine_running():
+            folder = _folder_below(Path(self._options.draft_model_root or ""), body.folder)
+            told = self._llm.load_draft_weights(
+                str(folder), keep_cache=body.keep_cache, force=body.force
+            )
+        return told | {"folder": body.folder}
 
     def _parsed_texts(
         self, body: ChatCompletionRequest, params: SamplingParams
@@ -293,37 +335,24 @@ class OpenAIServer:
         body: ChatCompletionRequest,
         request: Request,
         params: SamplingParams,
-        caller: Caller,
+        options: RequestOptions,
         names: Mapping[str, str],
     ) -> list[RequestHandle]:
         texts = [message.content or "" for message in body.messages]
         self._check_lengths(texts)
         most = min(self._llm.max_seq_len, request.state.body_size + MAX_TEMPLATE_TOKENS)
         size = size_of([most], params, echo=False, own_field=params.prompt_logprobs is not None)
-        params = self._admit(request, params, 1, size)
+        params = self._admission.admit(request, params, 1, size)
         handles = await self._admission.start(
             request,
-            1,
-            request.state.body_size,
             lambda: [self._chat_prompts.token_ids(body.conversation)],
             params,
-            streaming=body.stream,
+            options,
             is_chat=True,
-            caller=caller,
             names=names,
         )
         request.state.release_body()
         return handles
-
-    def _admit(
-        self, request: Request, params: SamplingParams, num_prompts: int, size: AnswerSize
-    ) -> SamplingParams:
-        """Raises RequestRefused for more than one request or one client may have."""
-        num_choices = num_prompts * params.n
-        allowed = within_budget(params, num_prompts, self._options.max_request_tokens)
-        allowed = self._answers.take(request, size, allowed, num_choices)
-        self._shares.take(request, num_choices)
-        return allowed
 
     def _check_lengths(self, prompts: Sequence[str | list[int]]) -> None:
         """Refuses what is too long at once: it would take memory until it is tokenised."""
@@ -337,7 +366,7 @@ class OpenAIServer:
 
     def _check_healthy(self) -> None:
         if not self._llm.is_healthy:
-            raise RequestRefused(503, ENGINE_DOWN, "internal_error")
+            raise RequestRefused(503, ENGINE_DOWN)
 
     def _check_name(self, model: str) -> None:
         if model != self._model:
@@ -383,3 +412,12 @@ class OpenAIServer:
         # For the access log, which asks when the answer has been sent.
         request.scope["state"]["tokens"] = running.num_tokens
         return running
+
+
+def _folder_below(root: Path, name: str) -> Path:
+    """Symbolic links are followed before it is compared with the root. Raises ValueError."""
+    root = root.resolve()
+    folder = root if "\0" in name else (root / name).resolve()
+    if folder == root or root not in folder.parents or not folder.is_dir():
+        raise ValueError(f"folder = {name!r} is not a folder below --draft_model_root")
+    return folder

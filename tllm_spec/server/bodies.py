@@ -12,19 +12,19 @@ import json
 import re
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, MutableMapping
-from functools import partial
-from typing import Annotated, Any, ClassVar
+from inspect import isawaitable, iscoroutinefunction
+from typing import Any, ClassVar
 
-from fastapi import HTTPException, Request, Response
+from fastapi import Request, Response
 from fastapi.concurrency import run_in_threadpool
-from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
-from pydantic import BaseModel, Field, TypeAdapter, ValidationError, WithJsonSchema
+from pydantic import BaseModel, TypeAdapter, ValidationError, WithJsonSchema
 
 from tllm_spec.config.config_base import ConfigModel
 from tllm_spec.config.option_checks import check_text, shown_name
 from tllm_spec.server.options import ServerOptions
-from tllm_spec.server.refusals import RequestRefused
+from tllm_spec.server.refusals import RequestRefused, first_mistakes, overloaded
 
 # The bodies of requests: each is read when its route wants it, within limits of size, time and
 # number of values, and within its client's share of what the server keeps.
@@ -142,7 +142,7 @@ class _Shares:
         if self._num_bytes > limit:
             share = min(share, limit // len(self._of_clients))
         if self._of_clients[client] > share:
-            raise RequestRefused(503, "too many large bodies at once", "overloaded", retry_after=1)
+            raise overloaded(503, "too many large bodies at once")
 
     def give_back(self, client: str, num_bytes: int) -> None:
         self._num_bytes -= num_bytes
@@ -193,9 +193,6 @@ class _Held:
 # The base of request bodies and of their parts.
 
 
-CacheSalt = Annotated[str | None, Field(min_length=1)]
-
-
 class BodyModel(ConfigModel):
     """A part of a request body. null means the default of an option, and is ignored for an unknown
     name: clients send null for options that are not set."""
@@ -211,6 +208,7 @@ def as_json_type(kind: Any) -> WithJsonSchema:
     return WithJsonSchema(TypeAdapter(kind).json_schema())
 
 
+NOT_AN_OBJECT = "the body must be a JSON object, sent with Content-Type: application/json"
 LONG_BODY = 1 << 16  # bytes; parsing or tokenising this much text takes tens of milliseconds
 MAX_DIGITS = 100
 HALF = re.compile(r"\\u[dD][89a-fA-F]")  # a text without it has no half character
@@ -218,66 +216,67 @@ HALF = re.compile(r"\\u[dD][89a-fA-F]")  # a text without it has no half charact
 Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 
 
-class InvalidBody(HTTPException):
-    """A body has mistakes. FastAPI passes exceptions of this class on."""
-
-    def __init__(self, invalid: RequestValidationError) -> None:
-        super().__init__(400)
-        self.invalid = invalid
-
-
-class _StrictRequest(Request):
-    def __init__(self, request: Request, model: type[BaseModel]) -> None:
-        super().__init__(request.scope, request.receive)
-        self._model = model
-
-    async def body(self) -> bytes:
-        """Not the body, which is not kept while its text is parsed: only whether there is one."""
-        return b"-" if self.scope["state"]["body_size"] else b""
-
-    async def json(self) -> Any:
-        state = self.scope["state"]
-        work = partial(_parsed, state["take_body"])
-        if state["body_size"] > LONG_BODY:
-            # What is valid already passes FastAPI's own check at once.
-            return await run_in_threadpool(_checked, work, self._model)
-        return work()
-
-
 class StrictBodyRoute(APIRoute):
     """A route whose bodies are read by `Bodies`, and then by this module. A route without a body
     reads none."""
 
     def get_route_handler(self) -> Handler:
-        """FastAPI's handler, on a request that reads its body so."""
-        handle = super().get_route_handler()
-        model: Any = None if self.body_field is None else self.body_field.field_info.annotation
-        assert model is None or issubclass(model, BaseModel)
+        """A handler that calls the route's function with the body and the request."""
+        if self.body_field is None:
+            return super().get_route_handler()
+        model, endpoint = self.body_field.field_info.annotation, self.endpoint
+        assert isinstance(model, type) and issubclass(model, BaseModel)
 
-        async def with_strict_body(request: Request) -> Response:
-            if model is None:
-                return await handle(request)
-            await request.scope["state"]["read_body"]()
-            return await handle(_StrictRequest(request, model))
+        async def with_body(request: Request) -> Response:
+            state = request.scope["state"]
+            await state["read_body"]()
+            if not state["body_size"] or not _is_json(request.headers.get("content-type", "")):
+                raise RequestRefused(400, NOT_AN_OBJECT)
+            parse = run_in_threadpool if state["body_size"] > LONG_BODY else _called
+            body = await parse(parsed_body, state["take_body"], model)
+            call = _called if iscoroutinefunction(endpoint) else run_in_threadpool
+            answer = await call(endpoint, body, request)
+            return answer if isinstance(answer, Response) else JSONResponse(answer)
 
-        return with_strict_body
+        return with_body
 
 
-def _parsed(take_body: Callable[[], bytearray]) -> Any:
+async def _called(function: Callable[..., Any], *arguments: Any) -> Any:
+    """What `run_in_threadpool` returns, without a thread."""
+    found = function(*arguments)
+    return await found if isawaitable(found) else found
+
+
+def _is_json(content_type: str) -> bool:
+    kind = content_type.partition(";")[0].strip().lower()
+    return re.fullmatch(r"application/(.+\+)?json", kind) is not None
+
+
+def parsed_body(take_body: Callable[[], bytearray], model: type[BaseModel]) -> BaseModel:
+    """The body as an object of `model`. Raises RequestRefused."""
     try:
         text = _decoded(take_body())
         parsed = json.loads(text, object_pairs_hook=_unique, parse_int=_integer)
         half = _half_character(parsed) if HALF.search(text) else []
+    except json.JSONDecodeError as error:
+        message = f"the body is not JSON: {error.msg}, at character {error.pos}"
+        raise RequestRefused(400, message) from error
     except UnicodeDecodeError as error:
-        raise HTTPException(400, f"the body is not {error.encoding.upper()}") from error
+        raise RequestRefused(400, f"the body is not {error.encoding.upper()}") from error
     except RecursionError as error:
-        raise HTTPException(400, "the body is nested too deeply") from error
+        raise RequestRefused(400, "the body is nested too deeply") from error
     if half:
         message, *names = half
-        where = ".".join(reversed(names)) or "the body"
-        mistake = {"type": "half_character", "loc": ("body", where), "msg": f"{where}{message}"}
-        raise InvalidBody(RequestValidationError([mistake]))
-    return parsed
+        raise RequestRefused(400, f"{'.'.join(reversed(names)) or 'the body'}{message}")
+    if not isinstance(parsed, dict):
+        raise RequestRefused(400, NOT_AN_OBJECT)
+    try:
+        return model.model_validate(parsed)
+    except ValidationError as error:
+        details = error.errors(include_url=False, include_input=False)
+        causes = [str(each.get("ctx", {}).get("error") or each["msg"]) for each in details]
+    del text, parsed, details  # the traceback's frames would keep the body
+    raise RequestRefused(400, first_mistakes("\n".join(causes)))
 
 
 def _half_character(value: Any) -> list[str]:
@@ -300,23 +299,6 @@ def _half_character(value: Any) -> list[str]:
     return []
 
 
-def _checked(parse: Callable[[], Any], model: type[BaseModel]) -> Any:
-    """The body as an object of `model`. Raises InvalidBody."""
-    parsed = parse()
-    if not isinstance(parsed, dict):
-        return parsed
-    try:
-        return model.model_validate(parsed)
-    except ValidationError as error:
-        details = error.errors(include_url=False, include_input=False)
-    found: list[dict[str, Any]] = [{**each, "loc": ("body", *each["loc"])} for each in details]
-    for detail in found:
-        if "error" in (context := detail.get("ctx", {})):
-            context["error"] = str(context["error"])  # frames of its traceback hold the body
-    parsed = None
-    raise InvalidBody(RequestValidationError(found))
-
-
 def _decoded(body: bytearray) -> str:
     """The text of the body. Empties the body."""
     text = body.decode(json.detect_encoding(body))
@@ -327,7 +309,7 @@ def _decoded(body: bytearray) -> str:
 def _integer(digits: str) -> int:
     """Refuses long integers: Python's conversion takes time with the square of the length."""
     if len(digits) > MAX_DIGITS:
-        raise HTTPException(
+        raise RequestRefused(
             400, f"the body has a number of {len(digits)} digits; at most {MAX_DIGITS} are accepted"
         )
     return int(digits)
@@ -338,4 +320,4 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(made) == len(pairs):
         return made
     (name, _), *_ = Counter(name for name, _ in pairs).most_common(1)
-    raise HTTPException(400, f"the body has the key {shown_name(name)!r} twice")
+    raise RequestRefused(400, f"the body has the key {shown_name(name)!r} twice")

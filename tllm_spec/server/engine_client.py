@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
@@ -17,19 +17,14 @@ from typing import Any
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.executor.request import Response, StopChecker, StopMatch
 from tllm_spec.executor.request_limits import RequestLimits
-from tllm_spec.intake import Intake, Submission
+from tllm_spec.executor.request_wire import pack_requests
+from tllm_spec.intake import Intake, Prompt, Submission
 from tllm_spec.outputs import Logprob
 from tllm_spec.request_errors import GrammarsUnavailable
 from tllm_spec.request_handle import RequestHandle
-from tllm_spec.sampling_params import SamplingParams
+from tllm_spec.sampling_params import DEFAULT_OPTIONS, RequestOptions, SamplingParams
 from tllm_spec.server.child import engine_process
-from tllm_spec.server.wire import (
-    new_unpacker,
-    pack,
-    submission,
-    unpack_limits,
-    unpack_response,
-)
+from tllm_spec.server.wire import new_unpacker, pack, unpack_response
 from tllm_spec.server_info import server_info
 from tllm_spec.text.tokenizer import Tokenizer
 
@@ -162,7 +157,8 @@ class EngineConnection(asyncio.Protocol):
 
     def _on_first(self, message: Sequence[Any]) -> None:
         assert message[0] == "hello", message
-        self.limits.set_result(unpack_limits(message[1]))
+        end_ids = tuple(message[1]["end_ids"])
+        self.limits.set_result(RequestLimits(**message[1] | {"end_ids": end_ids}))
         self._on_message = self._early.append
 
 
@@ -186,7 +182,7 @@ class EngineClient:
         self.args = args
         self.tokenizer: Tokenizer | None = tokenizer
         self.max_seq_len = limits.max_seq_len
-        self._intake = intake or new_intake(args, tokenizer, limits)
+        self._intake = intake or Intake(args, tokenizer, limits)
         self._on_kv_events, self._on_worse = on_kv_events, on_worse
         self._loop = asyncio.get_running_loop()
         self._connection = connection
@@ -236,36 +232,23 @@ class EngineClient:
                     raise
                 raise GrammarsUnavailable(f"guided decoding is not available: {error}") from error
 
-    def generate_async(
-        self,
-        inputs: str | Sequence[int] | Mapping[str, Any],
-        sampling_params: SamplingParams,
-        *,
-        streaming: bool = False,
-        cache_salt: str | None = None,
-        client: tuple[str, ...] = (),
-        store: bool | None = None,
+    def submit(
+        self, inputs: Prompt, params: SamplingParams, options: RequestOptions = DEFAULT_OPTIONS
     ) -> RequestHandle:
-        """As `LLM.generate_async`."""
+        """As `LLM.submit`."""
         self._check_alive()
-        made = submission_of(
-            self._intake,
-            inputs,
-            sampling_params,
-            streaming=streaming,
-            cache_salt=cache_salt,
-            client=client,
-            store=store,
-        )
-        return self.start(made)
+        return self.start(self._intake.submission(inputs, params, options))
 
     def start(self, made: Submission) -> RequestHandle:
         """Sends the requests of a prompt to the engine. Raises ValueError for what cannot be sent;
         then they count nowhere."""
         self._check_alive()
+        for request in made.requests:
+            # Stop strings are looked for here, so the tokens must come as they are made.
+            request.streaming = request.streaming or request.stop_checker is not None
         guided = made.params.guided_decoding
         grammar = None if guided is None else (guided.source.kind, guided.source.text)
-        message = pack(submission(made.requests, grammar))
+        message = pack(["submit", *pack_requests(made.requests), grammar])
         ids = made.ids
         handle = made.handle(self.tokenizer, lambda: self._in_loop(self._cancel, ids, "cancelled"))
         samples = {}
@@ -430,34 +413,3 @@ class EngineClient:
         for answer in self._asked.values():
             answer.set_exception(RuntimeError(reason))
         self._asked.clear()
-
-
-def new_intake(args: LlmArgs, tokenizer: Tokenizer, limits: RequestLimits) -> Intake:
-    return Intake(args, tokenizer, limits, _no_states)
-
-
-def submission_of(
-    intake: Intake,
-    inputs: str | Sequence[int] | Mapping[str, Any],
-    params: SamplingParams,
-    *,
-    streaming: bool,
-    cache_salt: str | None,
-    client: tuple[str, ...],
-    store: bool | None,
-) -> Submission:
-    # Stop strings are looked for here, so the tokens must come as they are made.
-    return intake.submission(
-        inputs,
-        params,
-        streaming=streaming or bool(params.stop_strings),
-        priority=0.5,
-        cache_salt=cache_salt,
-        client=client,
-        store=store,
-    )
-
-
-def _no_states(params: SamplingParams, number: int) -> list[None]:
-    """The engine makes the requests' grammars."""
-    return [None] * number

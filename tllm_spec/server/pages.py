@@ -17,8 +17,8 @@ from fastapi.responses import HTMLResponse
 from tllm_spec import __version__
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.server.admission import engine_running
-from tllm_spec.server.engine import Engine
 from tllm_spec.server.histograms import Histogram, Histograms
+from tllm_spec.server.replicas import Engine
 
 # The figures of the dashboard, from the executor's state.
 

@@ -15,8 +15,8 @@ from tllm_spec.config.config_base import check
 from tllm_spec.config.neighbours import Ignored, Renamed
 from tllm_spec.config.option_checks import shown
 from tllm_spec.grammar.guided_decoding import GuidedDecodingParams
-from tllm_spec.sampling_params import IGNORED, SamplingParams
-from tllm_spec.server.bodies import BodyModel, CacheSalt, as_json_type
+from tllm_spec.sampling_params import IGNORED, RequestOptions, SamplingParams
+from tllm_spec.server.bodies import BodyModel, as_json_type
 from tllm_spec.server.chat_message import (
     MAX_TOOLS,
     ChatMessage,
@@ -25,6 +25,7 @@ from tllm_spec.server.chat_message import (
     choice_mistakes,
     forced_schema,
 )
+from tllm_spec.server.guard import digest, kept_name
 from tllm_spec.text.chat_prompt import Conversation
 
 # The options of a body that say what its text must match: OpenAI's `response_format`, vLLM's
@@ -220,20 +221,36 @@ class StreamOptions(BodyModel):
     ignored: ClassVar[Ignored] = {"include_obfuscation": (False,)}
 
 
-class GenerationRequest(BodyModel):
-    """The options of both kinds of request, with OpenAI's defaults."""
+class ClientRequest(BodyModel):
+    """What any body that asks for text says of its client, and how it is answered. metadata and
+    prompt_cache_key are for the client's records and have no effect."""
 
     model: str
     stream: bool = False
-    stream_options: StreamOptions | None = None
-    # The first two are for the caller's records and have no effect; callers.py has the others.
     metadata: dict[str, Any] | None = None
     prompt_cache_key: str | None = None
     user: str | None = None
-    safety_identifier: str | None = None
-    cache_salt: CacheSalt = None
+    safety_identifier: str | None = None  # OpenAI's newer name of the user
+    cache_salt: Annotated[str | None, Field(min_length=1)] = None
     store: bool | None = None  # whether --record_traffic may record it
 
+    def request_options(self, state: Mapping[str, Any]) -> RequestOptions:
+        """state: of the scope. The client is the name of its key, or its address where keys have no
+        names, and then the user that the body names. So a client that invents users takes no turn
+        of another client."""
+        user, own = kept_name(self.user or self.safety_identifier or ""), self.cache_salt
+        salt, client = None, state["client"]
+        if state["separate_cache"] or own is not None:
+            salt = digest(f"{client if state['separate_cache'] else ''}\n{own or ''}")
+        return RequestOptions(
+            streaming=self.stream, client=(client, user), cache_salt=salt, store=self.store
+        )
+
+
+class GenerationRequest(ClientRequest):
+    """The options of completions and chat, with OpenAI's defaults."""
+
+    stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] | None = None
     best_of: int | None = None
     temperature: float | None = None
@@ -382,13 +399,7 @@ class ChatCompletionRequest(GenerationRequest):
 
     @property
     def conversation(self) -> Conversation:
-        return Conversation(
-            [message.for_template() for message in self.messages],
-            self.chat_template_kwargs or {},
-            self.add_generation_prompt,
-            [tool.model_dump(exclude_none=True) for tool in self.tools or ()],
-            needs_tools=self.tool_choice in (None, "auto"),
-        )
+        return _conversation(self, needs_tools=self.tool_choice in (None, "auto"))
 
     def _grammars(self) -> dict[str, Any]:
         schema = forced_schema(
@@ -405,3 +416,57 @@ class ChatCompletionRequest(GenerationRequest):
         return self.sampling_params(
             max_tokens=limit, logprobs=self.top_logprobs or 0 if self.logprobs else None
         )
+
+
+# Bodies of the other routes, with vLLM's names.
+
+
+class TokenizeRequest(BodyModel):
+    """Body of `/tokenize`: a prompt or messages."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    return_token_strs: bool = False
+
+    @check
+    def _check_one(self) -> Iterator[str]:
+        if (self.prompt is None) == (self.messages is None):
+            yield "either prompt or messages is needed"
+
+    @property
+    def conversation(self) -> Conversation:
+        return _conversation(self)
+
+
+class DetokenizeRequest(BodyModel):
+    """Body of `/detokenize`."""
+
+    model: str | None = None
+    tokens: list[Annotated[int, Field(ge=0)]]
+
+
+class DraftModelRequest(BodyModel):
+    """Body of `/v1/draft_model`. folder: below `--draft_model_root`. keep_cache: cached prefixes
+    of the old weights go on being reused. force: also if recorded traffic shows that it is worse.
+    """
+
+    folder: str
+    keep_cache: bool = False
+    force: bool = False
+
+
+def _conversation(
+    body: ChatCompletionRequest | TokenizeRequest, *, needs_tools: bool = True
+) -> Conversation:
+    return Conversation(
+        [message.for_template() for message in body.messages or ()],
+        body.chat_template_kwargs or {},
+        body.add_generation_prompt,
+        [tool.model_dump(exclude_none=True) for tool in body.tools or ()],
+        needs_tools=needs_tools,
+    )

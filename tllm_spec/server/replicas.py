@@ -15,24 +15,22 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import msgpack
 
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.executor.request_limits import RequestLimits
 from tllm_spec.executor.resources.radix import block_hashes
+from tllm_spec.intake import Intake, Prompt
 from tllm_spec.recording.traffic_folder import take_lock
 from tllm_spec.request_handle import RequestHandle
-from tllm_spec.sampling_params import SamplingParams
-from tllm_spec.server.engine_client import (
-    SHUT_DOWN,
-    EngineClient,
-    EngineConnection,
-    new_intake,
-    submission_of,
-)
+from tllm_spec.sampling_params import DEFAULT_OPTIONS, RequestOptions, SamplingParams
+from tllm_spec.server.engine_client import SHUT_DOWN, EngineClient, EngineConnection
 from tllm_spec.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from tllm_spec.llm import LLM
 
 # Swaps the draft weights of several engines: all of them swap, or none. The texts of their
 # requests do not depend on it, so requests go on meanwhile.
@@ -309,28 +307,13 @@ class Replicas:
                     raise
         raise RuntimeError(NONE_RUNS)
 
-    def generate_async(
-        self,
-        inputs: str | Sequence[int] | Mapping[str, Any],
-        sampling_params: SamplingParams,
-        *,
-        streaming: bool = False,
-        cache_salt: str | None = None,
-        client: tuple[str, ...] = (),
-        store: bool | None = None,
+    def submit(
+        self, inputs: Prompt, params: SamplingParams, options: RequestOptions = DEFAULT_OPTIONS
     ) -> RequestHandle:
-        """As `LLM.generate_async`."""
-        made = submission_of(
-            self._intake,
-            inputs,
-            sampling_params,
-            streaming=streaming,
-            cache_salt=cache_salt,
-            client=client,
-            store=store,
-        )
+        """As `LLM.submit`."""
+        made = self._intake.submission(inputs, params, options)
         engines = self._routable()
-        hashes = self._router.hashes(made.token_ids, cache_salt)
+        hashes = self._router.hashes(made.token_ids, options.cache_salt)
         unfinished = {number: each.num_unfinished_tokens for number, each in engines.items()}
         return engines[self._router.choose(hashes, unfinished)].start(made)
 
@@ -381,12 +364,6 @@ class Replicas:
             raise RuntimeError(NONE_RUNS)
         return answers
 
-    def _swap_back(self, folder: str) -> None:
-        threading.Thread(target=self._swaps.swap_back, args=[folder], daemon=True).start()
-
-    def _settle(self, engine: EngineClient) -> None:
-        threading.Thread(target=self._swaps.settle, args=[engine], daemon=True).start()
-
     async def _keep_connected(self, number: int) -> None:
         loop = asyncio.get_running_loop()
         while True:
@@ -401,7 +378,7 @@ class Replicas:
     def _use(self, number: int, connection: EngineConnection, limits: RequestLimits) -> None:
         if not self._clients:
             self.max_seq_len = limits.max_seq_len
-            self._intake = new_intake(self.args, self._tokenizer, limits)
+            self._intake = Intake(self.args, self._tokenizer, limits)
         # Engines on devices with less free memory have smaller caches.
         self.max_seq_len = min(self.max_seq_len, limits.max_seq_len)
         self._intake.limit_sequences(self.max_seq_len)
@@ -413,8 +390,17 @@ class Replicas:
             self._timeout,
             self._intake,
             partial(self._router.read, number),
-            self._swap_back,
+            partial(_in_thread, self._swaps.swap_back),
             f"engine {number}",
         )
-        self._settle(client)
+        _in_thread(self._swaps.settle, client)
         self._first.set()
+
+
+def _in_thread(function: Callable[..., None], *arguments: Any) -> None:
+    threading.Thread(target=function, args=arguments, daemon=True).start()
+
+
+# What the HTTP server works with: in this process, in another one, or in several. Methods have the
+# meaning that they have in `LLM`.
+Engine: TypeAlias = "EngineClient | Replicas | LLM"

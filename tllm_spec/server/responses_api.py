@@ -16,12 +16,12 @@ from tllm_spec.config.neighbours import Ignored
 from tllm_spec.config.option_checks import MAX_UNKNOWN, shown
 from tllm_spec.outputs import CompletionOutput, RequestOutput
 from tllm_spec.server.answers import Json, usage_of
-from tllm_spec.server.bodies import BodyModel, CacheSalt, as_json_type
+from tllm_spec.server.bodies import BodyModel, as_json_type
 from tllm_spec.server.chat_answer import ParsedText
 from tllm_spec.server.chat_message import ChatMessage
-from tllm_spec.server.protocol import NOT_STORED, ChatCompletionRequest
-from tllm_spec.server.refusals import error_body
-from tllm_spec.server.streaming import EngineError, Running
+from tllm_spec.server.protocol import NOT_STORED, ChatCompletionRequest, ClientRequest
+from tllm_spec.server.refusals import RequestRefused
+from tllm_spec.server.streaming import Running
 
 # The body of OpenAI's `/v1/responses`, reduced to what a chat request can say: text.
 
@@ -113,25 +113,18 @@ class TextOptions(BodyModel):
         return {"type": "json_schema", "json_schema": given}
 
 
-class ResponsesRequest(BodyModel):
+class ResponsesRequest(ClientRequest):
     """Body of `/v1/responses`."""
 
-    model: str
     input: Annotated[
         str | list[InputItem], BeforeValidator(_as_items), as_json_type(str | list[dict[str, Any]])
     ]
     instructions: str | None = None
     max_output_tokens: int | None = None
-    stream: bool = False
     temperature: float | None = None
     top_p: float | None = None
     text: TextOptions | None = None
     metadata: Annotated[dict[str, Any] | None, AfterValidator(_check_plain)] = None
-    user: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    cache_salt: CacheSalt = None
-    store: bool | None = None
 
     ignored: ClassVar[Ignored] = {
         "background": (False,),
@@ -226,9 +219,9 @@ class ResponseAnswer:
                         yield self._event(
                             "response.output_text.delta", **place, delta=delta, logprobs=[]
                         )
-            except EngineError as error:
-                message = error_body(str(error), error.kind)["error"]["message"]
-                yield self._event("error", message=message, code=error.kind, param=None)
+            except RequestRefused as refusal:
+                error = refusal.body["error"]
+                yield self._event("error", message=error["message"], code=error["type"], param=None)
                 return
         answer = self.whole(running.handles[0])
         (item,), part = answer["output"], _part(self._text)

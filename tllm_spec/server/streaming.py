@@ -19,7 +19,7 @@ from tllm_spec.outputs import RequestOutput
 from tllm_spec.request_errors import NO_GUIDED_TOKEN, SLOW_GRAMMAR
 from tllm_spec.server.answers import DONE, Answer, event, usage_of
 from tllm_spec.server.protocol import StreamOptions
-from tllm_spec.server.refusals import error_body
+from tllm_spec.server.refusals import RequestRefused
 
 if TYPE_CHECKING:
     from tllm_spec.request_handle import RequestHandle
@@ -28,26 +28,6 @@ Result = TypeVar("Result")
 
 # nginx would collect the events of some tenths of a second.
 EVENT_STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-
-
-class EngineError(Exception):
-    """A request was started and failed."""
-
-    status = 500
-    kind = "internal_error"
-
-
-class NoGuidedToken(EngineError):
-    """The request's own grammar leads nowhere."""
-
-    status = 400
-    kind = "invalid_request_error"
-
-
-class RequestTimeout(EngineError):
-    """A request took longer than the server allows."""
-
-    status = 504
 
 
 def _ignore(output: RequestOutput) -> None:
@@ -83,7 +63,7 @@ class Running:
         """Yields `(index of the handle, its output so far)` for each update. An output must be read
         before the next update, which changes it.
 
-        Raises EngineError when a request fails. Requests that still run when the generator is
+        Raises RequestRefused when a request fails. Requests that still run when the generator is
         closed are aborted."""
         is_late = False
 
@@ -100,10 +80,12 @@ class Running:
             async with aclosing(updates):
                 async for i, result in updates:
                     if is_late:
-                        raise RequestTimeout(f"the request took longer than {self.timeout:g} s")
+                        raise RequestRefused(
+                            504, f"the request took longer than {self.timeout:g} s"
+                        )
                     if result.error is not None:
                         is_own = result.error in (NO_GUIDED_TOKEN, SLOW_GRAMMAR)
-                        raise (NoGuidedToken if is_own else EngineError)(result.error)
+                        raise RequestRefused(400 if is_own else 500, result.error)
                     if result.finished:
                         self.on_finish(result)
                     yield i, result
@@ -139,7 +121,7 @@ async def _merged(
 
 
 async def finished_outputs(running: Running) -> list[RequestOutput]:
-    """The outputs once every request has finished. Raises EngineError."""
+    """The outputs once every request has finished. Raises RequestRefused."""
     results: dict[int, RequestOutput] = {}
     async with aclosing(running.updates()) as outputs:
         async for i, result in outputs:
@@ -168,8 +150,8 @@ async def event_stream(
                     yield await in_thread(partial(make, i, result))
                 else:
                     yield make(i, result)
-        except EngineError as error:
-            yield event(error_body(str(error), error.kind))
+        except RequestRefused as error:
+            yield event(error.body)
             return
     if options.include_usage:
         yield event(answer.usage_chunk(handles))

@@ -20,10 +20,7 @@ from typing import Any
 
 import msgpack
 
-from tllm_spec.executor.request import LlmRequest, Response
-from tllm_spec.executor.request_limits import RequestLimits
-from tllm_spec.executor.request_wire import pack_requests, unpack_requests
-from tllm_spec.grammar.grammar_state import GrammarState
+from tllm_spec.executor.request import Response
 from tllm_spec.outputs import Logprob, SpeculativeStats
 
 MAX_BYTES = 1 << 30  # of one message; prompt log probabilities are the largest
@@ -39,35 +36,6 @@ def pack(message: Any) -> bytes:
 def new_unpacker() -> Any:
     """Collects messages from pieces of a stream: `feed` it, then iterate."""
     return msgpack.Unpacker(max_buffer_size=MAX_BYTES, strict_map_key=False)
-
-
-def pack_limits(limits: RequestLimits) -> dict[str, Any]:
-    return asdict(limits)
-
-
-def unpack_limits(packed: dict[str, Any]) -> RequestLimits:
-    return RequestLimits(**packed | {"end_ids": tuple(packed["end_ids"])})
-
-
-def submission(requests: Sequence[LlmRequest], grammar: tuple[str, str] | None) -> list[Any]:
-    """The message that submits one prompt's requests. grammar: kind and text."""
-    return ["submit", *pack_requests(requests), grammar]
-
-
-def tokens_wanted(message: Sequence[Any]) -> int:
-    """The most tokens of each sample of a submission, of prompt and output."""
-    tokens, (max_tokens, *_) = message[3], message[5]
-    return len(tokens) + int(max_tokens)
-
-
-def requests_of(
-    message: Sequence[Any],
-    ids: Sequence[int],
-    limits: RequestLimits,
-    grammars: Sequence[GrammarState | None],
-) -> list[LlmRequest]:
-    """message: a submission. ids: the requests' ids in this process."""
-    return unpack_requests(message[1:6], ids, limits, grammars)
 
 
 def pack_response(response: Response, request_id: int, *, is_first: bool) -> list[Any]:
@@ -163,6 +131,9 @@ class Link:
                 return
             self._backlog += memoryview(data)[num_sent:]
         self._on_backlog()
+
+    def send_kv_events(self, batch: bytes) -> None:
+        self.send(["kv_events", batch])
 
     def flush(self) -> None:
         """Sends what the socket takes now."""
