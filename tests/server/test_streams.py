@@ -11,7 +11,8 @@ from tests.server.hosted import hosted
 from tests.server.http_answers import wait_for
 from tests.server.raw_client import completion, connect, until_closed
 from tllm_spec.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from tllm_spec.server.answers import Answer, ChatAnswer, CompletionAnswer, TextEvent, event
+from tllm_spec.server.answers import Answer, CompletionAnswer, TextEvent, event
+from tllm_spec.server.chat_answer import ChatAnswer
 from tllm_spec.server.options import ServerOptions
 from tllm_spec.text.tokenizer import load_tokenizer
 

@@ -14,7 +14,7 @@ from typing import Any
 from tllm_spec.outputs import CompletionOutput, Logprob, RequestOutput
 from tllm_spec.sampling_params import SamplingParams
 from tllm_spec.server.protocol import CompletionRequest
-from tllm_spec.text.tokenizer import REPLACEMENT, IncrementalDetokenizer, Tokenizer, bytes_of_token
+from tllm_spec.text.tokenizer import IncrementalDetokenizer, Tokenizer
 
 # JSON of answers: server-sent events, and large answers. The encoder in C holds Python's lock
 # until it is done, so a large answer is encoded in parts, between which other threads run.
@@ -282,6 +282,22 @@ class Answer(ABC):
             found = self._texts[key] = text[len(text) // 2 :] if offset else text
         return found
 
+    def _all_logprobs(self, output: CompletionOutput) -> Json | None:
+        if self._top_logprobs is None:
+            return None
+        return self._logprobs(output.token_ids, output.logprobs, output.text_offsets)
+
+    def _new_logprobs(self, output: CompletionOutput) -> Json | None:
+        if self._top_logprobs is None:
+            return None
+        return self._logprobs(output.token_ids_diff, output.logprobs_diff, output.text_offsets_diff)
+
+    @abstractmethod
+    def _logprobs(
+        self, token_ids: list[int], logprobs: list[dict[int, Logprob]], offsets: list[int]
+    ) -> Json:
+        """Those of some tokens, in the route's form."""
+
     def _best(self, logprobs: Mapping[int, Logprob]) -> list[tuple[int, Logprob]]:
         """The requested number of most probable tokens."""
         ranked = sorted(logprobs.items(), key=lambda item: item[1].logprob, reverse=True)
@@ -295,20 +311,14 @@ class CompletionAnswer(Answer):
     id_prefix = "cmpl"
 
     def _content(self, index: int, result: RequestOutput, output: CompletionOutput) -> Json:
-        logprobs = self._logprobs(output.token_ids, output.logprobs, output.text_offsets)
-        return {"text": output.text, "logprobs": logprobs}
+        return {"text": output.text, "logprobs": self._all_logprobs(output)}
 
     def _delta(self, index: int, result: RequestOutput, output: CompletionOutput) -> Json | None:
-        logprobs = self._logprobs(
-            output.token_ids_diff, output.logprobs_diff, output.text_offsets_diff
-        )
-        return {"text": output.text_diff, "logprobs": logprobs}
+        return {"text": output.text_diff, "logprobs": self._new_logprobs(output)}
 
     def _logprobs(
         self, token_ids: list[int], logprobs: list[dict[int, Logprob]], offsets: list[int]
-    ) -> Json | None:
-        if self._top_logprobs is None:
-            return None
+    ) -> Json:
         return {
             "tokens": list(map(self._token_text, token_ids, offsets)),
             "token_logprobs": [
@@ -325,51 +335,6 @@ class CompletionAnswer(Answer):
         for token, logprob in [*self._best(logprobs), (chosen, logprobs[chosen])]:
             top.setdefault(self._token_text(token, offset), number_of(logprob))
         return top
-
-
-class ChatAnswer(Answer):
-    """`/v1/chat/completions`."""
-
-    kind = "chat.completion"
-    chunk_kind = "chat.completion.chunk"
-    id_prefix = "chatcmpl"
-
-    def _content(self, index: int, result: RequestOutput, output: CompletionOutput) -> Json:
-        message = {"role": "assistant", "content": output.text}
-        return {"message": message, "logprobs": self._all_logprobs(output)}
-
-    def _delta(self, index: int, result: RequestOutput, output: CompletionOutput) -> Json | None:
-        role = {} if index in self._started else {"role": "assistant"}
-        delta = {**role, "content": output.text_diff}
-        return {"delta": delta, "logprobs": self._new_logprobs(output)}
-
-    def _all_logprobs(self, output: CompletionOutput) -> Json | None:
-        return self._logprobs(output.token_ids, output.logprobs, output.text_offsets)
-
-    def _new_logprobs(self, output: CompletionOutput) -> Json | None:
-        return self._logprobs(output.token_ids_diff, output.logprobs_diff, output.text_offsets_diff)
-
-    def _logprobs(
-        self, token_ids: list[int], logprobs: list[dict[int, Logprob]], offsets: list[int]
-    ) -> Json | None:
-        if self._top_logprobs is None:
-            return None
-        return {
-            "content": [
-                {
-                    **self._token(token, at[token], offset),
-                    "top_logprobs": [self._token(*best, offset) for best in self._best(at)],
-                }
-                for token, at, offset in zip(token_ids, logprobs, offsets, strict=True)
-            ]
-        }
-
-    def _token(self, token_id: int, logprob: Logprob, offset: int) -> Json:
-        text = self._token_text(token_id, offset)
-        utf8: bytes | None = text.encode()
-        if REPLACEMENT in text:  # a part of a character
-            utf8 = bytes_of_token(self._tokenizer, token_id)
-        return {"token": text, "logprob": number_of(logprob), "bytes": utf8 and list(utf8)}
 
 
 def _ending(output: CompletionOutput) -> Json:

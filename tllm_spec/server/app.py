@@ -33,7 +33,8 @@ from tllm_spec.server.admission import (
 )
 from tllm_spec.server.answers import Answer, completion_answer, render
 from tllm_spec.server.bodies import LONG_BODY, StrictBodyRoute
-from tllm_spec.server.chat_answer import ParsedText, chat_answer, parsed_texts
+from tllm_spec.server.chat_answer import ChatAnswer, ParsedText, parsed_texts
+from tllm_spec.server.chat_message import NamedChoice
 from tllm_spec.server.guard import CLIENT_CLOSED_REQUEST, Guard
 from tllm_spec.server.histograms import Histograms, PerfMetrics
 from tllm_spec.server.metrics import EngineMetrics
@@ -237,12 +238,12 @@ class OpenAIServer:
     async def chat(self, body: ChatCompletionRequest, request: Request) -> Response:
         """`/v1/chat/completions`: answers the conversation in the body."""
         params = await self._params_of(body, request)
-        answer = chat_answer(
-            body,
-            self._parsed_texts(body, params),
+        answer = ChatAnswer(
             self._model,
             self._tokenizer,
             *(params.n, params.logprobs, params.prompt_logprobs),
+            new_text=self._parsed_texts(body, params),
+            is_named=isinstance(body.tool_choice, NamedChoice),
         )
         options = body.request_options(request.scope["state"])
         handles = await self._start_chat(body, request, params, options, body.client_names)

@@ -235,7 +235,7 @@ class ResponseAnswer:
         new = output.text[self._num_read :]
         self._num_read += len(new)
         if self._parsed is not None:
-            new = self._parsed.read(new, output, is_parallel=True).get("content", "")
+            new = self._parsed.read(new, output).get("content", "")
         self._text += new
         return new
 

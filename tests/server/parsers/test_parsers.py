@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.server.parsers.joined import joined
 from tllm_spec.server.parsers.llama_calls import LlamaJsonCalls, PythonicCalls
 from tllm_spec.server.parsers.marked_calls import DeepSeekCalls, HermesCalls
 from tllm_spec.server.parsers.names import TOOL_PARSERS, PlainText, with_reasoning
@@ -20,7 +21,6 @@ from tllm_spec.server.parsers.pieces import (
     Piece,
     Reasoning,
     Text,
-    joined,
 )
 
 ARGUMENTS = '{"city": "a\\"}{ é", "days": [1, {"x": 2}]}'
@@ -145,6 +145,4 @@ def test_a_deeply_nested_text_is_no_call(text: str) -> None:
 
 def test_arguments_of_a_call_are_json() -> None:
     (_, arguments) = parsed(PythonicCalls, ["[f(a={'x': (1, None)})]"])
-    assert isinstance(arguments, Arguments) and json.loads(arguments.text) == {
-        "a": {"x": [1, None]}
-    }
+    assert arguments.kind == "arguments" and json.loads(arguments.text) == {"a": {"x": [1, None]}}
