@@ -58,7 +58,7 @@ class Front:
         listener.close()
         settings = ChildSettings(
             llm={"model": MODEL}, served_model_name="m", engine_paths=[engine_path],
-            log_level="warning", log_format="text", server=ServerOptions().to_plain(), tls=None,
+            log_level="warning", log_format="text", server=asdict(ServerOptions()), tls=None,
         )  # fmt: skip
         self._control.sendall(pack(asdict(settings)))
         self.engine, _ = engines.accept()

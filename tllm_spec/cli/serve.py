@@ -8,6 +8,7 @@ import signal
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -146,7 +147,7 @@ def main(
                 engine_paths=[],
                 log_level=log_level,
                 log_format=server["log_format"],
-                server=checked.to_plain(),
+                server=asdict(checked),
                 tls=tls_of(server),
             )
             raise_file_limit()

@@ -8,7 +8,7 @@ import json
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from tllm_spec.outputs import CompletionOutput, Logprob, RequestOutput
@@ -164,10 +164,6 @@ class Answer(ABC):
         """Whether the next chunks of a stream have the log probabilities of a prompt."""
         return False
 
-    def encoder(self, prompt_index: int, result: RequestOutput) -> Callable[[Json], bytes]:
-        """The encoder of the next chunks."""
-        return large_event if self.starts_slowly(prompt_index, result) else event
-
     @property
     def has_text_only(self) -> bool:
         """Whether a chunk between the first and the last brings a new text and nothing else."""
@@ -215,15 +211,18 @@ class Answer(ABC):
                 self._finished.add(index)
             yield self._chunk([{"index": index, **delta, **self._ending(index, output)}])
 
-    def events(self, prompt_index: int, result: RequestOutput) -> bytes:
-        """The same chunks as server-sent events."""
+    def events(self, prompt_index: int, result: RequestOutput, counts: Json | None = None) -> bytes:
+        """The same chunks as server-sent events, with the token counts so far if they are given."""
+        encode = large_event if self.starts_slowly(prompt_index, result) else event
+        if counts is not None:
+            chunks = self.chunks(prompt_index, result)
+            return b"".join(encode(chunk | {"usage": counts}) for chunk in chunks)
         if len(result.outputs) == 1 and not result.outputs[0].finish_reason:
             output = result.outputs[0]
             found = self._text_events.get(self._index(prompt_index, output))
             if found is not None:  # the common case
                 return found.with_text(text) if (text := output.text_diff) else b""
-        encoded = self.encoder(prompt_index, result)
-        events = b"".join(map(encoded, self.chunks(prompt_index, result)))
+        events = b"".join(map(encode, self.chunks(prompt_index, result)))
         if self.has_text_only:
             for output in result.outputs:
                 self._keep_text_event(self._index(prompt_index, output), result, output.index)

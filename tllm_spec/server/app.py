@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -36,12 +37,13 @@ from tllm_spec.server.bodies import LONG_BODY, StrictBodyRoute
 from tllm_spec.server.chat_answer import ChatAnswer, ParsedText, parsed_texts
 from tllm_spec.server.chat_message import NamedChoice
 from tllm_spec.server.guard import CLIENT_CLOSED_REQUEST, Guard
-from tllm_spec.server.histograms import Histograms, PerfMetrics
+from tllm_spec.server.histograms import Histograms, perf_record
 from tllm_spec.server.metrics import EngineMetrics
 from tllm_spec.server.options import ServerOptions
 from tllm_spec.server.pages import Pages
 from tllm_spec.server.protocol import (
     ChatCompletionRequest,
+    ClientRequest,
     CompletionRequest,
     DetokenizeRequest,
     DraftModelRequest,
@@ -65,6 +67,9 @@ from tllm_spec.text.chat_prompt import ChatPrompts
 MAX_TEMPLATE_TOKENS = 1024  # that a chat template adds to what the body has, usually
 DRAINING = "the server is about to end"
 ONE_TOKEN = SamplingParams(max_tokens=1)
+MAX_RECORDS = 1000  # of finished requests, that are kept for /perf_metrics
+
+Events = Callable[[Running], AsyncGenerator[bytes, None]]
 
 
 class OpenAIServer:
@@ -94,7 +99,7 @@ class OpenAIServer:
         self._histograms = histograms or Histograms()
         vllm_model = served_model_name if self._options.vllm_metrics else None
         self._metrics = EngineMetrics(llm.server_info, self._histograms, vllm_model, replica)
-        self._perf_metrics = PerfMetrics()
+        self._perf_records: deque[dict[str, Any]] = deque(maxlen=MAX_RECORDS)
         self._traces = traces
         self._draining = draining or asyncio.Event()
         self._admission = Admission(llm, self._options)
@@ -198,8 +203,10 @@ class OpenAIServer:
             return self._llm.get_stats()
 
     async def perf_metrics(self) -> list[dict[str, Any]]:
-        """Timings of the requests that have finished since the last call."""
-        return self._perf_metrics.take()
+        """Timings of the latest requests that have finished since the last call."""
+        taken = list(self._perf_records)
+        self._perf_records.clear()
+        return taken
 
     async def models(self) -> dict[str, Any]:
         """A list with the served model."""
@@ -233,7 +240,7 @@ class OpenAIServer:
         )
         request.state.release_body()
         answer = completion_answer(body, self._model, self._tokenizer, params)
-        return await self._respond(body, request, answer, handles)
+        return await self._respond(body, request, answer, handles, self._chunks(body, answer))
 
     async def chat(self, body: ChatCompletionRequest, request: Request) -> Response:
         """`/v1/chat/completions`: answers the conversation in the body."""
@@ -247,7 +254,7 @@ class OpenAIServer:
         )
         options = body.request_options(request.scope["state"])
         handles = await self._start_chat(body, request, params, options, body.client_names)
-        return await self._respond(body, request, answer, handles)
+        return await self._respond(body, request, answer, handles, self._chunks(body, answer))
 
     async def responses(self, body: ResponsesRequest, request: Request) -> Response:
         """`/v1/responses`: answers the conversation in the body, with text."""
@@ -258,13 +265,7 @@ class OpenAIServer:
         handles = await self._start_chat(chat, request, params, options, CHAT_NAMES)
         new_text = self._parsed_texts(chat, params)
         answer = ResponseAnswer(body, None if new_text is None else new_text())
-        running = self._running(request, handles, body.stream)
-        if body.stream:
-            return EventStream(answer.events(running))
-        results = await unless_disconnected(request, finished_outputs(running))
-        if results is None:
-            return Response(status_code=CLIENT_CLOSED_REQUEST)
-        return JSONResponse(answer.whole(results[0]))
+        return await self._respond(body, request, answer, handles, answer.events)
 
     async def tokenize(self, body: TokenizeRequest, request: Request) -> dict[str, Any]:
         """The token ids of a text or of a conversation."""
@@ -374,23 +375,25 @@ class OpenAIServer:
             message = f"model = {model!r} is not served here; the model is {self._model!r}"
             raise RequestRefused(404, message, code="model_not_found")
 
+    def _chunks(self, body: GenerationRequest, answer: Answer) -> Events:
+        options = body.stream_options or StreamOptions()
+        in_thread = self._admission.in_thread
+        return lambda running: event_stream(answer, running, options, in_thread)
+
     async def _respond(
         self,
-        body: GenerationRequest,
+        body: ClientRequest,
         request: Request,
-        answer: Answer,
+        answer: Answer | ResponseAnswer,
         handles: Sequence[RequestHandle],
+        events: Events,
     ) -> Response:
-        running = self._running(request, handles, body.stream)
+        on_end = partial(self._ended, request, body.stream)
+        running = Running(handles, self._options.request_timeout, on_end)
+        # For the access log, which asks when the answer has been sent.
+        request.scope["state"]["tokens"] = running.num_tokens
         if body.stream:
-            return EventStream(
-                event_stream(
-                    answer,
-                    running,
-                    body.stream_options or StreamOptions(),
-                    self._admission.in_thread,
-                )
-            )
+            return EventStream(events(running))
         results = await unless_disconnected(request, finished_outputs(running))
         if results is None:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
@@ -399,20 +402,12 @@ class OpenAIServer:
         written = await self._admission.in_thread(lambda: render(answer.whole(results)))
         return Response(written, media_type="application/json")
 
-    def _finished(self, is_streamed: bool, output: RequestOutput) -> None:
-        self._perf_metrics.add(output)
-        self._histograms.add(output, is_streamed)
-
-    def _running(
-        self, request: Request, handles: Sequence[RequestHandle], is_streamed: bool
-    ) -> Running:
-        on_finish = partial(self._finished, is_streamed)
-        running = Running(handles, self._options.request_timeout, on_finish)
+    def _ended(self, request: Request, is_streamed: bool, output: RequestOutput) -> None:
+        if output.finished and output.error is None:
+            self._perf_records.append(perf_record(output))
+            self._histograms.add(output, is_streamed)
         if self._traces is not None:
-            running.on_end = partial(self._traces.add, request, is_streamed)
-        # For the access log, which asks when the answer has been sent.
-        request.scope["state"]["tokens"] = running.num_tokens
-        return running
+            self._traces.add(request, is_streamed, output)
 
 
 def _folder_below(root: Path, name: str) -> Path:

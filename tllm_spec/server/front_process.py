@@ -43,7 +43,7 @@ async def serve(settings: ChildSettings, control: Control, listener: socket.sock
 
     loop, stop, draining = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
     adopt_transformers_logs()
-    options = ServerOptions.from_plain(settings.server)
+    options = ServerOptions(**settings.server)
     client = await _client(args, settings.engine_paths, options.engine_timeout, stop)
     histograms = Histograms(Path(settings.engine_paths[0]).parent)
     model, endpoint = settings.served_model_name, options.otlp_traces_endpoint

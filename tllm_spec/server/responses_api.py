@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -181,13 +181,17 @@ class ResponseAnswer:
         self._created = int(time.time())  # noqa: TID251  # a date
         self._num_events = 0
 
-    def whole(self, result: RequestOutput) -> Json:
+    def is_slow(self, results: Sequence[RequestOutput]) -> bool:
+        """As `Answer.is_slow`."""
+        return False
+
+    def whole(self, results: Sequence[RequestOutput]) -> Json:
         """The answer without streaming."""
-        output = result.outputs[0]
+        output = results[0].outputs[0]
         self._new_text(output)
         status = "incomplete" if output.finish_reason in INCOMPLETE else "completed"
         reason = INCOMPLETE.get(str(output.finish_reason))
-        usage = usage_of([result])
+        usage = usage_of(results)
         return self._object(
             status,
             output=[self._item(status, [_part(self._text)])],
@@ -223,7 +227,7 @@ class ResponseAnswer:
                 error = refusal.body["error"]
                 yield self._event("error", message=error["message"], code=error["type"], param=None)
                 return
-        answer = self.whole(running.handles[0])
+        answer = self.whole(running.handles)
         (item,), part = answer["output"], _part(self._text)
         yield self._event("response.output_text.done", **place, text=self._text, logprobs=[])
         yield self._event("response.content_part.done", **place, part=part)

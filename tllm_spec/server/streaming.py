@@ -30,25 +30,17 @@ Result = TypeVar("Result")
 EVENT_STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
-def _ignore(output: RequestOutput) -> None:
-    """An `on_finish` or `on_end` that does nothing."""
-
-
 class Running:
-    """The requests of one HTTP request. timeout: seconds that they may take. `on_finish` is called
-    with each finished output, and `on_end`, which may be set, at the end with every output, also
-    with one that failed or was cancelled."""
+    """The requests of one HTTP request. timeout: seconds that they may take. `on_end` is called at
+    the end with every output, also with one that failed or was cancelled."""
 
     def __init__(
         self,
         handles: Sequence[RequestHandle],
         timeout: float,
-        on_finish: Callable[[RequestOutput], None] = _ignore,
+        on_end: Callable[[RequestOutput], None] = lambda output: None,
     ) -> None:
-        self.handles = handles
-        self.timeout = timeout
-        self.on_finish = on_finish
-        self.on_end: Callable[[RequestOutput], None] = _ignore
+        self.handles, self.timeout, self._on_end = handles, timeout, on_end
 
     def num_tokens(self) -> tuple[int, int]:
         """Counts the tokens of all prompts, and of all outputs so far."""
@@ -86,14 +78,12 @@ class Running:
                     if result.error is not None:
                         is_own = result.error in (NO_GUIDED_TOKEN, SLOW_GRAMMAR)
                         raise RequestRefused(400 if is_own else 500, result.error)
-                    if result.finished:
-                        self.on_finish(result)
                     yield i, result
         finally:
             timer.cancel()
             self.abort()
             for handle in self.handles:
-                self.on_end(handle)
+                self._on_end(handle)
 
 
 async def _each(handle: RequestHandle) -> AsyncGenerator[tuple[int, RequestOutput], None]:
@@ -143,28 +133,17 @@ async def event_stream(
     async with aclosing(running.updates()) as outputs:
         try:
             async for i, result in outputs:
-                make = answer.events
-                if options.continuous_usage_stats:
-                    make = partial(_counted_events, answer, handles)
+                counts = usage_of(handles) if options.continuous_usage_stats else None
                 if answer.starts_slowly(i, result):
-                    yield await in_thread(partial(make, i, result))
+                    yield await in_thread(partial(answer.events, i, result, counts))
                 else:
-                    yield make(i, result)
+                    yield answer.events(i, result, counts)
         except RequestRefused as error:
             yield event(error.body)
             return
     if options.include_usage:
         yield event(answer.usage_chunk(handles))
     yield DONE
-
-
-def _counted_events(
-    answer: Answer, handles: Sequence[RequestHandle], prompt_index: int, result: RequestOutput
-) -> bytes:
-    """The chunks with the counts so far."""
-    usage = {"usage": usage_of(handles)}
-    encoded = answer.encoder(prompt_index, result)
-    return b"".join(encoded(chunk | usage) for chunk in answer.chunks(prompt_index, result))
 
 
 class EventStream(Response):
