@@ -280,8 +280,6 @@ def test_what_the_engine_says_before_there_is_a_client_reaches_it(
         limits = engine.process._port._limits
         theirs.sendall(pack(["hello", asdict(limits)]) + pack(["load", 7, 90]))
         await connection.limits
-        while not connection._early:
-            await asyncio.sleep(0)
         if is_lost:
             theirs.close()
             await connection.closed

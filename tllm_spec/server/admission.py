@@ -86,13 +86,10 @@ class Admission:
         # Tokenising a long prompt takes seconds. It must delay neither the answers of other
         # requests nor short prompts, so it has a thread of its own. Only tokenizers implemented in
         # Rust are thread-safe.
-        self._intake = self._long_intake = _one_thread("tllm-intake")
-        self._chat_intake = self._long_chat_intake = self._intake
-        if getattr(llm.tokenizer, "is_fast", False):
-            self._long_intake = _one_thread("tllm-long-intake")
-            # A chat template may take seconds, too.
-            self._chat_intake = _one_thread("tllm-chat-intake")
-            self._long_chat_intake = _one_thread("tllm-long-chat-intake")
+        # A chat template may take seconds, too.
+        self._is_fast = bool(getattr(llm.tokenizer, "is_fast", False))
+        kinds = ("", "long-", "chat-", "long-chat-") if self._is_fast else ("",)
+        self._intakes = [ThreadPoolExecutor(1, f"tllm-{kind}intake") for kind in kinds]
         # Compiling a grammar may take seconds. One client, by its key's name or address, has one
         # grammar compiled at a time, and others do not wait for it.
         self._compiling = ThreadPoolExecutor(MAX_COMPILING, "tllm-compiling")
@@ -100,8 +97,7 @@ class Admission:
         self._known_grammars: OrderedDict[bytes, None] = OrderedDict()  # need not wait for that
 
     def close(self) -> None:
-        of_prompts = self._intake, self._long_intake, self._chat_intake, self._long_chat_intake
-        for intake in (*of_prompts, self._compiling):
+        for intake in (*self._intakes, self._compiling):
             intake.shutdown(wait=intake is not self._compiling, cancel_futures=True)
 
     def admit(
@@ -230,7 +226,7 @@ class Admission:
     async def in_thread(self, work: Callable[[], Result]) -> Result:
         """The result of long work with the tokenizer, which delays no prompts where the tokenizer
         is thread-safe."""
-        if self._long_intake is not self._intake:
+        if self._is_fast:
             return await run_in_threadpool(work)
         return await self._in_intake(0, work)
 
@@ -244,10 +240,8 @@ class Admission:
     async def _in_intake(
         self, num_bytes: int, work: Callable[[], Result], *, is_chat: bool = False
     ) -> Result:
-        if num_bytes > LONG_BODY:
-            intake = self._long_chat_intake if is_chat else self._long_intake
-        else:
-            intake = self._chat_intake if is_chat else self._intake
+        number = (num_bytes > LONG_BODY) + 2 * is_chat
+        intake = self._intakes[number if self._is_fast else 0]
         return await asyncio.get_running_loop().run_in_executor(intake, work)
 
     def _check_room(self, num_choices: int, num_own: int) -> None:
@@ -321,7 +315,3 @@ def engine_running() -> Iterator[None]:
         raise RequestRefused(503, str(error)) from error
     except RuntimeError as error:
         raise RequestRefused(503, f"{ENGINE_DOWN}: {error}") from error
-
-
-def _one_thread(name: str) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)

@@ -87,6 +87,7 @@ MANY = 1000  # log probabilities, with which an answer is not made in the event 
 LOWEST_LOGPROB = -9999.0  # JSON has no infinity; OpenAI uses this number
 
 Json = dict[str, Any]
+Logprobs = Sequence["dict[int, Logprob] | None"]  # of tokens; a prompt's first has none
 
 
 def usage_of(results: Sequence[RequestOutput]) -> Json:
@@ -179,7 +180,12 @@ class Answer(ABC):
 
     def _ending(self, index: int, output: CompletionOutput) -> Json:
         """How a sample has ended, if it has."""
-        return _ending(output)
+        stats = output.speculative_decoding
+        return {
+            "finish_reason": output.finish_reason,
+            "stop_reason": output.stop_reason,
+            "speculative_decoding": stats.to_dict() if stats and output.finish_reason else None,
+        }
 
     def whole(self, results: Sequence[RequestOutput]) -> Json:
         """The answer without streaming."""
@@ -292,9 +298,7 @@ class Answer(ABC):
         return self._logprobs(output.token_ids_diff, output.logprobs_diff, output.text_offsets_diff)
 
     @abstractmethod
-    def _logprobs(
-        self, token_ids: list[int], logprobs: list[dict[int, Logprob]], offsets: list[int]
-    ) -> Json:
+    def _logprobs(self, token_ids: list[int], logprobs: Logprobs, offsets: list[int]) -> Json:
         """Those of some tokens, in the route's form."""
 
     def _best(self, logprobs: Mapping[int, Logprob]) -> list[tuple[int, Logprob]]:
@@ -315,34 +319,26 @@ class CompletionAnswer(Answer):
     def _delta(self, index: int, result: RequestOutput, output: CompletionOutput) -> Json | None:
         return {"text": output.text_diff, "logprobs": self._new_logprobs(output)}
 
-    def _logprobs(
-        self, token_ids: list[int], logprobs: list[dict[int, Logprob]], offsets: list[int]
-    ) -> Json:
+    def _logprobs(self, token_ids: list[int], logprobs: Logprobs, offsets: list[int]) -> Json:
         return {
             "tokens": list(map(self._token_text, token_ids, offsets)),
             "token_logprobs": [
-                number_of(at[token]) for token, at in zip(token_ids, logprobs, strict=True)
+                None if at is None else number_of(at[token])
+                for token, at in zip(token_ids, logprobs, strict=True)
             ],
             "top_logprobs": list(map(self._top, token_ids, logprobs, offsets)),
             "text_offset": offsets,
         }
 
-    def _top(self, chosen: int, logprobs: Mapping[int, Logprob], offset: int) -> Json:
+    def _top(self, chosen: int, logprobs: Mapping[int, Logprob] | None, offset: int) -> Json | None:
         """Log probabilities of the best tokens and the chosen one, by text. Of tokens with the same
         text the most probable one counts."""
+        if logprobs is None:
+            return None
         top: Json = {}
         for token, logprob in [*self._best(logprobs), (chosen, logprobs[chosen])]:
             top.setdefault(self._token_text(token, offset), number_of(logprob))
         return top
-
-
-def _ending(output: CompletionOutput) -> Json:
-    stats = output.speculative_decoding
-    return {
-        "finish_reason": output.finish_reason,
-        "stop_reason": output.stop_reason,
-        "speculative_decoding": stats.to_dict() if stats and output.finish_reason else None,
-    }
 
 
 def number_of(logprob: Logprob) -> float:
@@ -410,21 +406,9 @@ class EchoAnswer(CompletionAnswer):
         text, token_ids = self._text(result), result.prompt_token_ids
         if self._top_logprobs is None:
             return text, None
-        offsets = self._offsets(token_ids)
         # A request that was cancelled in its prompt has none.
         known = output.prompt_logprobs or [None] * len(token_ids)
-        return text, {
-            "tokens": list(map(self._token_text, token_ids, offsets)),
-            "token_logprobs": [
-                None if at is None else number_of(at[token])
-                for token, at in zip(token_ids, known, strict=True)
-            ],
-            "top_logprobs": [
-                None if at is None else self._top(token, at, offset)
-                for token, at, offset in zip(token_ids, known, offsets, strict=True)
-            ],
-            "text_offset": offsets,
-        }
+        return text, self._logprobs(token_ids, known, self._offsets(token_ids))
 
     def _offsets(self, token_ids: list[int]) -> list[int]:
         """The character at which each token's text begins."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tllm_spec.outputs import CompletionOutput, Logprob, RequestOutput
-from tllm_spec.server.answers import Answer, Json, number_of
+from tllm_spec.server.answers import Answer, Json, Logprobs, number_of
 from tllm_spec.server.chat_message import NamedChoice
 from tllm_spec.server.options import ServerOptions
 from tllm_spec.server.parsers.harmony import HarmonyParser, MarkedText
@@ -154,9 +154,7 @@ class ChatAnswer(Answer):
             self._parsed[index] = self._new_text()
         return self._parsed[index].read(text, output)
 
-    def _logprobs(
-        self, token_ids: list[int], logprobs: list[dict[int, Logprob]], offsets: list[int]
-    ) -> Json:
+    def _logprobs(self, token_ids: list[int], logprobs: Logprobs, offsets: list[int]) -> Json:
         return {
             "content": [
                 {
@@ -164,6 +162,7 @@ class ChatAnswer(Answer):
                     "top_logprobs": [self._token(*best, offset) for best in self._best(at)],
                 }
                 for token, at, offset in zip(token_ids, logprobs, offsets, strict=True)
+                if at is not None
             ]
         }
 

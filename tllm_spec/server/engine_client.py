@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
 
@@ -81,20 +81,13 @@ class RemoteSample:
 
     def _ended(self, last: Response) -> Response:
         assert self.match is not None
-        return Response(
-            last.request_id,
-            self.last_token_ids,
-            self.index,
-            self.last_logprobs,
-            last.prompt_logprobs,
-            last.cached_tokens,
-            last.first_scheduled_time,
-            last.first_token_time,
+        return replace(
+            last,
+            token_ids=self.last_token_ids,
+            logprobs=self.last_logprobs,
             finish_reason="error" if last.error else "stop",
             stop_reason=self.match.stop,
             stop_match=self.match,
-            error=last.error,
-            speculative=last.speculative,
         )
 
 
@@ -109,14 +102,13 @@ SHUT_DOWN = "the server is shutting down"
 
 class EngineConnection(asyncio.Protocol):
     """Messages of the engine, as they come. `limits` is set by its first one, `closed` at the
-    end. Others that come before a client does are kept for it."""
+    end. Others wait for a client."""
 
     def __init__(self) -> None:
         self.limits: asyncio.Future[RequestLimits] = asyncio.get_running_loop().create_future()
         self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._on_message: Callable[[Sequence[Any]], None] = self._on_first
+        self._on_message: Callable[[Sequence[Any]], None] | None = None
         self._on_lost: Callable[[], None] = lambda: None
-        self._early: list[Sequence[Any]] = []
         self._unpacker = new_unpacker()
         self._transport: asyncio.Transport | None = None
 
@@ -125,8 +117,7 @@ class EngineConnection(asyncio.Protocol):
     ) -> None:
         """Gives the client what has come and what will come."""
         self._on_message, self._on_lost = on_message, on_lost
-        for message in self._early:
-            on_message(message)
+        self.data_received(b"")
         if self.closed.done():
             on_lost()
 
@@ -136,8 +127,13 @@ class EngineConnection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._unpacker.feed(data)
-        for message in self._unpacker:
-            self._on_message(message)
+        if self._on_message is not None:
+            for message in self._unpacker:
+                self._on_message(message)
+        elif not self.limits.done() and (message := next(self._unpacker, None)) is not None:
+            kind, limits = message
+            assert kind == "hello", message
+            self.limits.set_result(RequestLimits(**limits | {"end_ids": tuple(limits["end_ids"])}))
 
     def connection_lost(self, error: Exception | None) -> None:
         if not self.limits.done():
@@ -154,12 +150,6 @@ class EngineConnection(asyncio.Protocol):
     def close(self) -> None:
         assert self._transport is not None
         self._transport.close()
-
-    def _on_first(self, message: Sequence[Any]) -> None:
-        assert message[0] == "hello", message
-        end_ids = tuple(message[1]["end_ids"])
-        self.limits.set_result(RequestLimits(**message[1] | {"end_ids": end_ids}))
-        self._on_message = self._early.append
 
 
 class EngineClient:
