@@ -70,20 +70,8 @@ def guided_params(options: Mapping[str, Any]) -> GuidedDecodingParams | None:
             return GuidedDecodingParams(json=value)
         return GuidedDecodingParams(**{name.removeprefix("guided_"): value})
     except ValueError as error:
-        shown_value = "[...]" if name == "tool_choice" else shown(value)
-        raise ValueError(f"{_client_name(name)} = {shown_value}: {error}") from error
-
-
-def client_names(options: Mapping[str, Any]) -> dict[str, str]:
-    """The client's name of each option of `SamplingParams` that was given. options: as for
-    `guided_params`, one of them at most."""
-    given = list(_given(options))
-    return {"guided_decoding": _client_name(given[0])} if given else {}
-
-
-def _client_name(option: str) -> str:
-    """The option's name at the beginning of a message about its grammar."""
-    return "tools" if option == "tool_choice" else option
+        option = "tools = [...]" if name == "tool_choice" else f"{name} = {shown(value)}"
+        raise ValueError(f"{option}: {error}") from error
 
 
 def _of_format(value: object) -> GuidedDecodingParams:
@@ -307,7 +295,8 @@ class GenerationRequest(ClientRequest):
     @property
     def client_names(self) -> dict[str, str]:
         """What the client calls the option of `SamplingParams` that several options set."""
-        return client_names(self._grammars())
+        given = list(_given(self._grammars()))  # one at most
+        return {"guided_decoding": given[0].replace("tool_choice", "tools")} if given else {}
 
     def _grammars(self) -> dict[str, Any]:
         """The options that say what the text must match."""
