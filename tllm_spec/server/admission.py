@@ -287,10 +287,6 @@ def within_budget(
     return params if params.max_tokens is not None else replace(params, max_tokens=share)
 
 
-# Admits requests: checks that there is room and that they fit the model, tokenises them, and
-# starts them.
-
-
 @contextmanager
 def bad_request(names: Mapping[str, str] = SAME) -> Iterator[None]:
     """Answers a ValueError inside, which is the client's mistake, with 400. names: the client's own

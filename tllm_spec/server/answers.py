@@ -20,9 +20,6 @@ from tllm_spec.text.tokenizer import IncrementalDetokenizer, Tokenizer
 # until it is done, so a large answer is encoded in parts, between which other threads run.
 
 
-# Server-sent events of JSON objects.
-
-
 DONE = b"data: [DONE]\n\n"
 
 # `json.dumps` would make one for each call.
@@ -46,10 +43,6 @@ class TextEvent:
     def with_text(self, text: str) -> bytes:
         """The event with a text instead of MARK."""
         return b"%b%b%b" % (self._head, encode(text).encode(), self._tail)
-
-
-# JSON of large answers. The encoder in C holds Python's lock until it is done, so a large answer
-# is encoded in parts, between which other threads run.
 
 
 # Down to single tokens: answer, choices, choice, logprobs, content, token.

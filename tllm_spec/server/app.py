@@ -221,7 +221,6 @@ class OpenAIServer:
 
     async def completions(self, body: CompletionRequest, request: Request) -> Response:
         """`/v1/completions`: continues each prompt of the body."""
-        self._check_servable(body)
         params = await self._params_of(body, request)
         if params.truncate_prompt_tokens is None:
             self._check_lengths(body.prompt)
@@ -326,7 +325,8 @@ class OpenAIServer:
         request: Request,
         names: Mapping[str, str] = SAME,
     ) -> SamplingParams:
-        self._check_servable(body)
+        self._check_healthy()
+        self._check_name(body.model)
         with bad_request(names):
             if request.state.body_size > LONG_BODY:
                 return await run_in_threadpool(body.to_sampling_params)
@@ -361,10 +361,6 @@ class OpenAIServer:
         with bad_request():
             for prompt in prompts:
                 self._llm.check_length(prompt)
-
-    def _check_servable(self, body: GenerationRequest) -> None:
-        self._check_healthy()
-        self._check_name(body.model)
 
     def _check_healthy(self) -> None:
         if not self._llm.is_healthy:

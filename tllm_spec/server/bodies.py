@@ -26,10 +26,6 @@ from tllm_spec.config.option_checks import check_text, shown_name
 from tllm_spec.server.options import ServerOptions
 from tllm_spec.server.refusals import RequestRefused, first_mistakes, overloaded
 
-# The bodies of requests: each is read when its route wants it, within limits of size, time and
-# number of values, and within its client's share of what the server keeps.
-
-
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 
@@ -73,7 +69,8 @@ class Bodies:
         try:
             await asyncio.wait_for(self._read(body, held, receive), seconds)
             if len(body) > LARGE_BODY:
-                await held.wait_for(self._one_large)
+                await self._one_large.acquire()
+                held.turn = self._one_large
             state |= {"take_body": lambda: body, "body_size": len(body)}
             state["release_body"] = held.release
         except asyncio.TimeoutError:
@@ -158,7 +155,7 @@ class _Held:
     def __init__(self, client: str, shares: tuple[_Shares, _Shares]) -> None:
         self._client, self._shares = client, shares
         self._taken = [0, 0]
-        self._turn: asyncio.Lock | None = None
+        self.turn: asyncio.Lock | None = None
 
     def grow_to(self, size: int) -> None:
         """size: bytes of the body so far. Raises RequestRefused."""
@@ -168,29 +165,16 @@ class _Held:
                 self._taken[number] = part
                 shares.take(self._client, more)
 
-    async def wait_for(self, turn: asyncio.Lock) -> None:
-        await turn.acquire()
-        self._turn = turn
-
     def release(self) -> None:
         """Gives everything back. May be called twice."""
         for number, shares in enumerate(self._shares):
             taken, self._taken[number] = self._taken[number], 0
             if taken:
                 shares.give_back(self._client, taken)
-        if self._turn is not None:
+        if self.turn is not None:
             gc.collect()  # cycles of exceptions and frames may hold what was parsed
-            self._turn.release()
-            self._turn = None
-
-
-# Reads a JSON body. A key that an object has twice is a mistake, because only one would count, and
-# so is half a character, which nothing that follows can encode.
-#
-# A long body is parsed and checked in a thread, so that others are answered meanwhile.
-
-
-# The base of request bodies and of their parts.
+            self.turn.release()
+            self.turn = None
 
 
 class BodyModel(ConfigModel):

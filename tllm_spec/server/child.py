@@ -95,10 +95,6 @@ def adopt_transformers_logs() -> None:
     library.enable_propagation()
 
 
-# What a process that the supervisor starts has in common with the others: settings come first,
-# then a closed connection means stop.
-
-
 # Limits that the host sets for a process (`ulimit`), read before they are met.
 
 

@@ -175,11 +175,6 @@ def _keep(served: Served, engine: EngineClient) -> None:
         logger.error("an engine may not have the draft weights of %s: %s", served.folder, error)
 
 
-# Several engines with the whole model each, as one: every request goes to the engine that the
-# router chooses. An engine that ends takes its own requests with it, and is used again once it has
-# been started again.
-
-
 # Which of several engines gets a request: the one that has most of its prompt in the prefix cache.
 #
 # The router reads the KV events that routers outside of the server get, too. A busy engine is
