@@ -27,7 +27,7 @@ from tllm_spec.child_command import module_command
 from tllm_spec.executor.request_limits import RequestLimits
 from tllm_spec.server.child import ChildSettings
 from tllm_spec.server.options import ServerOptions
-from tllm_spec.server.wire import new_unpacker, pack, pack_limits
+from tllm_spec.server.wire import new_unpacker, pack
 from tllm_spec.text.tokenizer import load_tokenizer
 
 MODEL = "zoo:llama"
@@ -58,11 +58,11 @@ class Front:
         listener.close()
         settings = ChildSettings(
             llm={"model": MODEL}, served_model_name="m", engine_paths=[engine_path],
-            log_level="warning", log_format="text", server=ServerOptions().to_plain(), tls=None,
+            log_level="warning", log_format="text", server=asdict(ServerOptions()), tls=None,
         )  # fmt: skip
         self._control.sendall(pack(asdict(settings)))
         self.engine, _ = engines.accept()
-        self.engine.sendall(pack(["hello", pack_limits(LIMITS)]))
+        self.engine.sendall(pack(["hello", asdict(LIMITS)]))
         assert self._control.recv(1 << 10) == pack(["ready", ""])
 
     def close(self) -> None:

@@ -11,11 +11,12 @@ from tllm_spec.executor.decoding_rules import DecodingRules, rules_of_sample
 from tllm_spec.executor.request import DraftCounters, LlmRequest, RequestPause
 from tllm_spec.executor.request_limits import RequestLimits
 from tllm_spec.grammar.grammar_state import GrammarState
+from tllm_spec.sampling_params import RequestOptions
 
 SETS = frozenset({"end_ids", "stop_token_ids"})
 # User's functions cannot be sent, and come from Python only.
 RULES = tuple(each.name for each in fields(DecodingRules) if each.name != "edits")
-OPTIONS = ("max_tokens", "draft_limit", "streaming", "priority", "cache_salt", "store", "client")
+OPTIONS = ("max_tokens", "draft_limit", *(each.name for each in fields(RequestOptions)))
 
 
 def pack_requests(requests: Sequence[LlmRequest]) -> list[Any]:
@@ -40,6 +41,7 @@ def unpack_requests(
     _, seeds, tokens, plain, options = packed
     sets = {name: frozenset(plain[name]) for name in SETS}
     sequences = tuple(map(tuple, plain["bad_sequences"]))
+    given = dict(zip(OPTIONS, options, strict=True))
     rules = DecodingRules(**plain | sets | {"bad_sequences": sequences, "edits": ()})
     return [
         LlmRequest(
@@ -52,7 +54,7 @@ def unpack_requests(
             counters=DraftCounters(limits.max_draft_len),
             draft_pause=RequestPause(limits.pause_patience),
             grammar=grammar,
-            **dict(zip(OPTIONS, options, strict=True)) | {"client": tuple(options[-1])},
+            **given | {"client": tuple(given["client"])},
         )
         for index, (request_id, seed, grammar) in enumerate(zip(ids, seeds, grammars, strict=True))
     ]

@@ -47,7 +47,6 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     (
         "tllm_spec.request_handle",
         "tllm_spec.server_info",
-        "tllm_spec.prompts",
         "tllm_spec.grammars",
         "tllm_spec.distributed.rank_checks",
         "tllm_spec.executor.worker",

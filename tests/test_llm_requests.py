@@ -11,8 +11,9 @@ from torch import Tensor
 from tests.short_llm import llm as llm
 from tllm_spec import RequestError, llmapi
 from tllm_spec.config.llm_args import LlmArgs
+from tllm_spec.executor.request_limits import RequestLimits
+from tllm_spec.intake import Intake
 from tllm_spec.llm import LLM
-from tllm_spec.prompts import PromptReader, longest_prompt
 from tllm_spec.sampling_params import GREEDY_BELOW_TEMPERATURE, LARGEST_FACTOR, SamplingParams
 
 THREE = SamplingParams(max_tokens=3)
@@ -53,8 +54,8 @@ def test_token_ids_may_be_numpys_integers(llm: LLM) -> None:
     [
         ({"sampling_params": 5}, "sampling_params = 5: SamplingParams or a mapping"),
         ({"sampling_params": "greedy"}, "sampling_params = 'greedy': SamplingParams or a mapping"),
-        ({"priority": "high"}, "priority = 'high': a number of 0 to 1"),
-        ({"priority": None}, "priority = None: a number of 0 to 1"),
+        ({"priority": "high"}, "priority = 'high': a number is needed"),
+        ({"priority": None}, "priority = None: a number is needed"),
     ],
 )
 def test_an_argument_of_the_wrong_type_is_refused_by_name(
@@ -239,7 +240,7 @@ def test_kv_cache_events_are_refused_by_a_sentence(llm: LLM) -> None:
 
 
 def test_a_prompt_longer_than_max_input_len_is_refused_with_the_options_name() -> None:
-    longest = longest_prompt(LlmArgs(model="m", max_input_len=5, max_num_tokens=8))
-    reader = PromptReader(None, vocab_size=9, max_seq_len=64, longest=longest)
+    args = LlmArgs(model="m", max_input_len=5, max_num_tokens=8)
+    intake = Intake(args, None, RequestLimits(9, (), 64, 0, None))
     with pytest.raises(ValueError, match="at most 5 are accepted, which is max_input_len"):
-        reader.read([1] * 6, THREE)
+        intake.submission([1] * 6, THREE)

@@ -11,7 +11,8 @@ from tests.decoding_options import eagle3, ngram, speculate
 from tllm_spec import llmapi
 from tllm_spec.config.llm_args import KvCacheConfig, LlmArgs
 from tllm_spec.config.speculative_config import NGramDecodingConfig, UserProvidedDecodingConfig
-from tllm_spec.prompts import PromptReader
+from tllm_spec.executor.request_limits import RequestLimits
+from tllm_spec.intake import Intake
 from tllm_spec.sampling_params import SamplingParams
 
 # The keys of TensorRT-LLM's curated configurations, and those that are refused here. Of the others
@@ -249,6 +250,6 @@ def test_another_grammar_compiler_is_refused_with_what_llguidance_takes() -> Non
 
 
 def test_a_multimodal_prompt_is_refused_by_the_name_of_its_part() -> None:
-    reader = PromptReader(None, vocab_size=9, max_seq_len=64, longest=None)
+    intake = Intake(LlmArgs(model="m"), None, RequestLimits(9, (), 64, 0, None))
     with pytest.raises(ValueError, match="multi_modal_data of a prompt is refused: only text"):
-        reader.read({"prompt": "a", "multi_modal_data": {}}, SamplingParams())
+        intake.submission({"prompt": "a", "multi_modal_data": {}}, SamplingParams())

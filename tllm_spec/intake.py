@@ -8,24 +8,29 @@ import secrets
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import count
-from typing import Any, cast
+from numbers import Integral
+from typing import Any, NamedTuple
 
 from tllm_spec.config.llm_args import LlmArgs
-from tllm_spec.config.option_checks import check_text
+from tllm_spec.config.option_checks import check_text, shown
 from tllm_spec.executor.decoding_rules import DecodingRules, rules_of_sample
 from tllm_spec.executor.request import DraftCounters, LlmRequest, RequestPause, StopOptions
 from tllm_spec.executor.request_limits import RequestLimits
 from tllm_spec.grammar.grammar_state import GrammarState
 from tllm_spec.grammars import end_ids_of
-from tllm_spec.prompts import Prompt, PromptReader, check_salt, longest_prompt
+from tllm_spec.request_errors import ContextLengthExceeded
 from tllm_spec.request_handle import RequestHandle
-from tllm_spec.sampling_params import SamplingParams
+from tllm_spec.sampling_params import DEFAULT_OPTIONS, RequestOptions, SamplingParams
+from tllm_spec.text.chat_prompt import ChatPrompts, Conversation
 from tllm_spec.text.stop_strings import StopStringChecker
 from tllm_spec.text.tokenizer import Tokenizer
 
+# Text, token ids, {"prompt": text} or {"prompt_token_ids": token ids}, or a conversation.
+Prompt = str | Sequence[int] | Mapping[str, Any] | Conversation
 Params = SamplingParams | Mapping[str, Any] | None
+Grammars = Sequence[GrammarState | None]
 
 
 @dataclass(frozen=True)
@@ -46,88 +51,105 @@ class Submission:
         return RequestHandle(first_id, self.prompt, self.token_ids, self.params, tokenizer, cancel)
 
 
+class PromptLimit(NamedTuple):
+    """Tokens that a prompt may have by an option, and which option that is."""
+
+    num_tokens: int
+    option: str
+
+
+def longest_prompt(args: LlmArgs) -> PromptLimit | None:
+    """None: only the longest sequence limits prompts."""
+    found = []
+    if args.max_input_len is not None:
+        found.append(PromptLimit(args.max_input_len, "max_input_len"))
+    if not args.enable_chunked_prefill:
+        option = "max_num_tokens without enable_chunked_prefill"
+        found.append(PromptLimit(args.max_num_tokens, option))
+    return min(found, default=None)
+
+
+def max_model_len(args: LlmArgs, max_seq_len: int) -> int:
+    """The length that clients may plan with, under vLLM's name: each prompt that is shorter is
+    served."""
+    longest = longest_prompt(args)
+    return max_seq_len if longest is None else min(max_seq_len, longest.num_tokens)
+
+
 class Intake:
     """Thread-safe. Its request ids begin at 1. new_states: makes the grammars of a prompt's
-    requests, None for each one without."""
+    requests, None for each one without; without it the engine's process makes them."""
 
     def __init__(
         self,
         args: LlmArgs,
         tokenizer: Tokenizer | None,
         limits: RequestLimits,
-        new_states: Callable[[SamplingParams, int], Sequence[GrammarState | None]],
+        new_states: Callable[[SamplingParams, int], Grammars] = lambda params, number: (
+            [None] * number
+        ),
     ) -> None:
         self._tokenizer = tokenizer
-        self._limits = limits
         self._end_ids = end_ids_of(limits, tokenizer)
-        self._prompts = PromptReader(
-            tokenizer,
-            vocab_size=limits.vocab_size,
-            max_seq_len=limits.max_seq_len,
-            longest=longest_prompt(args),
-        )
+        self._longest = longest_prompt(args)
         self._new_states = new_states
         self._num_ranks = args.tensor_parallel_size
         self._records = args.record_traffic is not None
         self._lock = threading.Lock()
         self._ids = count(1)
+        self._limits = limits
+        self.limit_sequences(limits.max_seq_len)
 
     def limit_sequences(self, max_seq_len: int) -> None:
         """For an engine that runs shorter sequences than the first: tokens of prompt and output."""
-        if max_seq_len < self._limits.max_seq_len:
-            self._limits = replace(self._limits, max_seq_len=max_seq_len)
-            self._prompts.limit_sequences(max_seq_len)
-
-    def check_length(self, text: str | Sequence[int]) -> None:
-        """Raises ValueError for token ids that are too many, and for a text that has too many
-        whatever they are, without tokenising it."""
-        self._prompts.check_length(text)
+        longest = min(max_seq_len, self._limits.max_seq_len)
+        self._limits = replace(self._limits, max_seq_len=longest)
+        own = longest if self._longest is None else self._longest.num_tokens
+        self._max_tokens = min(longest - 1, own)  # of a prompt
 
     def submission(
-        self,
-        inputs: Prompt,
-        params: Params,
-        *,
-        streaming: bool,
-        priority: float,
-        cache_salt: str | None = None,
-        client: tuple[str, ...] = (),
-        store: bool | None = None,
+        self, inputs: Prompt, params: Params, options: RequestOptions = DEFAULT_OPTIONS
     ) -> Submission:
         """Raises ValueError for a prompt or parameters that the model cannot serve."""
-        checked = _params(params)
-        if store and not self._records:
+        if not isinstance(params, SamplingParams):
+            params = SamplingParams() if params is None else SamplingParams.from_dict(params)
+        if options.store and not self._records:
             raise ValueError("store = True: nothing is stored without record_traffic")
-        if self._num_ranks > 1 and checked.logits_processors:
+        if self._num_ranks > 1 and params.logits_processors:
             raise ValueError(
                 "logits_processor is a function of this process, and tensor_parallel_size = "
                 f"{self._num_ranks} has other processes that would need it; use logit_bias, "
                 "bad or guided_decoding"
             )
-        prompt, token_ids = self._prompts.read(inputs, checked)
-        rules = self._rules(checked)
-        grammars = self._new_states(checked, checked.n)
-        _check_priority(priority)
-        check_salt(cache_salt)
+        prompt, token_ids = self._read(inputs, params)
+        rules = self._rules(params)
+        grammars = self._new_states(params, params.n)
         with self._lock:
-            ids = [next(self._ids) for _ in range(checked.n)]
-        seed = secrets.randbits(63) if checked.seed is None else checked.seed
+            ids = [next(self._ids) for _ in range(params.n)]
+        room, longest = self._limits.max_seq_len - len(token_ids), self._limits.max_draft_len
+        wanted, stop = params.speculation, stop_options(params)
+        limit = longest if wanted.max_draft_len is None else min(longest, wanted.max_draft_len)
+        seed = secrets.randbits(63) if params.seed is None else params.seed
         requests = [
-            self._request(
-                index,
-                request_id,
-                token_ids,
-                checked,
-                rules_of_sample(rules, index),
-                _sample_seed(seed, index),
-                grammar,
+            LlmRequest(
+                request_id=request_id,
+                tokens=list(token_ids),
+                rules=rules_of_sample(rules, index),
+                seed=_sample_seed(seed, index),
+                index=index,
+                arrival=request_id,
+                max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
+                draft_limit=limit if wanted.enabled else 0,
+                counters=DraftCounters(longest),
+                draft_pause=RequestPause(self._limits.pause_patience),
+                stop_options=stop,
+                stop_checker=self._stop_checker(stop),
+                grammar=grammar,
+                **vars(options),
             )
             for index, (request_id, grammar) in enumerate(zip(ids, grammars, strict=True))
         ]
-        for request in requests:
-            request.streaming, request.priority = streaming, float(priority)
-            request.cache_salt, request.client, request.store = cache_salt, client, store
-        return Submission(prompt, token_ids, checked, requests)
+        return Submission(prompt, token_ids, params, requests)
 
     def _rules(self, params: SamplingParams) -> DecodingRules:
         """The parameters, checked against the model."""
@@ -141,41 +163,80 @@ class Intake:
             params, vocab_size=self._limits.vocab_size, end_ids=self._end_ids, encode=encode
         )
 
-    def _request(
-        self,
-        index: int,
-        request_id: int,
-        token_ids: list[int],
-        params: SamplingParams,
-        rules: DecodingRules,
-        seed: int,
-        grammar: GrammarState | None,
-    ) -> LlmRequest:
-        room = self._limits.max_seq_len - len(token_ids)
-        limit, wanted = self._limits.max_draft_len, params.speculation
-        if wanted.max_draft_len is not None:
-            limit = min(limit, wanted.max_draft_len)
-        return LlmRequest(
-            request_id=request_id,
-            tokens=list(token_ids),
-            rules=rules,
-            seed=seed,
-            index=index,
-            arrival=request_id,
-            max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
-            draft_limit=limit if wanted.enabled else 0,
-            counters=DraftCounters(self._limits.max_draft_len),
-            draft_pause=RequestPause(self._limits.pause_patience),
-            stop_options=(stop := stop_options(params)),
-            stop_checker=self._stop_checker(stop),
-            grammar=grammar,
-        )
-
     def _stop_checker(self, options: StopOptions | None) -> StopStringChecker | None:
         if options is None:
             return None
         assert self._tokenizer is not None
         return StopStringChecker.of(self._tokenizer, options)
+
+    def _read(self, prompt: Prompt, params: SamplingParams) -> tuple[str | None, list[int]]:
+        """The prompt's text, if it was given as text, and its tokens, truncated as `params` say.
+
+        Raises ValueError for what is not a prompt, is too long or is outside the vocabulary."""
+        text, token_ids = self._tokens_of(_plain(prompt), params)
+        if params.truncate_prompt_tokens is not None:
+            del token_ids[: -params.truncate_prompt_tokens]
+        if not token_ids:
+            raise ValueError("the prompt is empty: at least one token is needed")
+        if not 0 <= min(token_ids) <= max(token_ids) < self._limits.vocab_size:
+            raise ValueError(
+                "the prompt has token ids outside the vocabulary, which has ids 0 to "
+                f"{self._limits.vocab_size - 1}"
+            )
+        self.check_length(token_ids)
+        return text, token_ids
+
+    def _tokens_of(self, prompt: object, params: SamplingParams) -> tuple[str | None, list[int]]:
+        if isinstance(prompt, Conversation):
+            return None, self._chat_prompts.token_ids(prompt)
+        if not isinstance(prompt, str):
+            return None, _token_ids(prompt)
+        check_text(prompt)
+        if self._tokenizer is None:
+            raise ValueError(
+                "a text prompt needs a tokenizer; give token ids, or drop skip_tokenizer_init"
+            )
+        if params.truncate_prompt_tokens is None:
+            self.check_length(prompt)
+        special = params.add_special_tokens
+        return prompt, self._tokenizer.encode(prompt, add_special_tokens=special)
+
+    def check_length(self, text: str | Sequence[int]) -> None:
+        """Raises ValueError for a text that has too many tokens whatever they are. Tokenizing it
+        would take long. For token ids, too."""
+        if not isinstance(text, str):
+            if len(text) > self._max_tokens:
+                raise self._too_long(f"{len(text)} tokens")
+            return
+        if len(text) <= self._max_tokens:
+            return  # the common case, which needs no look at the vocabulary
+        if self._longest_token and len(text) > self._max_tokens * self._longest_token:
+            raise self._too_long(f"{len(text)} characters")
+
+    @cached_property
+    def _chat_prompts(self) -> ChatPrompts:
+        if self._tokenizer is None:
+            raise ValueError("a conversation needs a tokenizer; drop skip_tokenizer_init")
+        return ChatPrompts(self._tokenizer, self.check_length, allow_control_tokens=False)
+
+    @cached_property
+    def _longest_token(self) -> int:
+        """Characters that one token may stand for, at most: vocabularies write each byte of a token
+        as one or more. 0 if unknown: the tokenizer has an unknown token, or no vocabulary."""
+        tokenizer: Any = self._tokenizer
+        if getattr(tokenizer, "unk_token", None) is not None or not hasattr(tokenizer, "get_vocab"):
+            return 0
+        return max(map(len, tokenizer.get_vocab()), default=0)
+
+    def _too_long(self, length: str) -> ContextLengthExceeded:
+        # Clients such as litellm recognise this error by its first words.
+        reason = "since an output needs one"
+        if self._longest is not None and self._max_tokens < self._limits.max_seq_len - 1:
+            reason = f"which is {self._longest.option}"
+        return ContextLengthExceeded(
+            f"this model's maximum context length is {self._limits.max_seq_len} tokens, and the "
+            f"prompt has {length}; at most {self._max_tokens} are accepted, {reason}"
+        )
 
 
 def stop_options(params: SamplingParams) -> StopOptions | None:
@@ -187,16 +248,43 @@ def stop_options(params: SamplingParams) -> StopOptions | None:
     )
 
 
-def _params(params: Params) -> SamplingParams:
-    if params is None:
-        return SamplingParams()
-    return params if isinstance(params, SamplingParams) else SamplingParams.from_dict(params)
+def is_single(inputs: object) -> bool:
+    """Whether `inputs` is one prompt, or not a prompt at all. Otherwise it is a list of prompts."""
+    if not isinstance(inputs, Sequence) or isinstance(inputs, (str, bytes)):
+        return True
+    return bool(inputs) and isinstance(inputs[0], Integral)
 
 
-def _check_priority(priority: object) -> None:
-    is_number = isinstance(priority, (int, float)) and not isinstance(priority, bool)
-    if not is_number or not 0 <= cast(float, priority) <= 1:
-        raise ValueError(f"priority = {priority!r}: a number of 0 to 1 is accepted")
+def _plain(prompt: Prompt) -> object:
+    """The text or the token ids of a prompt that may be a mapping."""
+    if not isinstance(prompt, Mapping):
+        return prompt
+    unknown = prompt.keys() - {"prompt", "prompt_token_ids"}
+    if media := sorted(str(key) for key in unknown if "multi" in str(key) or "mm_" in str(key)):
+        raise ValueError(f"{', '.join(media)} of a prompt is refused: only text models are served")
+    if unknown or len(prompt) != 1:
+        raise ValueError(
+            f"a prompt mapping has either 'prompt' or 'prompt_token_ids', not {sorted(prompt)}"
+        )
+    ((kind, value),) = prompt.items()
+    if isinstance(value, str) != (kind == "prompt"):
+        wanted = "text" if kind == "prompt" else "a list of token ids"
+        raise ValueError(f"{kind} = {shown(value)}: {wanted} is needed")
+    return value
+
+
+def _token_ids(prompt: object) -> list[int]:
+    """A copy of a prompt's token ids, which may be NumPy's integers."""
+    if not isinstance(prompt, Sequence) or isinstance(prompt, (str, bytes)):
+        raise ValueError(
+            f"prompt = {shown(prompt)}: text, a list of token ids, or one of them as "
+            "{'prompt': ...} or {'prompt_token_ids': ...} is needed"
+        )
+    if set(map(type, prompt)) <= {int}:
+        return list(prompt)
+    if not all(isinstance(token, Integral) and not isinstance(token, bool) for token in prompt):
+        raise ValueError(f"prompt_token_ids = {shown(prompt)} must be integers")
+    return [int(token) for token in prompt]
 
 
 def _sample_seed(seed: int, index: int) -> int:

@@ -23,15 +23,14 @@ from tllm_spec.executor.request import Response
 from tllm_spec.executor.request_queue import RequestQueue
 from tllm_spec.executor.worker import Worker
 from tllm_spec.grammars import Grammars
-from tllm_spec.intake import Intake, Params
+from tllm_spec.intake import Intake, Params, Prompt, is_single
 from tllm_spec.models.registry import check_config
 from tllm_spec.outputs import RequestOutput
 from tllm_spec.progress import progress
-from tllm_spec.prompts import Prompt, is_single
 from tllm_spec.ranks import build_together, join_ranks
 from tllm_spec.request_errors import RequestError
 from tllm_spec.request_handle import RequestHandle, Results
-from tllm_spec.sampling_params import SamplingParams
+from tllm_spec.sampling_params import RequestOptions, SamplingParams
 from tllm_spec.server_info import server_info
 from tllm_spec.text.chat_prompt import Conversation
 from tllm_spec.text.messages import Messages
@@ -96,26 +95,20 @@ class LLM:
 
         TensorRT-LLM's `lora_request`, `disaggregated_params` and so on must be None."""
         _refuse_not_served(not_served, GENERATE_IGNORED)
-        if is_single(inputs):
-            (params,) = _one_each("sampling_params", sampling_params, 1)
-            (rank,) = _one_each("priority", priority, 1)
-            (salt,) = _one_each("cache_salt", cache_salt, 1)
-            result = self.generate_async(
-                cast(Prompt, inputs), params, priority=rank, cache_salt=salt
-            )
-            with _aborted_if_interrupted([result]):
-                output = result.result()
-            if output.error is not None:
-                raise RequestError(output.error)
-            return output
-        prompts = list(cast(Sequence[Prompt], inputs))
-        all_params = _one_each("sampling_params", sampling_params, len(prompts))
-        priorities = _one_each("priority", priority, len(prompts))
-        salts = _one_each("cache_salt", cache_salt, len(prompts))
+        is_one = is_single(inputs)
+        prompts = [cast(Prompt, inputs)] if is_one else list(cast(Sequence[Prompt], inputs))
+        given = {"sampling_params": sampling_params, "priority": priority, "cache_salt": cache_salt}
+        columns = [_one_each(name, value, len(prompts)) for name, value in given.items()]
+        submit = self.generate_async if is_one else self._submit_or_explain
         results: list[RequestHandle] = []
         with _aborted_if_interrupted(results):
-            for each in zip(prompts, all_params, priorities, salts, strict=True):
-                results.append(self._submit_or_explain(*each))
+            for prompt, params, rank, salt in zip(prompts, *columns, strict=True):
+                results.append(submit(prompt, params, priority=rank, cache_salt=salt))
+            if is_one:
+                output = results[0].result()
+                if output.error is not None:
+                    raise RequestError(output.error)
+                return output
             if not use_tqdm:
                 return [result.result() for result in results]
             return _shown(results)
@@ -179,17 +172,21 @@ class LLM:
         Raises RequestError, which is a ValueError, for a prompt or parameters that this model
         cannot serve, RuntimeError after shutdown or when the executor has died."""
         _refuse_not_served(not_served, GENERATE_IGNORED)
-        self._check_alive()
         with _mistakes_as_request_errors():
-            submission = self._intake.submission(
-                inputs,
-                sampling_params,
+            options = RequestOptions(
                 streaming=streaming,
                 priority=priority,
                 cache_salt=cache_salt,
                 client=client,
                 store=store,
             )
+        return self.submit(inputs, sampling_params, options)
+
+    def submit(self, inputs: Prompt, params: Params, options: RequestOptions) -> RequestHandle:
+        """As `generate_async`, which makes `options`."""
+        self._check_alive()
+        with _mistakes_as_request_errors():
+            submission = self._intake.submission(inputs, params, options)
         result = submission.handle(self.tokenizer, self._cancel_of(submission.ids))
         for request_id in submission.ids:
             self._results.add(request_id, result)
@@ -294,11 +291,9 @@ class LLM:
             "outputs"
         )
 
-    def _submit_or_explain(
-        self, prompt: Prompt, params: Params, priority: float, cache_salt: str | None
-    ) -> RequestHandle:
+    def _submit_or_explain(self, prompt: Prompt, params: Params, **options: Any) -> RequestHandle:
         try:
-            return self.generate_async(prompt, params, priority=priority, cache_salt=cache_salt)
+            return self.generate_async(prompt, params, **options)
         except ValueError as error:
             result = RequestHandle(0, None, [], SamplingParams(), None, lambda: None)
             result.receive(Response(0, [], finish_reason="error", error=str(error)))

@@ -9,20 +9,13 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import fields
 from time import monotonic
-from typing import NamedTuple, cast
+from typing import cast
 
 from tllm_spec.executor.request import Response
 from tllm_spec.outputs import CompletionOutput, FinishReason, Logprob, RequestMetrics, RequestOutput
 from tllm_spec.sampling_params import SamplingParams
 from tllm_spec.text.stop_strings import StreamedText
 from tllm_spec.text.tokenizer import IncrementalDetokenizer, Tokenizer
-
-
-class Arrival(NamedTuple):
-    """A response and its time of arrival."""
-
-    response: Response
-    time: float
 
 
 class Sample:
@@ -97,7 +90,7 @@ class RequestHandle(RequestOutput):
         # None when finished, so that outputs do not keep the LLM alive.
         self._cancel: Callable[[], None] | None = cancel
         self._samples = [Sample(output, params, tokenizer) for output in outputs]
-        self._arrived: deque[Arrival] = deque()
+        self._arrived: deque[tuple[Response, float]] = deque()  # with the times of their arrivals
         self._changed = threading.Condition()
         self._waiter: asyncio.Future[None] | None = None  # of the reader that awaits
 
@@ -111,7 +104,7 @@ class RequestHandle(RequestOutput):
     def receive(self, response: Response) -> None:
         """Called by the executor's thread."""
         with self._changed:
-            self._arrived.append(Arrival(response, monotonic()))
+            self._arrived.append((response, monotonic()))
             self._changed.notify()
             waiter, self._waiter = self._waiter, None
         if waiter is not None:
@@ -190,9 +183,8 @@ class RequestHandle(RequestOutput):
 
     def _read(self) -> None:
         while self._arrived:
-            arrival = self._arrived[0]
             # Removed after it was applied: if a user's tokenizer raises, the next read does, too.
-            self._apply(arrival.response, arrival.time)
+            self._apply(*self._arrived[0])
             self._arrived.popleft()
 
     def _apply(self, response: Response, time: float) -> None:

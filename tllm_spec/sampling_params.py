@@ -16,6 +16,7 @@ from tllm_spec.config.option_checks import (
     check_integer,
     check_list,
     check_number,
+    check_text,
     refusals,
     shown,
     unknown_options,
@@ -345,6 +346,34 @@ class SamplingParams:
     def logits_processors(self) -> tuple[AnyLogitsProcessor, ...]:
         """`logits_processor` as a tuple, in the order of their calls."""
         return _as_tuple(self.logits_processor)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestOptions:
+    """The options of one request that are not about its text, named as in `LlmRequest`. Raises
+    ValueError for a wrong priority or salt. The empty salt would look like none."""
+
+    streaming: bool = False
+    """Its result grows while tokens come. Otherwise it arrives whole."""
+    priority: float = 0.5
+    """0 to 1, higher first with `waiting_queue_policy: priority`."""
+    cache_salt: str | None = None
+    """Only requests with the same one reuse each other's KV cache and n-grams."""
+    client: tuple[str, ...] = ()
+    """Who takes turns: a name, or the names of a group and of its member."""
+    store: bool | None = None
+    """Whether `record_traffic` may record it. null: unless it has a `cache_salt`."""
+
+    def __post_init__(self) -> None:
+        check_number("priority", self.priority, 0, 1)
+        if self.cache_salt is not None:
+            if not isinstance(self.cache_salt, str) or not self.cache_salt:
+                needed = "a text that is not empty, or None is needed"
+                raise ValueError(f"cache_salt = {shown(self.cache_salt)}: {needed}")
+            check_text(self.cache_salt, "cache_salt")
+
+
+DEFAULT_OPTIONS = RequestOptions()
 
 
 def _speculation_from(value: object) -> SpeculationParams:

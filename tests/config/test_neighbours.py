@@ -22,7 +22,7 @@ from tllm_spec.kernels.states.gated_delta import DeltaShape
 from tllm_spec.sampling_params import IGNORED, SamplingParams
 from tllm_spec.server.chat_message import ChatMessage
 from tllm_spec.server.protocol import ChatCompletionRequest, CompletionRequest
-from tllm_spec.server.responses_protocol import ResponsesRequest
+from tllm_spec.server.responses_api import ResponsesRequest
 
 NEEDED = {"speculative_model": "draft", "drafter": object()}
 DECODING = {

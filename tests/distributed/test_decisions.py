@@ -62,10 +62,10 @@ def test_a_tokenizer_object_is_refused() -> None:
 def test_a_logits_processor_is_refused() -> None:
     args = LlmArgs.from_kwargs("zoo:llama", device="cpu", tensor_parallel_size=2)
     limits = build_executor(args, None, lambda responses: None).limits  # of one rank
-    intake = Intake(args, load_tokenizer("zoo:llama"), limits, lambda params, number: [None])
+    intake = Intake(args, load_tokenizer("zoo:llama"), limits)
     params = SamplingParams(logits_processor=lambda *arguments: None)
     with pytest.raises(ValueError, match=r"function of this process, and tensor_parallel_size = 2"):
-        intake.submission("a", params, streaming=False, priority=0.5)
+        intake.submission("a", params)
 
 
 @pytest.mark.parametrize(

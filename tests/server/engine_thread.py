@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tllm_spec.config.llm_args import LlmArgs
+from tllm_spec.sampling_params import RequestOptions
 from tllm_spec.server.engine_client import EngineClient, EngineConnection
 from tllm_spec.server.engine_process import EngineProcess
 from tllm_spec.text.tokenizer import load_tokenizer
@@ -27,6 +28,7 @@ ARGS = LlmArgs.from_kwargs("zoo:llama", **OPTIONS)
 # Without the tokenizer of masks.
 WITHOUT_GRAMMARS = LlmArgs.from_kwargs("zoo:llama", **OPTIONS, guided_decoding_backend=None)
 PROMPT = "def f("
+STREAMED = RequestOptions(streaming=True)
 
 Use = Callable[[EngineClient], Awaitable[Any]]
 

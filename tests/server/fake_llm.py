@@ -12,7 +12,7 @@ from tllm_spec.executor.request import Response
 from tllm_spec.outputs import Logprob, SpeculativeStats
 from tllm_spec.request_errors import SLOW_GRAMMAR, ContextLengthExceeded
 from tllm_spec.request_handle import RequestHandle
-from tllm_spec.sampling_params import SamplingParams
+from tllm_spec.sampling_params import DEFAULT_OPTIONS, RequestOptions, SamplingParams
 from tllm_spec.text.tokenizer import load_tokenizer
 
 STATS = SpeculativeStats(2, 5, (2, 2), (2, 1))
@@ -104,17 +104,13 @@ class FakeLLM:
     def shutdown(self) -> None:
         self.is_shut_down = True
 
-    def generate_async(
+    def submit(
         self,
         inputs: str | list[int],
         params: SamplingParams,
-        *,
-        streaming: bool = False,
-        cache_salt: str | None = None,
-        client: tuple[str, ...] = (),
-        store: bool | None = None,
+        options: RequestOptions = DEFAULT_OPTIONS,
     ) -> RequestHandle:
-        if store:
+        if options.store:
             raise ValueError("store = True: nothing is stored without record_traffic")
         if isinstance(inputs, str):
             check_text(inputs)
@@ -128,7 +124,7 @@ class FakeLLM:
         request_id = len(self.prompts)
         self.prompts.append(token_ids)
         self.sampling.append(params)
-        self.callers.append((client, cache_salt))
+        self.callers.append((options.client, options.cache_salt))
         self.running.add(request_id)
 
         def abort() -> None:
@@ -136,7 +132,9 @@ class FakeLLM:
 
         prompt = inputs if isinstance(inputs, str) else None
         handle = RequestHandle(request_id, prompt, token_ids, params, self.tokenizer, abort)
-        threading.Thread(target=self._answer, args=(handle, params, streaming), daemon=True).start()
+        threading.Thread(
+            target=self._answer, args=(handle, params, options.streaming), daemon=True
+        ).start()
         return handle
 
     def _answer(self, handle: RequestHandle, params: SamplingParams, streaming: bool) -> None:

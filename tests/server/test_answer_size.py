@@ -12,11 +12,11 @@ import pytest
 from tests.server.fake_llm import MODEL, SLOW_PROMPT, FakeLLM
 from tests.server.hosted import hosted
 from tests.server.http_answers import events_of, wait_for
-from tllm_spec.server import json_parts, strict_body
-from tllm_spec.server.admission import Admission
-from tllm_spec.server.json_parts import render
+from tllm_spec.server import answers as json_parts
+from tllm_spec.server import bodies as strict_body
+from tllm_spec.server.admission import LOGPROB_BYTES, Admission
+from tllm_spec.server.answers import render
 from tllm_spec.server.options import ServerOptions
-from tllm_spec.server.refusals import LOGPROB_BYTES
 
 Post = Callable[..., httpx.Response]
 
@@ -148,7 +148,7 @@ def test_a_long_body_is_parsed_and_checked_outside_of_the_event_loop(
 ) -> None:
     threads = Threads(monkeypatch)
     threads.watch(strict_body, "_decoded")
-    threads.watch(strict_body, "_checked")
+    threads.watch(strict_body, "parsed_body")
     body = {"model": MODEL, "prompt": "a", "max_tokens": 1, **options}
     short = httpx.post(f"{url}/v1/completions", json={"model": MODEL, "prompt": "a"})
     assert short.status_code == 200

@@ -11,169 +11,82 @@ import pytest
 from tests.server.fake_llm import MODEL, FakeLLM
 
 CHAT = [{"role": "user", "content": "hello"}]
+TEXT, CHAT_PATH = "/v1/completions", "/v1/chat/completions"
+RESPONSES, TOKENIZE = "/v1/responses", "/tokenize"
+GOOD: dict[str, dict[str, Any]] = {TEXT: {"prompt": "a"}, CHAT_PATH: {"messages": CHAT}}
+JSON = {"content-type": "application/json"}
 
 
 @pytest.mark.parametrize(
     ("path", "body", "param", "sentence"),
     [
+        (TEXT, {"temprature": 1}, "temprature", "did you mean temperature"),
+        (TEXT, {"temperature": -1}, "temperature", "0 to"),
+        (TEXT, {"presence_penalty": -1e308}, "presence_penalty", "-1e+20 to 1e+20"),
+        (TEXT, {"n": "2"}, "n", "integer"),
+        (TEXT, {"suffix": "b"}, "suffix", "accepted: None or ''"),
+        (TEXT, {"speculation": {"x": 1}}, "speculation.x", "max_draft_len"),
+        (TEXT, {"stream_options": {}}, "stream_options", "stream = true"),
+        (TEXT, {"prompt": [1, "a"]}, "prompt", "list of texts"),
+        (TEXT, {"prompt": [[]]}, None, "empty"),
+        (TEXT, {"stop": 5}, "stop", "a non-empty string or a list"),
+        (TEXT, {"n": 10**7}, "n", "less than or equal to 128"),
+        (TEXT, {"n": 0}, "n", "greater than or equal to 1"),
+        (TEXT, {"stop": ["a"] * 65}, "stop", "at most 64 strings with 4096"),
+        (TEXT, {"stop": "a" * 4097}, "stop", "at most 64 strings with 4096"),
+        (CHAT_PATH, {"bad": ["a"] * 65}, "bad", "at most 64 strings with 4096"),
+        (TEXT, {"bad_token_ids": [5] * 1025}, "bad_token_ids", "at most 1024 ids"),
+        (TEXT, {"bad_token_ids": [[5, 6]] * 65}, "bad_token_ids", "1024 ids and 64 sequences"),
+        (TEXT, {"stop_token_ids": [5] * 1025}, "stop_token_ids", "at most 1024"),
+        (TEXT, {"logit_bias": {"x": 1}}, "logit_bias", "'x' is not a token id"),
+        (TEXT, {"logit_bias": {"-1": 1}}, "logit_bias", "'-1' is not a token id"),
+        (TEXT, {"logit_bias": {"1": 1, "01": 2}}, "logit_bias", "has a token id twice"),
+        (TEXT, {"prompt": ["a"] * 4097}, "prompt", "a body may ask for 4096"),
+        (TEXT, {"prompt": [[1]] * 33, "n": 128}, "prompt", "33 prompts with 128 choices"),
+        (TEXT, {"use_beam_search": True}, "use_beam_search", "no beam search"),
+        (TEXT, {"length_penalty": 0.8}, "length_penalty", "accepted: None or 0.0 or"),
+        (TEXT, {"guided_regex": ""}, "guided_regex", "non-empty"),
+        (TEXT, {"guided_regex": "a", "guided_choice": ["b"]}, None, "one of them says"),
         (
-            "/v1/completions",
-            {"prompt": "a", "temprature": 1},
-            "temprature",
-            "did you mean temperature",
-        ),
-        ("/v1/completions", {"prompt": "a", "temperature": -1}, "temperature", "0 to"),
-        (
-            "/v1/completions",
-            {"prompt": "a", "presence_penalty": -1e308},
-            "presence_penalty",
-            "-1e+20 to 1e+20",
-        ),
-        ("/v1/completions", {"prompt": "a", "n": "2"}, "n", "integer"),
-        ("/v1/completions", {"prompt": "a", "suffix": "b"}, "suffix", "accepted: None or ''"),
-        (
-            "/v1/completions",
-            {"prompt": "a", "speculation": {"x": 1}},
-            "speculation.x",
-            "max_draft_len",
-        ),
-        (
-            "/v1/completions",
-            {"prompt": "a", "stream_options": {}},
-            "stream_options",
-            "stream = true",
-        ),
-        ("/v1/completions", {"prompt": [1, "a"]}, "prompt", "list of texts"),
-        ("/v1/completions", {"prompt": [[]]}, None, "empty"),
-        ("/v1/completions", {}, "prompt", "required"),
-        ("/v1/completions", {"prompt": "a", "stop": 5}, "stop", "a non-empty string or a list"),
-        ("/v1/completions", {"prompt": "a", "n": 10**7}, "n", "less than or equal to 128"),
-        ("/v1/completions", {"prompt": "a", "n": 0}, "n", "greater than or equal to 1"),
-        (
-            "/v1/completions",
-            {"prompt": "a", "stop": ["a"] * 65},
-            "stop",
-            "at most 64 strings with 4096",
-        ),
-        (
-            "/v1/completions",
-            {"prompt": "a", "stop": "a" * 4097},
-            "stop",
-            "at most 64 strings with 4096",
-        ),
-        (
-            "/v1/chat/completions",
-            {"messages": CHAT, "bad": ["a"] * 65},
-            "bad",
-            "at most 64 strings with 4096",
-        ),
-        (
-            "/v1/completions",
-            {"prompt": "a", "bad_token_ids": [5] * 1025},
-            "bad_token_ids",
-            "at most 1024 ids",
-        ),
-        (
-            "/v1/completions",
-            {"prompt": "a", "bad_token_ids": [[5, 6]] * 65},
-            "bad_token_ids",
-            "1024 ids and 64 sequences",
-        ),
-        (
-            "/v1/completions",
-            {"prompt": "a", "stop_token_ids": [5] * 1025},
-            "stop_token_ids",
-            "at most 1024",
-        ),
-        (
-            "/v1/completions",
-            {"prompt": "a", "logit_bias": {"x": 1}},
-            "logit_bias",
-            "'x' is not a token id",
-        ),
-        (
-            "/v1/completions",
-            {"prompt": "a", "logit_bias": {"-1": 1}},
-            "logit_bias",
-            "'-1' is not a token id",
-        ),
-        (
-            "/v1/completions",
-            {"prompt": "a", "logit_bias": {"1": 1, "01": 2}},
-            "logit_bias",
-            "has a token id twice",
-        ),
-        ("/v1/completions", {"prompt": ["a"] * 4097}, "prompt", "a body may ask for 4096"),
-        (
-            "/v1/completions",
-            {"prompt": [[1]] * 33, "n": 128},
-            "prompt",
-            "33 prompts with 128 choices",
-        ),
-        (
-            "/v1/completions",
-            {"prompt": "a", "use_beam_search": True},
-            "use_beam_search",
-            "no beam search",
-        ),
-        (
-            "/v1/completions",
-            {"prompt": "a", "length_penalty": 0.8},
-            "length_penalty",
-            "accepted: None or 0.0 or",
-        ),
-        ("/v1/completions", {"prompt": "a", "guided_regex": ""}, "guided_regex", "non-empty"),
-        (
-            "/v1/completions",
-            {"prompt": "a", "guided_regex": "a", "guided_choice": ["b"]},
-            None,
-            "one of them says",
-        ),
-        (
-            "/v1/chat/completions",
-            {"messages": CHAT, "response_format": {"type": "yaml"}},
+            CHAT_PATH,
+            {"response_format": {"type": "yaml"}},
             "response_format",
             "json_schema, structural_tag",
         ),
-        ("/v1/completions", {"prompt": "a", "priority": 1}, "priority", "accepted: None or 0"),
-        ("/v1/chat/completions", {"messages": []}, "messages", "at least 1"),
+        (TEXT, {"priority": 1}, "priority", "accepted: None or 0"),
+        (CHAT_PATH, {"messages": []}, "messages", "at least 1"),
         (
-            "/v1/chat/completions",
+            CHAT_PATH,
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
             None,
             "only text",
         ),
-        ("/v1/chat/completions", {"messages": CHAT, "tools": [{}]}, None, "function is required"),
+        (CHAT_PATH, {"tools": [{}]}, None, "function is required"),
         (
-            "/v1/chat/completions",
+            CHAT_PATH,
             {"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]},
             None,
             "messages.0.tool_calls.0.function is required",
         ),
         (
-            "/v1/chat/completions",
+            CHAT_PATH,
             {"messages": [{"role": "user", "content": [{"type": "text", "text": 5}]}]},
             "messages.0.content.text",
             "a valid string",
         ),
         (
-            "/v1/chat/completions",
+            CHAT_PATH,
             {"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "x": 1}]}]},
             "messages.0.content.x",
             "not a known option; known: cache_control, text, type",
         ),
         (
-            "/v1/chat/completions",
+            CHAT_PATH,
             {"messages": [{"role": "user", "content": "a", "type": "image"}]},
             "messages.0.type",
             "accepted: None or 'text'",
         ),
-        (
-            "/v1/chat/completions",
-            {"messages": CHAT, "top_logprobs": 2},
-            "top_logprobs",
-            "logprobs = true",
-        ),
+        (CHAT_PATH, {"top_logprobs": 2}, "top_logprobs", "logprobs = true"),
     ],
 )
 def test_a_bad_request_is_answered_with_400_and_openais_error_object(
@@ -183,7 +96,7 @@ def test_a_bad_request_is_answered_with_400_and_openais_error_object(
     param: str | None,
     sentence: str,
 ) -> None:
-    response = post(path, **body)
+    response = post(path, **GOOD[path] | body)
     assert response.status_code == 400
     error = response.json()["error"]
     assert error.keys() == {"message", "type", "param", "code"}
@@ -225,57 +138,37 @@ def test_a_message_about_a_bad_request_has_no_names_of_classes(
     [
         ('{"prompt": "é"}'.encode("latin-1"), "the body is not UTF-8"),
         (b"[" * 100_000, "the body is nested too deeply"),
+        (
+            "{",
+            "the body is not JSON: Expecting property name enclosed in double quotes, "
+            "at character 1",
+        ),
+        ('{"prompt": "a", "n": 1, "n": 2}', "the body has the key 'n' twice"),
+        (
+            r'{"prompt": "a", "user": {"\ud800": 1, "\ud800": 2}}',
+            r"the body has the key '\ud800' twice",
+        ),
+        ("[]", "the body must be a JSON object, sent with Content-Type: application/json"),
+        ("", "the body must be a JSON object, sent with Content-Type: application/json"),
     ],
 )
 def test_a_body_that_cannot_be_read_is_refused_with_the_reason(
-    url: str, content: bytes, message: str
+    url: str, content: str | bytes, message: str
 ) -> None:
-    headers = {"content-type": "application/json"}
-    response = httpx.post(f"{url}/v1/completions", content=content, headers=headers)
+    response = httpx.post(f"{url}{TEXT}", content=content, headers=JSON)
     assert (response.status_code, response.json()["error"]["message"]) == (400, message)
-
-
-def test_a_body_that_is_not_json_is_a_bad_request(url: str) -> None:
-    response = httpx.post(
-        f"{url}/v1/completions", content="{", headers={"content-type": "application/json"}
-    )
-    assert response.status_code == 400
-    assert response.json()["error"]["message"] == (
-        "the body is not JSON: Expecting property name enclosed in double quotes, at character 1"
-    )
-
-
-@pytest.mark.parametrize(
-    ("body", "name"),
-    [
-        ('{"model": "fake", "prompt": "a", "max_tokens": 1, "max_tokens": 2}', "max_tokens"),
-        (
-            '{"model": "fake", "prompt": "a", "speculation": {"a\\ud800": 1, "a\\ud800": 2}}',
-            r"a\ud800",
-        ),
-    ],
-)
-def test_a_key_that_a_body_has_twice_is_a_bad_request(url: str, body: str, name: str) -> None:
-    headers = {"content-type": "application/json"}
-    response = httpx.post(f"{url}/v1/completions", content=body, headers=headers)
-    assert response.status_code == 400
-    assert response.json()["error"]["message"] == f"the body has the key '{name}' twice"
 
 
 def test_an_error_message_that_quotes_a_lone_surrogate_can_be_sent(url: str) -> None:
     body = json.dumps({"model": MODEL, "prompt": "a", "speculation": {"\ud800": 1}})
-    response = httpx.post(
-        f"{url}/v1/completions", content=body, headers={"content-type": "application/json"}
-    )
+    response = httpx.post(f"{url}{TEXT}", content=body, headers=JSON)
     assert response.status_code == 400
     message = response.json()["error"]["message"]
     assert message.startswith("speculation.?: character 0 is U+D800, one half of a surrogate pair")
 
 
 def test_a_wrong_content_type_is_answered_with_the_right_one(url: str) -> None:
-    response = httpx.post(
-        f"{url}/v1/completions", content=json.dumps({"model": MODEL, "prompt": "a"})
-    )
+    response = httpx.post(f"{url}{TEXT}", content=json.dumps({"model": MODEL, "prompt": "a"}))
     assert response.status_code == 400
     assert "Content-Type: application/json" in response.json()["error"]["message"]
 
@@ -286,9 +179,7 @@ def test_a_wrong_content_type_is_answered_with_the_right_one(url: str) -> None:
 def test_names_that_the_template_renderer_uses_are_refused_as_variables(
     post: Callable[..., httpx.Response], name: str
 ) -> None:
-    response = post(
-        "/v1/chat/completions", messages=CHAT, chat_template_kwargs={"word": 1, name: 1}
-    )
+    response = post(CHAT_PATH, messages=CHAT, chat_template_kwargs={"word": 1, name: 1})
     assert response.status_code == 400
     assert (
         f"chat_template_kwargs = ['{name}'] are not variables"
@@ -309,22 +200,21 @@ def test_variables_that_a_chat_template_cannot_use_are_a_bad_request(
     template: str,
 ) -> None:
     monkeypatch.setattr(llm.tokenizer, "chat_template", template)
-    response = post("/v1/chat/completions", messages=CHAT, chat_template_kwargs={"word": ""})
+    response = post(CHAT_PATH, messages=CHAT, chat_template_kwargs={"word": ""})
     assert (response.status_code, "chat template" in response.text) == (400, True)
 
 
-CHAT_PATH, RESPONSES, TOKENIZE = "/v1/chat/completions", "/v1/responses", "/tokenize"
 HALF = "\ud800"
 FUNCTION = {"type": "function", "function": {"name": HALF}}
 BODIES: list[tuple[str, dict[str, Any], str]] = [
-    ("/v1/completions", {"prompt": HALF}, "prompt"),
-    ("/v1/completions", {"prompt": ["a", HALF]}, "prompt.1"),
-    ("/v1/completions", {"prompt": "a", "guided_regex": HALF}, "guided_regex"),
-    ("/v1/completions", {"prompt": "a", "guided_choice": [HALF]}, "guided_choice.0"),
-    ("/v1/completions", {"prompt": "a", "stop": HALF}, "stop"),
-    ("/v1/completions", {"prompt": "a", "cache_salt": HALF}, "cache_salt"),
-    ("/v1/completions", {"prompt": "a", "logit_bias": {HALF: 1}}, "logit_bias.?"),
-    ("/v1/completions", {"prompt": "a", "model": HALF}, "model"),
+    (TEXT, {"prompt": HALF}, "prompt"),
+    (TEXT, {"prompt": ["a", HALF]}, "prompt.1"),
+    (TEXT, {"prompt": "a", "guided_regex": HALF}, "guided_regex"),
+    (TEXT, {"prompt": "a", "guided_choice": [HALF]}, "guided_choice.0"),
+    (TEXT, {"prompt": "a", "stop": HALF}, "stop"),
+    (TEXT, {"prompt": "a", "cache_salt": HALF}, "cache_salt"),
+    (TEXT, {"prompt": "a", "logit_bias": {HALF: 1}}, "logit_bias.?"),
+    (TEXT, {"prompt": "a", "model": HALF}, "model"),
     (CHAT_PATH, {"messages": [{"role": "user", "content": HALF}]}, "messages.0.content"),
     (CHAT_PATH, {"messages": [{"role": "user", "content": "", "name": HALF}]}, "messages.0.name"),
     (CHAT_PATH, {"messages": CHAT, "chat_template_kwargs": {"a": HALF}}, "chat_template_kwargs.a"),
@@ -336,7 +226,7 @@ BODIES: list[tuple[str, dict[str, Any], str]] = [
     *(
         (path, {name: HALF, **rest}, name)
         for path, rest in (
-            ("/v1/completions", {"prompt": "a"}),
+            (TEXT, {"prompt": "a"}),
             (CHAT_PATH, {"messages": CHAT}),
             (RESPONSES, {"input": "a"}),
         )
@@ -351,9 +241,7 @@ def test_half_a_character_in_any_string_is_a_bad_request(
 ) -> None:
     num_before = len(llm.prompts)
     for text in (json.dumps({"model": MODEL} | body), json.dumps(body).replace("ud8", "uD8")):
-        answer = httpx.post(
-            f"{url}{path}", content=text, headers={"content-type": "application/json"}
-        )
+        answer = httpx.post(f"{url}{path}", content=text, headers=JSON)
         assert answer.status_code == 400
         message, param = (answer.json()["error"][key] for key in ("message", "param"))
         assert param == (None if "?" in name else name)
@@ -362,10 +250,9 @@ def test_half_a_character_in_any_string_is_a_bad_request(
 
 
 def test_two_halves_are_a_character_and_bytes_of_a_half_are_not_utf8(url: str) -> None:
-    headers = {"content-type": "application/json"}
     for user, status in ((rb"\ud83d\ude00", 200), (rb"\\ud800", 200), (b"\xed\xa0\x80", 400)):
         body = b'{"model": "%b", "prompt": "a", "user": "%b"}' % (MODEL.encode(), user)
-        answer = httpx.post(f"{url}/v1/completions", content=body, headers=headers)
+        answer = httpx.post(f"{url}{TEXT}", content=body, headers=JSON)
         assert answer.status_code == status, answer.text
 
 
@@ -377,9 +264,9 @@ def test_values_out_of_range_are_named_together_by_the_clients_names(
     many |= {"repetition_penalty": 0, "truncate_prompt_tokens": 0, "presence_penalty": 1e30}
     many["frequency_penalty"] = -1e30
     for path, options, expected in (
-        ("/v1/completions", {"prompt": "a", "max_tokens": 0}, {"max_tokens", *given}),
-        ("/v1/responses", {"input": "a", "max_output_tokens": 0}, {"max_output_tokens", *given}),
-        ("/v1/completions", {"prompt": "a", **many}, None),
+        (TEXT, {"prompt": "a", "max_tokens": 0}, {"max_tokens", *given}),
+        (RESPONSES, {"input": "a", "max_output_tokens": 0}, {"max_output_tokens", *given}),
+        (TEXT, {"prompt": "a", **many}, None),
     ):
         response = post(path, **options, **given)
         assert response.status_code == 400

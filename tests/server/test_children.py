@@ -48,7 +48,7 @@ def test_a_front_that_waits_for_an_engine_ends_when_the_server_does(
     tmp_path: Path, is_announced: bool, is_in_one_packet: bool
 ) -> None:
     path = str(tmp_path / "engine")
-    llm, server = {"model": MODEL, "device": "cpu"}, ServerOptions().to_plain()
+    llm, server = {"model": MODEL, "device": "cpu"}, asdict(ServerOptions())
     settings = ChildSettings(llm, MODEL, [path, path], "info", "text", server, None)
     with child("front_process") as (process, control), socket.socket(socket.AF_UNIX) as engine:
         engine.bind(path)

@@ -19,9 +19,8 @@ import pytest
 from tests.server.http_answers import SECONDS, wait_for
 from tests.server.served_process import MODEL, OPTIONS, ROOT, RUN, complete
 from tllm_spec.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from tllm_spec.server.child import ChildSettings
+from tllm_spec.server.child import ChildSettings, configure_logs
 from tllm_spec.server.histograms import LATENCY, NUM_BYTES, Histograms
-from tllm_spec.server.logs import configure_logs
 from tllm_spec.server.supervisor import ServeError, Supervisor
 
 FULL = Path("/dev/full")

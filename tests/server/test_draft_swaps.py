@@ -18,10 +18,9 @@ from tests.server.served_process import LONG, SHORT, ServedProcess
 from tests.server.test_replicas import CACHE
 from tllm_spec import SamplingParams
 from tllm_spec.executor.draft_weights import DraftWeights
-from tllm_spec.server.draft_swaps import DraftInForce, Served
 from tllm_spec.server.engine_client import WORK_SECONDS
 from tllm_spec.server.engine_process import with_served_draft
-from tllm_spec.server.replicas import Replicas
+from tllm_spec.server.replicas import DraftInForce, Replicas, Served
 from tllm_spec.text.tokenizer import load_tokenizer
 
 FIRST = "zoo:llama-draft"
@@ -93,7 +92,7 @@ def fleet(tmp_path: Path) -> Iterator[Fleet]:
 def test_all_engines_swap_while_requests_run_and_no_text_changes(fleet: Fleet) -> None:
     async def swap(replicas: Replicas) -> list[str]:
         async def texts() -> list[str]:
-            handles = [replicas.generate_async(PROMPT, PARAMS) for _ in range(4)]
+            handles = [replicas.submit(PROMPT, PARAMS) for _ in range(4)]
             return [(await handle).outputs[0].text for handle in handles]
 
         before = await texts()

@@ -35,18 +35,14 @@ def test_a_known_grammar_does_not_wait_for_others_that_are_compiled(
         return states_of(source, number)
 
     async def ask(client: EngineClient) -> list[str]:
-        await client.generate_async(PROMPT, known)
+        await client.submit(PROMPT, known)
         monkeypatch.setattr(grammars, "states_of", slowly)
         others = [
-            client.generate_async(
-                PROMPT, SamplingParams(guided_decoding={"choice": [f"slow{number}"]})
-            )
+            client.submit(PROMPT, SamplingParams(guided_decoding={"choice": [f"slow{number}"]}))
             for number in range(12)  # more than there are threads
         ]
         try:
-            text = (
-                (await asyncio.wait_for(client.generate_async(PROMPT, known), 60)).outputs[0].text
-            )
+            text = (await asyncio.wait_for(client.submit(PROMPT, known), 60)).outputs[0].text
         finally:
             may_go_on.set()
         return [text, *[(await each).outputs[0].text for each in others]]
@@ -68,7 +64,7 @@ def test_a_request_whose_grammar_is_lost_fails_and_leaves_nothing(
     async def ask(client: EngineClient) -> str | None:
         monkeypatch.setattr(port._grammars, "states_of", fail)
         params = SamplingParams(guided_decoding={"choice": [f"lost by {error}"]})
-        handle = client.generate_async(PROMPT, params)
+        handle = client.submit(PROMPT, params)
         await asyncio.wait_for(handle, 60)
         return handle.error
 
@@ -99,7 +95,7 @@ def test_a_request_that_is_cancelled_while_it_is_queued_does_not_run(
         monkeypatch.setattr(queue, "put", put_late)
         monkeypatch.setattr(queue, "cancel", cancel)
         params = SamplingParams(max_tokens=500, guided_decoding={"regex": "(a|b){500}"})
-        handle = await asyncio.wait_for(client.generate_async(PROMPT, params), 60)
+        handle = await asyncio.wait_for(client.submit(PROMPT, params), 60)
         return handle.outputs[0].finish_reason
 
     assert engine.use(ask) == "cancelled"

@@ -20,7 +20,7 @@ from tests.server.fake_llm import (
     FakeLLM,
 )
 from tests.server.http_answers import wait_for
-from tllm_spec.sampling_params import SamplingParams
+from tllm_spec.sampling_params import RequestOptions, SamplingParams
 from tllm_spec.server.streaming import Running
 
 
@@ -34,16 +34,16 @@ def test_when_one_prompt_is_refused_the_others_are_aborted(
 def test_when_the_engine_ends_between_two_prompts_the_first_one_is_aborted(
     post: Callable[..., httpx.Response], llm: FakeLLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    generate = llm.generate_async
+    generate = llm.submit
 
     def once(*inputs: Any, **options: Any) -> Any:
-        monkeypatch.setattr(llm, "generate_async", ended)
+        monkeypatch.setattr(llm, "submit", ended)
         return generate(*inputs, **options)
 
     def ended(*inputs: Any, **options: Any) -> Any:
         raise RuntimeError("the engine's process has ended")
 
-    monkeypatch.setattr(llm, "generate_async", once)
+    monkeypatch.setattr(llm, "submit", once)
     assert post("/v1/completions", prompt=["good", "good"]).status_code == 503
     assert len(llm.prompts) - 1 in llm.aborted
 
@@ -87,9 +87,8 @@ def test_a_client_that_closes_a_stream_aborts_its_request(url: str, llm: FakeLLM
 def test_closing_the_generator_of_updates_aborts_all_requests() -> None:
     async def leave() -> set[int]:
         llm = FakeLLM()
-        handles = [
-            llm.generate_async(SLOW_PROMPT, SamplingParams(), streaming=True) for _ in range(3)
-        ]
+        options = RequestOptions(streaming=True)
+        handles = [llm.submit(SLOW_PROMPT, SamplingParams(), options) for _ in range(3)]
         async with aclosing(Running(handles, 60).updates()) as outputs:
             await anext(outputs)
         return llm.aborted

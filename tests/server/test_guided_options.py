@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tllm_spec.server.guided_options import guided_params
+from tllm_spec.server.protocol import guided_params
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 TAG = {"type": "structural_tag", "format": {"type": "any_text"}}

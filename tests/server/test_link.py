@@ -46,7 +46,7 @@ def test_what_is_left_at_the_end_is_sent_in_however_many_parts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Port:
-        num_unfinished = 0
+        num_unfinished = num_submitted = 0
 
         def add(self, front: link.Link) -> None:
             front.send(message)

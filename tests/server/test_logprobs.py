@@ -13,7 +13,8 @@ from tllm_spec.executor.request import Response
 from tllm_spec.outputs import Logprob
 from tllm_spec.request_handle import RequestHandle
 from tllm_spec.sampling_params import SamplingParams
-from tllm_spec.server.responses import Answer, ChatAnswer, CompletionAnswer
+from tllm_spec.server.answers import Answer, CompletionAnswer
+from tllm_spec.server.chat_answer import ChatAnswer
 from tllm_spec.text.stop_strings import StopStringChecker
 from tllm_spec.text.tokenizer import REPLACEMENT, IncrementalDetokenizer, Tokenizer
 

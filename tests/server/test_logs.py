@@ -7,9 +7,8 @@ import sys
 import pytest
 
 from tllm_spec.executor.py_executor import Load
-from tllm_spec.server import engine_process as load_log
-from tllm_spec.server.engine_process import LoadLog
-from tllm_spec.server.logs import JsonFormatter, configure_logs
+from tllm_spec.server.child import JsonFormatter, configure_logs
+from tllm_spec.server.engine_process import log_load
 
 
 def test_a_json_line_has_the_fields_of_the_record_and_its_exception() -> None:
@@ -42,15 +41,18 @@ def test_a_line_of_one_of_several_processes_says_which(
 
 
 def test_the_load_is_what_happened_since_the_last_line(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO, "tllm_spec.load")
-    times = iter([0.0, 2.0, 3.0, 4.0])
-    monkeypatch.setattr(load_log, "monotonic", lambda: next(times))
-    log = LoadLog()
-    log.add(Load(3, 4, 2, request_rounds=100, emitted_tokens=250))
-    log.add(Load(3, 0, 2, request_rounds=100, emitted_tokens=250))
-    log.add(Load(0, 0, 2, request_rounds=100, emitted_tokens=250))
+    first, *loads = (
+        Load(0, 0, None, 0, 0),
+        Load(3, 4, 2, request_rounds=100, emitted_tokens=250),
+        Load(3, 0, 2, request_rounds=100, emitted_tokens=250),
+        Load(0, 0, 2, request_rounds=100, emitted_tokens=250),
+    )
+    for load, seconds in zip(loads, (2.0, 1.0, 1.0), strict=True):
+        log_load(first, load, seconds)
+        first = load
     assert caplog.messages == [
         "125 tokens/s, 3 running, 4 waiting, acceptance length 2.5, draft length 2",
         "0 tokens/s, 3 running, 0 waiting, acceptance length -, draft length 2",

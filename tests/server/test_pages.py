@@ -17,10 +17,9 @@ from tests.server.fake_llm import MODEL, STATE, FakeLLM
 from tests.server.hosted import hosted
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.server.app import OpenAIServer
-from tllm_spec.server.dashboard_data import dashboard_data, measured, shape_name, why
 from tllm_spec.server.histograms import HISTOGRAMS
 from tllm_spec.server.options import ServerOptions
-from tllm_spec.server.pages import facts_of
+from tllm_spec.server.pages import dashboard_data, facts_of, measured, shape_name, why
 
 CHROMIUM = shutil.which("chromium")
 NAME = '<b onclick="x">model'

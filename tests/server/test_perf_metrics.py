@@ -10,8 +10,9 @@ from fastapi.testclient import TestClient
 from tests.server.fake_llm import FAILING_PROMPT, FAILURES, MODEL, STATS, FakeLLM
 from tests.server.http_answers import CHAT, wait_for
 from tllm_spec.outputs import RequestMetrics, RequestOutput
+from tllm_spec.server import app as server_app
 from tllm_spec.server.app import OpenAIServer
-from tllm_spec.server.histograms import MAX_REQUESTS, PerfMetrics
+from tllm_spec.server.histograms import perf_record
 
 
 @pytest.fixture
@@ -59,20 +60,20 @@ def test_failed_requests_have_no_record(client: TestClient) -> None:
 
 
 def test_a_request_without_drafts_has_no_draft_counts() -> None:
-    metrics = PerfMetrics()
-    metrics.add(RequestOutput(7, None, [1], [], RequestMetrics(1.0, 2.0, 3.0, 4.0), finished=True))
+    output = RequestOutput(7, None, [1], [], RequestMetrics(1.0, 2.0, 3.0, 4.0), finished=True)
     times = {"arrival_time": 1.0, "first_scheduled_time": 2.0}
     times |= {"first_token_time": 3.0, "last_token_time": 4.0}
     expected = {"request_id": 7, "perf_metrics": {"timing_metrics": times}}
-    assert metrics.take() == [expected]
+    assert perf_record(output) == expected
 
 
-def test_only_the_latest_records_are_kept() -> None:
-    metrics = PerfMetrics()
-    for request_id in range(MAX_REQUESTS + 5):
-        metrics.add(RequestOutput(request_id, None, [1], [], RequestMetrics(0.0)))
-    kept = [record["request_id"] for record in metrics.take()]
-    assert kept == list(range(5, MAX_REQUESTS + 5))
+def test_only_the_latest_records_are_kept(monkeypatch: pytest.MonkeyPatch, llm: FakeLLM) -> None:
+    monkeypatch.setattr(server_app, "MAX_RECORDS", 3)
+    with TestClient(OpenAIServer(llm, MODEL).app()) as client:
+        for _ in range(5):
+            complete(client)
+        kept = [record["request_id"] for record in client.get("/perf_metrics").json()]
+    assert kept == [2, 3, 4]
 
 
 def test_health_generate_runs_one_token_through_the_engine(

@@ -1,46 +1,31 @@
 """How the options of a request body become sampling parameters."""
 
 from collections.abc import Callable
+from typing import Any
 
 import httpx
 
 from tests.server.fake_llm import FakeLLM
 from tests.server.http_answers import CHAT
+from tllm_spec.sampling_params import SamplingParams
 
 
 def test_sampling_options_and_extensions_reach_the_llm(
     post: Callable[..., httpx.Response], llm: FakeLLM
 ) -> None:
-    body = {
+    given: dict[str, Any] = {
         "temperature": 0.5,
         "top_p": 0.9,
         "seed": 7,
         "stop": ["x"],
-        "logit_bias": {"12": -3},
         "presence_penalty": 1,
     }
-    ours = {
-        "top_k": 4,
-        "min_p": 0.1,
-        "ignore_eos": True,
-        "min_tokens": 2,
-        "speculation": {"max_draft_len": 2},
-    }
-    assert post("/v1/completions", prompt="a", **body, **ours).status_code == 200
-    params = llm.sampling[-1]
-    assert (params.temperature, params.top_p, params.seed, params.stop_strings) == (
-        0.5,
-        0.9,
-        7,
-        ("x",),
-    )
-    assert (params.logit_bias, params.presence_penalty, params.top_k, params.min_p) == (
-        {12: -3},
-        1,
-        4,
-        0.1,
-    )
-    assert (params.ignore_eos, params.min_tokens, params.speculation.max_draft_len) == (True, 2, 2)
+    ours: dict[str, Any] = {"top_k": 4, "min_p": 0.1, "ignore_eos": True, "min_tokens": 2}
+    ours["speculation"] = {"max_draft_len": 2}
+    body = given | ours | {"logit_bias": {"12": -3}, "max_tokens": 9}
+    assert post("/v1/completions", prompt="a", **body).status_code == 200
+    expected = SamplingParams(**given, **ours, logit_bias={12: -3}, max_tokens=9)
+    assert llm.sampling[-1] == expected
 
 
 def test_the_default_temperature_is_openais_1_and_not_greedy(
@@ -91,45 +76,15 @@ def test_sglangs_and_tensorrt_llms_names_of_an_option_are_taken(
 
 
 NULLABLE = (
-    *(
-        "frequency_penalty",
-        "logit_bias",
-        "logprobs",
-        "max_tokens",
-        "n",
-        "presence_penalty",
-        "seed",
-        "stop",
-    ),
-    *("stream", "stream_options", "temperature", "top_p", "user"),
+    "frequency_penalty logit_bias logprobs max_tokens n presence_penalty seed stop stream "
+    "stream_options temperature top_p user "
 )
-NULLABLE_IN_COMPLETIONS = ("best_of", "echo", "suffix", *NULLABLE)
+NULLABLE_IN_COMPLETIONS = f"{NULLABLE} best_of echo suffix"
 NULLABLE_IN_CHAT = (
-    *(
-        "audio",
-        "function_call",
-        "functions",
-        "max_completion_tokens",
-        "metadata",
-        "modalities",
-        "moderation",
-    ),
-    *(
-        "parallel_tool_calls",
-        "prediction",
-        "prompt_cache_key",
-        "prompt_cache_retention",
-        "reasoning_effort",
-    ),
-    *("response_format", "safety_identifier", "service_tier", "store", "tool_choice", "tools"),
-    *(
-        "top_logprobs",
-        "verbosity",
-        "web_search_options",
-        "add_generation_prompt",
-        "chat_template_kwargs",
-    ),
-    *NULLABLE,
+    f"{NULLABLE} audio function_call functions max_completion_tokens metadata modalities "
+    "moderation parallel_tool_calls prediction prompt_cache_key prompt_cache_retention "
+    "reasoning_effort response_format safety_identifier service_tier store tool_choice tools "
+    "top_logprobs verbosity web_search_options add_generation_prompt chat_template_kwargs"
 )
 
 
@@ -157,7 +112,9 @@ def test_null_means_the_default_of_every_option(
         ("/v1/completions", NULLABLE_IN_COMPLETIONS, {"prompt": "a"}),
         ("/v1/chat/completions", NULLABLE_IN_CHAT, {"messages": CHAT}),
     ):
-        answers = [post(path, **needed, **options) for options in ({}, dict.fromkeys(names))]
+        answers = [
+            post(path, **needed, **options) for options in ({}, dict.fromkeys(names.split()))
+        ]
         assert [answer.status_code for answer in answers] == [200, 200], answers[1].text
         assert llm.sampling[-1] == llm.sampling[-2]
         assert llm.prompts[-1] == llm.prompts[-2]

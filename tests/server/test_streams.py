@@ -11,9 +11,9 @@ from tests.server.hosted import hosted
 from tests.server.http_answers import wait_for
 from tests.server.raw_client import completion, connect, until_closed
 from tllm_spec.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from tllm_spec.server.json_parts import TextEvent, event
+from tllm_spec.server.answers import Answer, CompletionAnswer, TextEvent, event
+from tllm_spec.server.chat_answer import ChatAnswer
 from tllm_spec.server.options import ServerOptions
-from tllm_spec.server.responses import Answer, ChatAnswer, CompletionAnswer
 from tllm_spec.text.tokenizer import load_tokenizer
 
 PIECES = ("a", "", '"\\', "\n\r\t\0", "é😀\u2028", TextEvent.MARK, "end")

@@ -8,6 +8,7 @@ import signal
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,8 +31,7 @@ from tllm_spec.config.llm_args import LlmArgs, with_yaml
 from tllm_spec.config.yaml_file import read_yaml
 from tllm_spec.distributed.mpirun import end_mpirun, mpirun_rank, mpirun_size, undo_default_binding
 from tllm_spec.models.draft_kind import check_folders
-from tllm_spec.server.child import ChildSettings, raise_file_limit
-from tllm_spec.server.logs import configure_logs
+from tllm_spec.server.child import ChildSettings, configure_logs, raise_file_limit
 from tllm_spec.server.options import ANY, ServerOptions, hosts_of
 from tllm_spec.server.supervisor import ServeError, Supervisor
 
@@ -140,7 +140,7 @@ def main(
                 engine_paths=[],
                 log_level=log_level,
                 log_format=server["log_format"],
-                server=checked.to_plain(),
+                server=asdict(checked),
                 tls=tls_of(server),
             )
             raise_file_limit()

@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -18,32 +20,40 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from tllm_spec import __version__
+from tllm_spec.intake import max_model_len
 from tllm_spec.outputs import RequestOutput
-from tllm_spec.prompts import max_model_len
 from tllm_spec.request_handle import RequestHandle
-from tllm_spec.sampling_params import SamplingParams
-from tllm_spec.server.admission import ENGINE_DOWN, SAME, Admission, bad_request, engine_running
-from tllm_spec.server.chat_answer import ParsedText, chat_answer, parsed_texts
-from tllm_spec.server.echo import completion_answer
-from tllm_spec.server.engine import Engine
-from tllm_spec.server.error_handlers import add_error_handlers
-from tllm_spec.server.guard import CLIENT_CLOSED_REQUEST, Caller, Guard, caller_of
-from tllm_spec.server.histograms import Histograms, PerfMetrics
-from tllm_spec.server.json_parts import render
+from tllm_spec.sampling_params import DEFAULT_OPTIONS, RequestOptions, SamplingParams
+from tllm_spec.server.admission import (
+    ENGINE_DOWN,
+    SAME,
+    Admission,
+    bad_request,
+    engine_running,
+    size_of,
+)
+from tllm_spec.server.answers import Answer, completion_answer, render
+from tllm_spec.server.bodies import LONG_BODY, StrictBodyRoute
+from tllm_spec.server.chat_answer import ChatAnswer, ParsedText, parsed_texts
+from tllm_spec.server.chat_message import NamedChoice
+from tllm_spec.server.guard import CLIENT_CLOSED_REQUEST, Guard
+from tllm_spec.server.histograms import Histograms, perf_record
 from tllm_spec.server.metrics import EngineMetrics
 from tllm_spec.server.options import ServerOptions
 from tllm_spec.server.pages import Pages
 from tllm_spec.server.protocol import (
     ChatCompletionRequest,
+    ClientRequest,
     CompletionRequest,
+    DetokenizeRequest,
+    DraftModelRequest,
     GenerationRequest,
     StreamOptions,
+    TokenizeRequest,
 )
-from tllm_spec.server.refusals import AnswerLimit, AnswerSize, RequestRefused, size_of
-from tllm_spec.server.responses import Answer
-from tllm_spec.server.responses_answer import ResponseAnswer
-from tllm_spec.server.responses_protocol import CHAT_NAMES, ResponsesRequest
-from tllm_spec.server.shares import ClientShares, within_budget
+from tllm_spec.server.refusals import RequestRefused, add_error_handlers
+from tllm_spec.server.replicas import Engine
+from tllm_spec.server.responses_api import CHAT_NAMES, ResponseAnswer, ResponsesRequest
 from tllm_spec.server.streaming import (
     EventStream,
     Running,
@@ -51,14 +61,15 @@ from tllm_spec.server.streaming import (
     finished_outputs,
     unless_disconnected,
 )
-from tllm_spec.server.strict_body import LONG_BODY, StrictBodyRoute
-from tllm_spec.server.token_routes import DraftRoutes, TokenRoutes
 from tllm_spec.server.traces import Traces
 from tllm_spec.text.chat_prompt import ChatPrompts
 
 MAX_TEMPLATE_TOKENS = 1024  # that a chat template adds to what the body has, usually
 DRAINING = "the server is about to end"
 ONE_TOKEN = SamplingParams(max_tokens=1)
+MAX_RECORDS = 1000  # of finished requests, that are kept for /perf_metrics
+
+Events = Callable[[Running], AsyncGenerator[bytes, None]]
 
 
 class OpenAIServer:
@@ -81,19 +92,17 @@ class OpenAIServer:
                 "skip_tokenizer_init = True cannot be served over HTTP: answers are text"
             )
         self._llm = llm
-        self._tokenizer = llm.tokenizer
+        self._tokenizer: Any = llm.tokenizer
         self._model = served_model_name
         self._options = options or ServerOptions()
         self._created = int(time.time())  # noqa: TID251  # a date
         self._histograms = histograms or Histograms()
         vllm_model = served_model_name if self._options.vllm_metrics else None
         self._metrics = EngineMetrics(llm.server_info, self._histograms, vllm_model, replica)
-        self._perf_metrics = PerfMetrics()
+        self._perf_records: deque[dict[str, Any]] = deque(maxlen=MAX_RECORDS)
         self._traces = traces
         self._draining = draining or asyncio.Event()
-        self._admission = Admission(llm, self._options.max_queue_size, self._options.dp_size)
-        self._answers = AnswerLimit(self._options.max_answer_bytes, llm.max_seq_len)
-        self._shares = ClientShares(self._options.max_client_choices)
+        self._admission = Admission(llm, self._options)
         self._chat_prompts = ChatPrompts(
             llm.tokenizer, llm.check_length, allow_control_tokens=self._options.allow_control_tokens
         )
@@ -111,7 +120,7 @@ class OpenAIServer:
         app.router.route_class = StrictBodyRoute
         get = app.add_api_route
         get("/health", self.health, response_class=Response)
-        app.add_api_route("/health", self.health, methods=["HEAD"], include_in_schema=False)
+        get("/health", self.health, methods=["HEAD"], include_in_schema=False)
         get("/health_generate", self.health_generate, response_class=Response)
         get("/version", self.version)
         get("/server_info", self.server_info)
@@ -121,14 +130,14 @@ class OpenAIServer:
         get("/perf_metrics", self.perf_metrics)
         get("/v1/models", self.models)
         get("/v1/models/{model:path}", self.model)
-        for path, route in (
-            ("/v1/completions", self.completions),
-            ("/v1/chat/completions", self.chat),
-            ("/v1/responses", self.responses),
-        ):
-            app.add_api_route(path, route, methods=["POST"], response_model=None)
-        DraftRoutes(self._llm, self._options).add_to(app)
-        TokenRoutes(self._llm, self._admission, self._chat_prompts, self._check_name).add_to(app)
+        post = partial(app.add_api_route, methods=["POST"], response_model=None)
+        post("/v1/completions", self.completions)
+        post("/v1/chat/completions", self.chat)
+        post("/v1/responses", self.responses)
+        post("/tokenize", self.tokenize)
+        post("/detokenize", self.detokenize)
+        if self._options.draft_model_root is not None:
+            post("/v1/draft_model", self.swap_draft_weights)
         pages = Pages(self._llm, self._model, self._histograms, self._options.api_key is not None)
         pages.add_to(app)
         app.add_middleware(Guard, options=self._options)
@@ -164,9 +173,7 @@ class OpenAIServer:
     async def health_generate(self, request: Request) -> Response:
         """200 once the engine has generated one token, 500 when that fails, 503 when it is down."""
         self._check_healthy()
-        handles = await self._admission.start(
-            request, 1, 0, lambda: ["hi"], ONE_TOKEN, streaming=False
-        )
+        handles = await self._admission.start(request, lambda: ["hi"], ONE_TOKEN, DEFAULT_OPTIONS)
         running = Running(handles, self._options.request_timeout)
         await unless_disconnected(request, finished_outputs(running))
         return Response()
@@ -196,8 +203,10 @@ class OpenAIServer:
             return self._llm.get_stats()
 
     async def perf_metrics(self) -> list[dict[str, Any]]:
-        """Timings of the requests that have finished since the last call."""
-        return self._perf_metrics.take()
+        """Timings of the latest requests that have finished since the last call."""
+        taken = list(self._perf_records)
+        self._perf_records.clear()
+        return taken
 
     async def models(self) -> dict[str, Any]:
         """A list with the served model."""
@@ -212,7 +221,6 @@ class OpenAIServer:
 
     async def completions(self, body: CompletionRequest, request: Request) -> Response:
         """`/v1/completions`: continues each prompt of the body."""
-        self._check_servable(body)
         params = await self._params_of(body, request)
         if params.truncate_prompt_tokens is None:
             self._check_lengths(body.prompt)
@@ -220,51 +228,90 @@ class OpenAIServer:
         lengths = [min(len(prompt), longest, self._llm.max_seq_len) for prompt in body.prompt]
         own_field = body.prompt_logprobs is not None
         size = size_of(lengths, params, echo=body.echo, own_field=own_field)
-        params = self._admit(request, params, len(body.prompt), size)
+        params = self._admission.admit(request, params, len(body.prompt), size)
         handles = await self._admission.start(
             request,
-            len(body.prompt),
-            request.state.body_size,
             lambda: body.prompt,
             params,
-            streaming=body.stream,
-            caller=caller_of(request, body),
+            body.request_options(request.scope["state"]),
+            num_prompts=len(body.prompt),
             names=body.client_names,
         )
         request.state.release_body()
         answer = completion_answer(body, self._model, self._tokenizer, params)
-        return await self._respond(body, request, answer, handles)
+        return await self._respond(body, request, answer, handles, self._chunks(body, answer))
 
     async def chat(self, body: ChatCompletionRequest, request: Request) -> Response:
         """`/v1/chat/completions`: answers the conversation in the body."""
         params = await self._params_of(body, request)
-        answer = chat_answer(
-            body,
-            self._parsed_texts(body, params),
+        answer = ChatAnswer(
             self._model,
             self._tokenizer,
             *(params.n, params.logprobs, params.prompt_logprobs),
+            new_text=self._parsed_texts(body, params),
+            is_named=isinstance(body.tool_choice, NamedChoice),
         )
-        caller = caller_of(request, body)
-        handles = await self._start_chat(body, request, params, caller, body.client_names)
-        return await self._respond(body, request, answer, handles)
+        options = body.request_options(request.scope["state"])
+        handles = await self._start_chat(body, request, params, options, body.client_names)
+        return await self._respond(body, request, answer, handles, self._chunks(body, answer))
 
     async def responses(self, body: ResponsesRequest, request: Request) -> Response:
         """`/v1/responses`: answers the conversation in the body, with text."""
         with bad_request(CHAT_NAMES):
             chat = body.to_chat()
         params = await self._params_of(chat, request, CHAT_NAMES)
-        caller = caller_of(request, body)
-        handles = await self._start_chat(chat, request, params, caller, CHAT_NAMES)
+        options = body.request_options(request.scope["state"])
+        handles = await self._start_chat(chat, request, params, options, CHAT_NAMES)
         new_text = self._parsed_texts(chat, params)
         answer = ResponseAnswer(body, None if new_text is None else new_text())
-        running = self._running(request, handles, body.stream)
-        if body.stream:
-            return EventStream(answer.events(running))
-        results = await unless_disconnected(request, finished_outputs(running))
-        if results is None:
-            return Response(status_code=CLIENT_CLOSED_REQUEST)
-        return JSONResponse(answer.whole(results[0]))
+        return await self._respond(body, request, answer, handles, answer.events)
+
+    async def tokenize(self, body: TokenizeRequest, request: Request) -> dict[str, Any]:
+        """The token ids of a text or of a conversation."""
+        self._check_name(body.model or self._model)
+        size, work = request.state.body_size, partial(self._tokenized, body)
+        is_chat = body.messages is not None
+        return await self._admission.tokenised(size, work, is_chat=is_chat)
+
+    async def detokenize(self, body: DetokenizeRequest, request: Request) -> dict[str, Any]:
+        """The text of token ids."""
+        self._check_name(body.model or self._model)
+        size = request.state.body_size
+        return await self._admission.tokenised(size, lambda: self._detokenized(body.tokens))
+
+    def _tokenized(self, body: TokenizeRequest) -> dict[str, Any]:
+        if body.messages is not None:
+            tokens = self._chat_prompts.token_ids(body.conversation)
+        else:
+            assert body.prompt is not None
+            self._llm.check_length(body.prompt)
+            tokens = self._tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens)
+        length = max_model_len(self._llm.args, self._llm.max_seq_len)
+        answer = {"count": len(tokens), "max_model_len": length, "tokens": tokens}
+        if body.return_token_strs:
+            answer["token_strs"] = self._tokenizer.convert_ids_to_tokens(tokens)
+        return answer
+
+    def _detokenized(self, tokens: list[int]) -> dict[str, Any]:
+        vocab_size = len(self._tokenizer)
+        if wrong := [token for token in tokens if token >= vocab_size]:
+            raise ValueError(f"tokens = [... {wrong[0]} ...]: the vocabulary has {vocab_size} ids")
+        text = self._tokenizer.decode(
+            tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        return {"prompt": text}
+
+    def swap_draft_weights(self, body: DraftModelRequest, request: Request) -> dict[str, Any]:
+        """`/v1/draft_model`, for the operator's key only: waits until the weights are served. Not
+        async: it runs in a thread."""
+        if request.scope["state"]["client"] != f"key {self._options.draft_model_key}":
+            raise RequestRefused(403, "this key may not swap draft weights")
+        with bad_request(), engine_running():
+            folder = _folder_below(Path(self._options.draft_model_root or ""), body.folder)
+            told = self._llm.load_draft_weights(
+                str(folder), keep_cache=body.keep_cache, force=body.force
+            )
+        return told | {"folder": body.folder}
 
     def _parsed_texts(
         self, body: ChatCompletionRequest, params: SamplingParams
@@ -278,7 +325,8 @@ class OpenAIServer:
         request: Request,
         names: Mapping[str, str] = SAME,
     ) -> SamplingParams:
-        self._check_servable(body)
+        self._check_healthy()
+        self._check_name(body.model)
         with bad_request(names):
             if request.state.body_size > LONG_BODY:
                 return await run_in_threadpool(body.to_sampling_params)
@@ -289,37 +337,24 @@ class OpenAIServer:
         body: ChatCompletionRequest,
         request: Request,
         params: SamplingParams,
-        caller: Caller,
+        options: RequestOptions,
         names: Mapping[str, str],
     ) -> list[RequestHandle]:
         texts = [message.content or "" for message in body.messages]
         self._check_lengths(texts)
         most = min(self._llm.max_seq_len, request.state.body_size + MAX_TEMPLATE_TOKENS)
         size = size_of([most], params, echo=False, own_field=params.prompt_logprobs is not None)
-        params = self._admit(request, params, 1, size)
+        params = self._admission.admit(request, params, 1, size)
         handles = await self._admission.start(
             request,
-            1,
-            request.state.body_size,
             lambda: [self._chat_prompts.token_ids(body.conversation)],
             params,
-            streaming=body.stream,
+            options,
             is_chat=True,
-            caller=caller,
             names=names,
         )
         request.state.release_body()
         return handles
-
-    def _admit(
-        self, request: Request, params: SamplingParams, num_prompts: int, size: AnswerSize
-    ) -> SamplingParams:
-        """Raises RequestRefused for more than one request or one client may have."""
-        num_choices = num_prompts * params.n
-        allowed = within_budget(params, num_prompts, self._options.max_request_tokens)
-        allowed = self._answers.take(request, size, allowed, num_choices)
-        self._shares.take(request, num_choices)
-        return allowed
 
     def _check_lengths(self, prompts: Sequence[str | list[int]]) -> None:
         """Refuses what is too long at once: it would take memory until it is tokenised."""
@@ -327,36 +362,34 @@ class OpenAIServer:
             for prompt in prompts:
                 self._llm.check_length(prompt)
 
-    def _check_servable(self, body: GenerationRequest) -> None:
-        self._check_healthy()
-        self._check_name(body.model)
-
     def _check_healthy(self) -> None:
         if not self._llm.is_healthy:
-            raise RequestRefused(503, ENGINE_DOWN, "internal_error")
+            raise RequestRefused(503, ENGINE_DOWN)
 
     def _check_name(self, model: str) -> None:
         if model != self._model:
             message = f"model = {model!r} is not served here; the model is {self._model!r}"
             raise RequestRefused(404, message, code="model_not_found")
 
+    def _chunks(self, body: GenerationRequest, answer: Answer) -> Events:
+        options = body.stream_options or StreamOptions()
+        in_thread = self._admission.in_thread
+        return lambda running: event_stream(answer, running, options, in_thread)
+
     async def _respond(
         self,
-        body: GenerationRequest,
+        body: ClientRequest,
         request: Request,
-        answer: Answer,
+        answer: Answer | ResponseAnswer,
         handles: Sequence[RequestHandle],
+        events: Events,
     ) -> Response:
-        running = self._running(request, handles, body.stream)
+        on_end = partial(self._ended, request, body.stream)
+        running = Running(handles, self._options.request_timeout, on_end)
+        # For the access log, which asks when the answer has been sent.
+        request.scope["state"]["tokens"] = running.num_tokens
         if body.stream:
-            return EventStream(
-                event_stream(
-                    answer,
-                    running,
-                    body.stream_options or StreamOptions(),
-                    self._admission.in_thread,
-                )
-            )
+            return EventStream(events(running))
         results = await unless_disconnected(request, finished_outputs(running))
         if results is None:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
@@ -365,17 +398,18 @@ class OpenAIServer:
         written = await self._admission.in_thread(lambda: render(answer.whole(results)))
         return Response(written, media_type="application/json")
 
-    def _finished(self, is_streamed: bool, output: RequestOutput) -> None:
-        self._perf_metrics.add(output)
-        self._histograms.add(output, is_streamed)
-
-    def _running(
-        self, request: Request, handles: Sequence[RequestHandle], is_streamed: bool
-    ) -> Running:
-        on_finish = partial(self._finished, is_streamed)
-        running = Running(handles, self._options.request_timeout, on_finish)
+    def _ended(self, request: Request, is_streamed: bool, output: RequestOutput) -> None:
+        if output.finished and output.error is None:
+            self._perf_records.append(perf_record(output))
+            self._histograms.add(output, is_streamed)
         if self._traces is not None:
-            running.on_end = partial(self._traces.add, request, is_streamed)
-        # For the access log, which asks when the answer has been sent.
-        request.scope["state"]["tokens"] = running.num_tokens
-        return running
+            self._traces.add(request, is_streamed, output)
+
+
+def _folder_below(root: Path, name: str) -> Path:
+    """Symbolic links are followed before it is compared with the root. Raises ValueError."""
+    root = root.resolve()
+    folder = root if "\0" in name else (root / name).resolve()
+    if folder == root or root not in folder.parents or not folder.is_dir():
+        raise ValueError(f"folder = {name!r} is not a folder below --draft_model_root")
+    return folder

@@ -1,17 +1,30 @@
 """The bodies of requests: each is read when its route wants it, within limits of size, time and
-number of values, and within its client's share of what the server keeps."""
+number of values, and within its client's share of what the server keeps.
+
+A JSON key that an object has twice is a mistake, because only one would count, and so is half a
+character, which nothing that follows can encode. A long body is parsed and checked in a thread."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import re
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
-from typing import Any
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, MutableMapping
+from inspect import isawaitable, iscoroutinefunction
+from typing import Any, ClassVar
 
+from fastapi import Request, Response
+from fastapi.concurrency import run_in_threadpool
+from fastapi.responses import JSONResponse
+from fastapi.routing import APIRoute
+from pydantic import BaseModel, TypeAdapter, ValidationError, WithJsonSchema
+
+from tllm_spec.config.config_base import ConfigModel
+from tllm_spec.config.option_checks import check_text, shown_name
 from tllm_spec.server.options import ServerOptions
-from tllm_spec.server.refusals import RequestRefused
+from tllm_spec.server.refusals import RequestRefused, first_mistakes, overloaded
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -56,7 +69,8 @@ class Bodies:
         try:
             await asyncio.wait_for(self._read(body, held, receive), seconds)
             if len(body) > LARGE_BODY:
-                await held.wait_for(self._one_large)
+                await self._one_large.acquire()
+                held.turn = self._one_large
             state |= {"take_body": lambda: body, "body_size": len(body)}
             state["release_body"] = held.release
         except asyncio.TimeoutError:
@@ -125,7 +139,7 @@ class _Shares:
         if self._num_bytes > limit:
             share = min(share, limit // len(self._of_clients))
         if self._of_clients[client] > share:
-            raise RequestRefused(503, "too many large bodies at once", "overloaded", retry_after=1)
+            raise overloaded(503, "too many large bodies at once")
 
     def give_back(self, client: str, num_bytes: int) -> None:
         self._num_bytes -= num_bytes
@@ -141,7 +155,7 @@ class _Held:
     def __init__(self, client: str, shares: tuple[_Shares, _Shares]) -> None:
         self._client, self._shares = client, shares
         self._taken = [0, 0]
-        self._turn: asyncio.Lock | None = None
+        self.turn: asyncio.Lock | None = None
 
     def grow_to(self, size: int) -> None:
         """size: bytes of the body so far. Raises RequestRefused."""
@@ -151,17 +165,143 @@ class _Held:
                 self._taken[number] = part
                 shares.take(self._client, more)
 
-    async def wait_for(self, turn: asyncio.Lock) -> None:
-        await turn.acquire()
-        self._turn = turn
-
     def release(self) -> None:
         """Gives everything back. May be called twice."""
         for number, shares in enumerate(self._shares):
             taken, self._taken[number] = self._taken[number], 0
             if taken:
                 shares.give_back(self._client, taken)
-        if self._turn is not None:
+        if self.turn is not None:
             gc.collect()  # cycles of exceptions and frames may hold what was parsed
-            self._turn.release()
-            self._turn = None
+            self.turn.release()
+            self.turn = None
+
+
+class BodyModel(ConfigModel):
+    """A part of a request body. null means the default of an option, and is ignored for an unknown
+    name: clients send null for options that are not set."""
+
+    is_public: ClassVar[bool] = False
+
+    def __init__(self, /, **options: Any) -> None:
+        super().__init__(**{name: value for name, value in options.items() if value is not None})
+
+
+def as_json_type(kind: Any) -> WithJsonSchema:
+    """For `/openapi.json`: a field whose validator accepts more than its type says."""
+    return WithJsonSchema(TypeAdapter(kind).json_schema())
+
+
+NOT_AN_OBJECT = "the body must be a JSON object, sent with Content-Type: application/json"
+LONG_BODY = 1 << 16  # bytes; parsing or tokenising this much text takes tens of milliseconds
+MAX_DIGITS = 100
+HALF = re.compile(r"\\u[dD][89a-fA-F]")  # a text without it has no half character
+
+Handler = Callable[[Request], Coroutine[Any, Any, Response]]
+
+
+class StrictBodyRoute(APIRoute):
+    """A route whose bodies are read by `Bodies`, and then by this module. A route without a body
+    reads none."""
+
+    def get_route_handler(self) -> Handler:
+        """A handler that calls the route's function with the body and the request."""
+        if self.body_field is None:
+            return super().get_route_handler()
+        model, endpoint = self.body_field.field_info.annotation, self.endpoint
+        assert isinstance(model, type) and issubclass(model, BaseModel)
+
+        async def with_body(request: Request) -> Response:
+            state = request.scope["state"]
+            await state["read_body"]()
+            if not state["body_size"] or not _is_json(request.headers.get("content-type", "")):
+                raise RequestRefused(400, NOT_AN_OBJECT)
+            parse = run_in_threadpool if state["body_size"] > LONG_BODY else _called
+            body = await parse(parsed_body, state["take_body"], model)
+            call = _called if iscoroutinefunction(endpoint) else run_in_threadpool
+            answer = await call(endpoint, body, request)
+            return answer if isinstance(answer, Response) else JSONResponse(answer)
+
+        return with_body
+
+
+async def _called(function: Callable[..., Any], *arguments: Any) -> Any:
+    """What `run_in_threadpool` returns, without a thread."""
+    found = function(*arguments)
+    return await found if isawaitable(found) else found
+
+
+def _is_json(content_type: str) -> bool:
+    kind = content_type.partition(";")[0].strip().lower()
+    return re.fullmatch(r"application/(.+\+)?json", kind) is not None
+
+
+def parsed_body(take_body: Callable[[], bytearray], model: type[BaseModel]) -> BaseModel:
+    """The body as an object of `model`. Raises RequestRefused."""
+    try:
+        text = _decoded(take_body())
+        parsed = json.loads(text, object_pairs_hook=_unique, parse_int=_integer)
+        half = _half_character(parsed) if HALF.search(text) else []
+    except json.JSONDecodeError as error:
+        message = f"the body is not JSON: {error.msg}, at character {error.pos}"
+        raise RequestRefused(400, message) from error
+    except UnicodeDecodeError as error:
+        raise RequestRefused(400, f"the body is not {error.encoding.upper()}") from error
+    except RecursionError as error:
+        raise RequestRefused(400, "the body is nested too deeply") from error
+    if half:
+        message, *names = half
+        raise RequestRefused(400, f"{'.'.join(reversed(names)) or 'the body'}{message}")
+    if not isinstance(parsed, dict):
+        raise RequestRefused(400, NOT_AN_OBJECT)
+    try:
+        return model.model_validate(parsed)
+    except ValidationError as error:
+        details = error.errors(include_url=False, include_input=False)
+        causes = [str(each.get("ctx", {}).get("error") or each["msg"]) for each in details]
+    del text, parsed, details  # the traceback's frames would keep the body
+    raise RequestRefused(400, first_mistakes("\n".join(causes)))
+
+
+def _half_character(value: Any) -> list[str]:
+    """What is said of a lone surrogate in a string or key of `value`, and then the names of the
+    values that have it, the innermost first. Empty without one."""
+    if isinstance(value, str):
+        try:
+            check_text(value, name="")
+        except ValueError as error:
+            return [str(error)]
+        return []
+    pairs: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, dict):
+        pairs = value.items()
+    elif isinstance(value, list):
+        pairs = enumerate(value)
+    for name, each in pairs:
+        if found := _half_character(name) or _half_character(each):
+            return [*found, shown_name(str(name))]
+    return []
+
+
+def _decoded(body: bytearray) -> str:
+    """The text of the body. Empties the body."""
+    text = body.decode(json.detect_encoding(body))
+    body.clear()
+    return text
+
+
+def _integer(digits: str) -> int:
+    """Refuses long integers: Python's conversion takes time with the square of the length."""
+    if len(digits) > MAX_DIGITS:
+        raise RequestRefused(
+            400, f"the body has a number of {len(digits)} digits; at most {MAX_DIGITS} are accepted"
+        )
+    return int(digits)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) == len(pairs):
+        return made
+    (name, _), *_ = Counter(name for name, _ in pairs).most_common(1)
+    raise RequestRefused(400, f"the body has the key {shown_name(name)!r} twice")

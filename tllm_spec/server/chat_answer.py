@@ -1,33 +1,30 @@
-"""Chat answers whose text has reasoning and calls of tools."""
+"""Chat answers, whose text may have reasoning and calls of tools."""
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from tllm_spec.outputs import CompletionOutput, RequestOutput
+from tllm_spec.outputs import CompletionOutput, Logprob, RequestOutput
+from tllm_spec.server.answers import Answer, Json, Logprobs, number_of
 from tllm_spec.server.chat_message import NamedChoice
 from tllm_spec.server.options import ServerOptions
 from tllm_spec.server.parsers.harmony import HarmonyParser, MarkedText
-from tllm_spec.server.parsers.names import TOOL_PARSERS
+from tllm_spec.server.parsers.names import TOOL_PARSERS, PlainText, with_reasoning
 from tllm_spec.server.parsers.pieces import (
-    Arguments,
-    CallStart,
+    CALL,
+    CONTENT,
+    REASONING,
     ForcedCall,
     ForcedCalls,
     NewParser,
     Parser,
-    Piece,
-    Reasoning,
-    Text,
 )
-from tllm_spec.server.parsers.reasoning import PlainText, with_reasoning
 from tllm_spec.server.protocol import ChatCompletionRequest
 from tllm_spec.server.refusals import RequestRefused
-from tllm_spec.server.responses import ChatAnswer, Json
-from tllm_spec.text.tokenizer import Tokenizer
+from tllm_spec.text.tokenizer import REPLACEMENT, Tokenizer, bytes_of_token
 
 NO_PARSER = (
     "tool_choice = 'auto' needs a server with --tool_call_parser; none, required and a function "
@@ -64,84 +61,72 @@ def parser_of(
 
 @dataclass
 class ParsedText:
-    """One sample's text as far as it was parsed. marked: for parsers that read marks of special
-    tokens."""
+    """One sample's text as far as it was parsed. is_parallel: it may have several calls. marked:
+    for parsers that read marks of special tokens."""
 
     parser: Parser
+    is_parallel: bool
     marked: MarkedText | None = None
     num_calls: int = 0
     has_ended: bool = False
-    # What the text that was last read has added: reasoning, content and calls.
-    delta: Json = field(default_factory=dict)
 
-    def read(self, text: str, output: CompletionOutput, *, is_parallel: bool) -> Json:
+    def read(self, text: str, output: CompletionOutput) -> Json:
         """What is new in the text, as a delta of a message."""
         pieces = self.parser.feed(text if self.marked is None else self.marked.new(output))
         if output.finish_reason is not None and not self.has_ended:
             self.has_ended = True
             pieces = [*pieces, *self.parser.finish()]
-        self.delta = {}
-        self._add(pieces, is_parallel=is_parallel)
-        return self.delta
-
-    def _add(self, pieces: Sequence[Piece], *, is_parallel: bool) -> None:
-        for piece in pieces:
-            if isinstance(piece, Text):
-                self._append("content", piece.text)
-            elif isinstance(piece, Reasoning):
-                self._append("reasoning_content", piece.text)
-            elif isinstance(piece, CallStart):
-                self.num_calls += 1
-                if is_parallel or self.num_calls == 1:
-                    self._calls().append(_call(self.num_calls - 1, piece.name))
-            elif is_parallel or self.num_calls == 1:
-                self._add_arguments(piece)
-
-    def _append(self, name: str, text: str) -> None:
-        self.delta[name] = self.delta.get(name, "") + text
-
-    def _calls(self) -> list[Json]:
-        calls: list[Json] = self.delta.setdefault("tool_calls", [])
-        return calls
-
-    def _add_arguments(self, piece: Arguments) -> None:
-        index, calls = self.num_calls - 1, self._calls()
-        if not calls or calls[-1]["index"] != index:
-            calls.append({"index": index, "function": {"arguments": ""}})
-        calls[-1]["function"]["arguments"] += piece.text
+        delta: Json = {}
+        for kind, new in pieces:
+            if kind in (CONTENT, REASONING):
+                delta[kind] = delta.get(kind, "") + new
+                continue
+            self.num_calls += kind == CALL
+            if self.is_parallel or self.num_calls == 1:
+                calls: list[Json] = delta.setdefault("tool_calls", [])
+                _add_to_calls(calls, self.num_calls - 1, kind, new)
+        return delta
 
 
-class ParsedChatAnswer(ChatAnswer):
-    """`/v1/chat/completions` with a parser. is_parallel: an answer may have several calls.
-    is_named: OpenAI ends such an answer with "stop", other calls with "tool_calls"."""
+def _add_to_calls(calls: list[Json], index: int, kind: str, new: str) -> None:
+    if kind == CALL:
+        call_id = f"call_{uuid.uuid4().hex[:24]}"
+        function = {"name": new, "arguments": ""}
+        calls.append({"index": index, "id": call_id, "type": "function", "function": function})
+        return
+    if not calls or calls[-1]["index"] != index:
+        calls.append({"index": index, "function": {"arguments": ""}})
+    calls[-1]["function"]["arguments"] += new
+
+
+class ChatAnswer(Answer):
+    """`/v1/chat/completions`. new_text: makes what parses a sample; None: its text is the answer.
+    is_named: OpenAI ends calls of a named function with "stop", others with "tool_calls"."""
+
+    kind = "chat.completion"
+    chunk_kind = "chat.completion.chunk"
+    id_prefix = "chatcmpl"
 
     def __init__(
         self,
-        new_text: Callable[[], ParsedText],
         *arguments: Any,
-        is_parallel: bool,
-        is_named: bool,
+        new_text: Callable[[], ParsedText] | None = None,
+        is_named: bool = False,
     ) -> None:
         super().__init__(*arguments)
-        self._new_text = new_text
-        self._is_parallel = is_parallel
-        self._is_named = is_named
-        self._choices: dict[int, ParsedText] = {}
+        self._new_text, self._is_named = new_text, is_named
+        self._parsed: dict[int, ParsedText] = {}  # by choice
 
     @property
     def has_text_only(self) -> bool:
-        return False
+        return super().has_text_only and self._new_text is None
 
     def _content(self, index: int, result: RequestOutput, output: CompletionOutput) -> Json:
         delta = self._read(index, output.text, output)
-        calls = [
-            {name: value for name, value in call.items() if name != "index"}
-            for call in delta.get("tool_calls", ())
-        ]
-        content = delta.get("content", None if calls else "")
-        message: Json = {"role": "assistant", "content": content}
-        if "reasoning_content" in delta:
-            message["reasoning_content"] = delta["reasoning_content"]
+        calls = delta.pop("tool_calls", [])
+        for call in calls:
+            del call["index"]
+        message = {"role": "assistant", "content": None if calls else "", **delta}
         if calls:
             message["tool_calls"] = calls
         return {"message": message, "logprobs": self._all_logprobs(output)}
@@ -156,22 +141,37 @@ class ParsedChatAnswer(ChatAnswer):
 
     def _ending(self, index: int, output: CompletionOutput) -> Json:
         ending = super()._ending(index, output)
-        has_calls = self._choices[index].num_calls and not self._is_named
+        has_calls = index in self._parsed and self._parsed[index].num_calls and not self._is_named
         if has_calls and ending["finish_reason"] == "stop":
             ending["finish_reason"] = "tool_calls"
         return ending
 
     def _read(self, index: int, text: str, output: CompletionOutput) -> Json:
-        choice = self._choices.get(index)
-        if choice is None:
-            choice = self._choices[index] = self._new_text()
-        return choice.read(text, output, is_parallel=self._is_parallel)
+        """What is new, as a delta of a message."""
+        if self._new_text is None:
+            return {"content": text}
+        if index not in self._parsed:
+            self._parsed[index] = self._new_text()
+        return self._parsed[index].read(text, output)
 
+    def _logprobs(self, token_ids: list[int], logprobs: Logprobs, offsets: list[int]) -> Json:
+        return {
+            "content": [
+                {
+                    **self._token(token, at[token], offset),
+                    "top_logprobs": [self._token(*best, offset) for best in self._best(at)],
+                }
+                for token, at, offset in zip(token_ids, logprobs, offsets, strict=True)
+                if at is not None
+            ]
+        }
 
-def _call(index: int, name: str) -> Json:
-    function = {"name": name, "arguments": ""}
-    call_id = f"call_{uuid.uuid4().hex[:24]}"
-    return {"index": index, "id": call_id, "type": "function", "function": function}
+    def _token(self, token_id: int, logprob: Logprob, offset: int) -> Json:
+        text = self._token_text(token_id, offset)
+        utf8: bytes | None = text.encode()
+        if REPLACEMENT in text:  # a part of a character
+            utf8 = bytes_of_token(self._tokenizer, token_id)
+        return {"token": text, "logprob": number_of(logprob), "bytes": utf8 and list(utf8)}
 
 
 def parsed_texts(
@@ -189,17 +189,8 @@ def parsed_texts(
     if new_parser is None:
         return None
     is_marked = is_harmony and not is_guided
-    return lambda: ParsedText(new_parser(), MarkedText(tokenizer, harmony) if is_marked else None)
-
-
-def chat_answer(
-    body: ChatCompletionRequest,
-    new_text: Callable[[], ParsedText] | None,
-    *arguments: Any,
-) -> ChatAnswer:
-    """new_text: of `parsed_texts`. The next arguments: of ChatAnswer."""
-    if new_text is None:
-        return ChatAnswer(*arguments)
-    is_named = isinstance(body.tool_choice, NamedChoice)
-    is_parallel = body.parallel_tool_calls
-    return ParsedChatAnswer(new_text, *arguments, is_parallel=is_parallel, is_named=is_named)
+    return lambda: ParsedText(
+        new_parser(),
+        body.parallel_tool_calls,
+        MarkedText(tokenizer, harmony) if is_marked else None,
+    )

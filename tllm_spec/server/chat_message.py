@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, ConfigDict, Field
 
 from tllm_spec.config.config_base import check
 from tllm_spec.config.neighbours import Ignored
-from tllm_spec.server.strict_body import BodyModel, as_json_type
+from tllm_spec.server.bodies import BodyModel, as_json_type
 from tllm_spec.text.messages import as_object
 
 # The parts of a chat body about tools, and the JSON schema that a forced call must match.

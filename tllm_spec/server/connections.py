@@ -34,7 +34,8 @@ TOO_LARGE = {
 }
 
 logger = logging.getLogger(__name__)
-# uvicorn warns of each malformed request, without an address.
+# uvicorn warns of each malformed request, without an address, and of a client that asks for HTTP/2
+# and is content with HTTP/1.1.
 uvicorn_errors = logging.getLogger("uvicorn.error.connection")
 uvicorn_errors.setLevel(logging.ERROR)
 
@@ -188,10 +189,11 @@ class Turns:
 class Connection(H11Protocol):  # type: ignore[misc]  # uvicorn's types are not followed
     """`header_timeout`: seconds from the first byte of a request, or from connecting, until its
     headers are complete. A connection that is idle after an answer has uvicorn's time-out. `turns`:
-    of all connections of the server."""
+    of all connections of the server. `number`: a younger connection has a larger one."""
 
     header_timeout: float
     turns: Turns
+    number: int
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -263,11 +265,6 @@ class Connection(H11Protocol):  # type: ignore[misc]  # uvicorn's types are not 
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         self.transport.close()
-
-    def _should_upgrade(self) -> bool:
-        """Java's client asks for HTTP/2 this way and is content with HTTP/1.1. uvicorn would log
-        two warnings."""
-        return False
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()

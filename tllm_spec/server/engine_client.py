@@ -7,29 +7,24 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
 
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.executor.request import Response, StopChecker, StopMatch
 from tllm_spec.executor.request_limits import RequestLimits
-from tllm_spec.intake import Intake, Submission
+from tllm_spec.executor.request_wire import pack_requests
+from tllm_spec.intake import Intake, Prompt, Submission
 from tllm_spec.outputs import Logprob
 from tllm_spec.request_errors import GrammarsUnavailable
 from tllm_spec.request_handle import RequestHandle
-from tllm_spec.sampling_params import SamplingParams
+from tllm_spec.sampling_params import DEFAULT_OPTIONS, RequestOptions, SamplingParams
 from tllm_spec.server.child import engine_process
-from tllm_spec.server.wire import (
-    new_unpacker,
-    pack,
-    submission,
-    unpack_limits,
-    unpack_response,
-)
+from tllm_spec.server.wire import new_unpacker, pack, unpack_response
 from tllm_spec.server_info import server_info
 from tllm_spec.text.tokenizer import Tokenizer
 
@@ -86,20 +81,13 @@ class RemoteSample:
 
     def _ended(self, last: Response) -> Response:
         assert self.match is not None
-        return Response(
-            last.request_id,
-            self.last_token_ids,
-            self.index,
-            self.last_logprobs,
-            last.prompt_logprobs,
-            last.cached_tokens,
-            last.first_scheduled_time,
-            last.first_token_time,
+        return replace(
+            last,
+            token_ids=self.last_token_ids,
+            logprobs=self.last_logprobs,
             finish_reason="error" if last.error else "stop",
             stop_reason=self.match.stop,
             stop_match=self.match,
-            error=last.error,
-            speculative=last.speculative,
         )
 
 
@@ -114,14 +102,13 @@ SHUT_DOWN = "the server is shutting down"
 
 class EngineConnection(asyncio.Protocol):
     """Messages of the engine, as they come. `limits` is set by its first one, `closed` at the
-    end. Others that come before a client does are kept for it."""
+    end. Others wait for a client."""
 
     def __init__(self) -> None:
         self.limits: asyncio.Future[RequestLimits] = asyncio.get_running_loop().create_future()
         self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._on_message: Callable[[Sequence[Any]], None] = self._on_first
+        self._on_message: Callable[[Sequence[Any]], None] | None = None
         self._on_lost: Callable[[], None] = lambda: None
-        self._early: list[Sequence[Any]] = []
         self._unpacker = new_unpacker()
         self._transport: asyncio.Transport | None = None
 
@@ -130,8 +117,7 @@ class EngineConnection(asyncio.Protocol):
     ) -> None:
         """Gives the client what has come and what will come."""
         self._on_message, self._on_lost = on_message, on_lost
-        for message in self._early:
-            on_message(message)
+        self.data_received(b"")
         if self.closed.done():
             on_lost()
 
@@ -141,8 +127,13 @@ class EngineConnection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._unpacker.feed(data)
-        for message in self._unpacker:
-            self._on_message(message)
+        if self._on_message is not None:
+            for message in self._unpacker:
+                self._on_message(message)
+        elif not self.limits.done() and (message := next(self._unpacker, None)) is not None:
+            kind, limits = message
+            assert kind == "hello", message
+            self.limits.set_result(RequestLimits(**limits | {"end_ids": tuple(limits["end_ids"])}))
 
     def connection_lost(self, error: Exception | None) -> None:
         if not self.limits.done():
@@ -159,11 +150,6 @@ class EngineConnection(asyncio.Protocol):
     def close(self) -> None:
         assert self._transport is not None
         self._transport.close()
-
-    def _on_first(self, message: Sequence[Any]) -> None:
-        assert message[0] == "hello", message
-        self.limits.set_result(unpack_limits(message[1]))
-        self._on_message = self._early.append
 
 
 class EngineClient:
@@ -186,7 +172,7 @@ class EngineClient:
         self.args = args
         self.tokenizer: Tokenizer | None = tokenizer
         self.max_seq_len = limits.max_seq_len
-        self._intake = intake or new_intake(args, tokenizer, limits)
+        self._intake = intake or Intake(args, tokenizer, limits)
         self._on_kv_events, self._on_worse = on_kv_events, on_worse
         self._loop = asyncio.get_running_loop()
         self._connection = connection
@@ -236,36 +222,23 @@ class EngineClient:
                     raise
                 raise GrammarsUnavailable(f"guided decoding is not available: {error}") from error
 
-    def generate_async(
-        self,
-        inputs: str | Sequence[int] | Mapping[str, Any],
-        sampling_params: SamplingParams,
-        *,
-        streaming: bool = False,
-        cache_salt: str | None = None,
-        client: tuple[str, ...] = (),
-        store: bool | None = None,
+    def submit(
+        self, inputs: Prompt, params: SamplingParams, options: RequestOptions = DEFAULT_OPTIONS
     ) -> RequestHandle:
-        """As `LLM.generate_async`."""
+        """As `LLM.submit`."""
         self._check_alive()
-        made = submission_of(
-            self._intake,
-            inputs,
-            sampling_params,
-            streaming=streaming,
-            cache_salt=cache_salt,
-            client=client,
-            store=store,
-        )
-        return self.start(made)
+        return self.start(self._intake.submission(inputs, params, options))
 
     def start(self, made: Submission) -> RequestHandle:
         """Sends the requests of a prompt to the engine. Raises ValueError for what cannot be sent;
         then they count nowhere."""
         self._check_alive()
+        for request in made.requests:
+            # Stop strings are looked for here, so the tokens must come as they are made.
+            request.streaming = request.streaming or request.stop_checker is not None
         guided = made.params.guided_decoding
         grammar = None if guided is None else (guided.source.kind, guided.source.text)
-        message = pack(submission(made.requests, grammar))
+        message = pack(["submit", *pack_requests(made.requests), grammar])
         ids = made.ids
         handle = made.handle(self.tokenizer, lambda: self._in_loop(self._cancel, ids, "cancelled"))
         samples = {}
@@ -430,34 +403,3 @@ class EngineClient:
         for answer in self._asked.values():
             answer.set_exception(RuntimeError(reason))
         self._asked.clear()
-
-
-def new_intake(args: LlmArgs, tokenizer: Tokenizer, limits: RequestLimits) -> Intake:
-    return Intake(args, tokenizer, limits, _no_states)
-
-
-def submission_of(
-    intake: Intake,
-    inputs: str | Sequence[int] | Mapping[str, Any],
-    params: SamplingParams,
-    *,
-    streaming: bool,
-    cache_salt: str | None,
-    client: tuple[str, ...],
-    store: bool | None,
-) -> Submission:
-    # Stop strings are looked for here, so the tokens must come as they are made.
-    return intake.submission(
-        inputs,
-        params,
-        streaming=streaming or bool(params.stop_strings),
-        priority=0.5,
-        cache_salt=cache_salt,
-        client=client,
-        store=store,
-    )
-
-
-def _no_states(params: SamplingParams, number: int) -> list[None]:
-    """The engine makes the requests' grammars."""
-    return [None] * number

@@ -7,20 +7,22 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import count
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tllm_spec.executor.faults import described
-from tllm_spec.executor.request import LlmRequest, Response
-from tllm_spec.executor.request_limits import RequestLimits
-from tllm_spec.executor.request_queue import RequestQueue
+from tllm_spec.executor.request import Response
+from tllm_spec.executor.request_wire import unpack_requests
 from tllm_spec.grammar.guided_decoding import GrammarSource
 from tllm_spec.grammars import Grammars
-from tllm_spec.server.wire import Link, pack_limits, pack_response, requests_of, tokens_wanted
+from tllm_spec.server.wire import Link, pack_response
+
+if TYPE_CHECKING:
+    from tllm_spec.executor.build import BuiltExecutor
 
 logger = logging.getLogger(__name__)
 
@@ -29,8 +31,8 @@ MAX_COMPILING = 64  # grammars at a time
 
 @dataclass(eq=False, slots=True)
 class Entry:
-    """An unfinished request: its front, its id there, its tokens (see `tokens_wanted`), and whether
-    it has been responded to."""
+    """An unfinished request: its front, its id there, its tokens of prompt and output, at most, and
+    whether it has been responded to."""
 
     link: Link
     front_id: int
@@ -39,36 +41,31 @@ class Entry:
 
 
 class EnginePort:
-    """`call` runs a function, by its name in `["call", …]`, between two rounds. `["compile", …]`
-    compiles a grammar, and `["swap", …]` runs a step of a swap of draft weights. What they return
-    or raise is the answer."""
+    """calls: functions that `["call", …]` runs between two rounds, by their names. `["compile", …]`
+    compiles a grammar, and `["swap", …]` runs one of `steps`, of a swap of draft weights. What they
+    return or raise is the answer."""
 
     def __init__(
         self,
-        limits: RequestLimits,
-        queue: RequestQueue,
+        built: BuiltExecutor,
         grammars: Grammars,
-        call: Callable[[str], Future[Any]],
-        swap: Callable[..., dict[str, Any]],
-        watch: Callable[[Link], object] = lambda link: None,
-        unwatch: Callable[[Link], object] = lambda link: None,
+        submit: Callable[[Callable[[], Any]], Future[Any]],
+        calls: Mapping[str, Callable[[], Any]],
+        steps: Mapping[str, Callable[..., dict[str, Any]]],
     ) -> None:
-        """watch, unwatch: begin and end to send KV events to a front."""
-        self._limits = limits
-        self._queue = queue
+        """submit: has the executor's thread call a function between two rounds."""
+        self._limits, self._queue, self._kv_events = built.limits, built.queue, built.kv_events
         self._grammars = grammars
-        self._call, self._swap = call, swap
+        self._run, self._calls, self._steps = submit, calls, steps
         self._swapping = ThreadPoolExecutor(1, thread_name_prefix="tllm-swap")  # one at a time
-        self._watch, self._unwatch = watch, unwatch
-        self._links: list[Link] = []
         self._entries: dict[int, Entry] = {}  # by the request's id here
         self._num_tokens, self._counting = 0, threading.Lock()  # of them; both threads count
-        self._own_ids: dict[Link, dict[int, int]] = {}  # by front, then by its own id
+        self._own_ids: dict[Link, dict[int, int]] = {}  # by connected front, then by its own id
         # Ids of requests that are being made, which compiles their grammar. They leave when they
         # are queued, and when they are cancelled before.
         self._unmade: set[int] = set()
         self._queueing = threading.Lock()
-        self._ids = count(1)
+        self.num_submitted = 0  # requests since the start: the latest one's id
         self._down: str | None = None
         # Compiling a grammar may take seconds. Fronts ask for one of each client at a time.
         self._compiling = ThreadPoolExecutor(MAX_COMPILING, thread_name_prefix="tllm-grammars")
@@ -99,31 +96,31 @@ class EnginePort:
     def fail_all(self, reason: str) -> None:
         """Called when the executor has ended."""
         self._down = reason
-        for link in list(self._links):
-            link.send(["down", reason])
+        self._tell_all("down", reason)
 
     def report_worse(self, folder: str) -> None:
         """These draft weights have fewer tokens a round than those before."""
-        for link in list(self._links):
-            link.send(["worse", folder])
+        self._tell_all("worse", folder)
+
+    def _tell_all(self, *message: Any) -> None:
+        for link in list(self._own_ids):
+            link.send(message)
 
     # Everything else runs in the main thread.
 
     def add(self, link: Link) -> None:
         """Adds a front that has connected."""
-        self._links.append(link)
         self._own_ids[link] = {}
-        link.send(["hello", pack_limits(self._limits)])
-        self._watch(link)
+        link.send(["hello", asdict(self._limits)])
+        self._between_rounds("add_sink", link)
         if self._down is not None:
             link.send(["down", self._down])
 
     def remove(self, link: Link) -> None:
         """Removes a front that has gone, and cancels its requests."""
-        self._links.remove(link)
-        self._unwatch(link)
+        own = list(self._own_ids.pop(link).values())
+        self._between_rounds("remove_sink", link)
         link.close()
-        own = list(self._own_ids[link].values())
         self._take_unmade(own)
         for request_id in own:
             self._drop(request_id)
@@ -133,8 +130,13 @@ class EnginePort:
 
     def send_load(self) -> None:
         """Tells every front how many requests there are."""
-        for link in self._links:
-            link.send(["load", len(self._entries), self._num_tokens])
+        self._tell_all("load", len(self._entries), self._num_tokens)
+
+    def _between_rounds(self, method: str, link: Link) -> None:
+        """Begins or ends to send KV events to a front."""
+        if self._kv_events is not None:
+            with suppress(RuntimeError):  # the executor has ended
+                self._run(partial(getattr(self._kv_events, method), link.send_kv_events))
 
     def _drop(self, request_id: int) -> None:
         if (entry := self._entries.pop(request_id, None)) is not None:
@@ -151,15 +153,19 @@ class EnginePort:
             for front_id in front_ids:
                 self._cancel(self._own_ids[link].get(front_id), reason)
         elif kind == "call":
-            self._answer(link, *message[1:])
+            _, question_id, name = message
+            try:
+                self._answer_later(link, question_id, self._run(self._calls[name]))
+            except RuntimeError as error:  # the executor has ended
+                link.send(["answer", question_id, None, str(error), False])
         elif kind == "compile":
             _, question_id, *source = message
-            checked = self._compiling.submit(self._check_grammar, source)
-            checked.add_done_callback(partial(_send_result, link, question_id))
+            compiling = self._compiling.submit(self._grammars.states_of, GrammarSource(*source), 0)
+            self._answer_later(link, question_id, compiling)
         elif kind == "swap":
-            _, question_id, *step = message
-            swapped = self._swapping.submit(self._swap, *step)
-            swapped.add_done_callback(partial(_send_result, link, question_id))
+            _, question_id, step, *arguments = message
+            swapping = self._swapping.submit(self._steps[step], *arguments)
+            self._answer_later(link, question_id, swapping)
         else:
             raise ValueError(f"unknown message {kind!r}")
 
@@ -178,14 +184,16 @@ class EnginePort:
             return waiting
 
     def _submit(self, link: Link, message: Sequence[Any]) -> None:
-        ids, num_tokens = [], tokens_wanted(message)
+        ids, (_, _, _, tokens, _, (max_tokens, *_), grammar) = [], message
+        num_tokens = len(tokens) + int(max_tokens)
         for front_id in message[1]:
-            ids.append(request_id := next(self._ids))
+            self.num_submitted = request_id = self.num_submitted + 1
+            ids.append(request_id)
             self._entries[request_id] = Entry(link, front_id, num_tokens)
             self._own_ids[link][front_id] = request_id
         with self._counting:
             self._num_tokens += num_tokens * len(ids)
-        source = None if message[6] is None else GrammarSource(*message[6])
+        source = None if grammar is None else GrammarSource(*grammar)
         with self._queueing:
             self._unmade |= set(ids)
         if source is None or self._grammars.keeps(source):
@@ -200,32 +208,24 @@ class EnginePort:
         try:
             none = [None] * len(ids)
             states = none if source is None else self._grammars.states_of(source, len(ids))
-            requests = requests_of(message, ids, self._limits, states)
+            requests = unpack_requests(message[1:6], ids, self._limits, states)
         except Exception as error:  # noqa: BLE001 # a process border: other requests go on
             self._fail(self._take_unmade(ids), _reason(error))
             return
         with self._queueing:
-            self._put([each for each in requests if each.request_id in self._unmade])
+            wanted = [each for each in requests if each.request_id in self._unmade]
+            if not self._queue.put(wanted):
+                reason = self._down or "the executor has ended"
+                self._fail([each.request_id for each in wanted], reason)
             self._unmade.difference_update(ids)
-
-    def _check_grammar(self, source: Sequence[Any]) -> None:
-        self._grammars.states_of(GrammarSource(*source), 1)
-
-    def _put(self, requests: list[LlmRequest]) -> None:
-        if not self._queue.put(requests):
-            error = self._down or "the executor has ended"
-            self._fail([each.request_id for each in requests], error)
 
     def _fail(self, ids: Iterable[int], error: str) -> None:
         self.respond(
             [Response(request_id, [], finish_reason="error", error=error) for request_id in ids]
         )
 
-    def _answer(self, link: Link, call_id: int, name: str) -> None:
-        try:
-            self._call(name).add_done_callback(partial(_send_result, link, call_id))
-        except RuntimeError as error:  # the executor has ended
-            link.send(["answer", call_id, None, str(error), False])
+    def _answer_later(self, link: Link, question_id: int, result: Future[Any]) -> None:
+        result.add_done_callback(partial(_send_result, link, question_id))
 
 
 def _send_result(link: Link, question_id: int, result: Future[Any]) -> None:

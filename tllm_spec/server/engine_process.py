@@ -7,10 +7,9 @@ fronts connect."""
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import logging
-import os
-import selectors
 import socket
 import sys
 from collections.abc import Callable, Sequence
@@ -18,7 +17,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgpack
 
@@ -27,124 +26,86 @@ from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.executor.faults import described
 from tllm_spec.executor.py_executor import Load
 from tllm_spec.server.child import FAILED, Control, freeze_heap, memory_note
-from tllm_spec.server.draft_swaps import DraftInForce
 from tllm_spec.server.engine_port import EnginePort
+from tllm_spec.server.replicas import DraftInForce
 from tllm_spec.server.wire import Link
 
-if TYPE_CHECKING:
-    from tllm_spec.executor.resources.kv_events import Sink
-
-
-# One line a second about what the engine does, while it does something.
-
-
-load_logger = logging.getLogger("tllm_spec.load")
-
-
-class LoadLog:
-    """Call `add` about once a second."""
-
-    def __init__(self) -> None:
-        self._last: Load | None = None
-        self._time = monotonic()
-
-    def add(self, load: Load) -> None:
-        """Logs the difference to the last call, if there is one."""
-        last, self._last = self._last or Load(0, 0, None, 0, 0), load
-        now = monotonic()
-        seconds, self._time = now - self._time, now
-        num_rounds = load.request_rounds - last.request_rounds
-        num_tokens = load.emitted_tokens - last.emitted_tokens
-        if not (num_rounds or load.num_running or load.num_waiting):
-            return
-        fields = {
-            "tokens_per_second": round(num_tokens / seconds, 1),
-            "running": load.num_running,
-            "waiting": load.num_waiting,
-            "acceptance_length": round(num_tokens / num_rounds, 2) if num_rounds else None,
-            "draft_len": load.tier_name,
-        }
-        load_logger.info(
-            "%(tokens_per_second).0f tokens/s, %(running)d running, %(waiting)d waiting, "
-            "acceptance length %(acceptance_length)s, draft length %(draft_len)s",
-            {name: "-" if value is None else value for name, value in fields.items()},
-            extra={"fields": fields},
-        )
-
-
-# The engine process's main thread: connections of fronts, what they send, and once a second the
-# load.
-
-
 logger = logging.getLogger(__name__)
+load_logger = logging.getLogger("tllm_spec.load")
 
 TICK_SECONDS = 1.0
 LAST_SECONDS = 1.0  # to send what is left at the end
 
 
+def log_load(last: Load, load: Load, seconds: float) -> None:
+    """Logs a line about what the engine has done since `last`, if it does something."""
+    num_rounds = load.request_rounds - last.request_rounds
+    num_tokens = load.emitted_tokens - last.emitted_tokens
+    if not (num_rounds or load.num_running or load.num_waiting):
+        return
+    fields = {
+        "tokens_per_second": round(num_tokens / seconds, 1),
+        "running": load.num_running,
+        "waiting": load.num_waiting,
+        "acceptance_length": round(num_tokens / num_rounds, 2) if num_rounds else None,
+        "draft_len": load.tier_name,
+    }
+    load_logger.info(
+        "%(tokens_per_second).0f tokens/s, %(running)d running, %(waiting)d waiting, "
+        "acceptance length %(acceptance_length)s, draft length %(draft_len)s",
+        {name: "-" if value is None else value for name, value in fields.items()},
+        extra={"fields": fields},
+    )
+
+
 class EngineLoop:
-    """`load` asks the executor for its load."""
+    """The main thread: connections of fronts, what they send, and once a second the load, for which
+    `load` asks the executor."""
 
     def __init__(
         self, port: EnginePort, listener: socket.socket, load: Callable[[], Future[Load]]
     ) -> None:
-        self._port = port
-        self._listener = listener
-        self._load = load
-        self._load_log = LoadLog()
-        self._asked: Future[Load] | None = None
-        self._next_tick = monotonic()
-        self._was_busy = False
-        self._stopped = False
-        self._selector = selectors.DefaultSelector()
-        self._wake_in, self._wake_out = os.pipe()
-        os.set_blocking(self._wake_in, False)
-        os.set_blocking(self._wake_out, False)
-        listener.setblocking(False)
-        self._selector.register(listener, selectors.EVENT_READ)
-        self._selector.register(self._wake_in, selectors.EVENT_READ)
+        self._port, self._listener, self._load = port, listener, load
+        self._loop = asyncio.new_event_loop()
+        self._stopped = asyncio.Event()
+        self._links: set[Link] = set()
 
     def stop(self) -> None:
         """Ends `run`. Thread-safe."""
-        self._stopped = True
-        self._wake()
+        self._in_loop(self._stopped.set)
 
     def run(self) -> None:
         """Serves until `stop`, then sends what is left."""
-        while not self._stopped:
-            self._step(self._seconds_to_tick())
-            self._tick()
+        self._loop.run_until_complete(self._serve())
+        self._loop.close()
+
+    async def _serve(self) -> None:
+        self._listener.setblocking(False)
+        self._loop.add_reader(self._listener, self._accept)
+        reporting = asyncio.create_task(self._report_load())
+        await self._stopped.wait()
+        reporting.cancel()
+        await asyncio.wait([reporting])
         deadline = monotonic() + LAST_SECONDS
-        while any(link.has_backlog for link in self._links()) and monotonic() < deadline:
-            self._step(max(0.0, deadline - monotonic()))
-
-    def _links(self) -> list[Link]:
-        return [key.data for key in self._selector.get_map().values() if key.data is not None]
-
-    def _step(self, seconds: float | None) -> None:
-        for key, events in self._selector.select(seconds):
-            if key.fileobj is self._listener:
-                self._accept()
-            elif key.data is None:
-                os.read(self._wake_in, 1 << 12)
-            else:
-                self._serve(key.data, events)
-        for link in self._links():
-            wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if link.has_backlog else 0)
-            if self._selector.get_key(link.socket).events != wanted:
-                self._selector.modify(link.socket, wanted, link)
+        while any(link.has_backlog for link in self._links) and monotonic() < deadline:
+            await asyncio.sleep(LAST_SECONDS / 100)
 
     def _accept(self) -> None:
         connection, _ = self._listener.accept()
-        link = Link(connection, self._wake)
-        self._selector.register(connection, selectors.EVENT_READ, link)
+        link = Link(connection, lambda: self._in_loop(self._write, link))
+        self._links.add(link)
+        self._loop.add_reader(connection, self._read, link)
         self._port.add(link)
 
-    def _serve(self, link: Link, events: int) -> None:
-        if events & selectors.EVENT_WRITE:
-            link.flush()
-        if not events & selectors.EVENT_READ:
-            return
+    def _write(self, link: Link) -> None:
+        """Sends what the socket takes, and the rest once it takes more."""
+        link.flush()
+        if link.has_backlog:
+            self._loop.add_writer(link.socket, self._write, link)
+        elif link in self._links:
+            self._loop.remove_writer(link.socket)
+
+    def _read(self, link: Link) -> None:
         try:
             messages = link.read()
             for message in messages or ():
@@ -153,39 +114,36 @@ class EngineLoop:
             logger.warning("a front process is cut off, it sent nonsense: %s", described(error))
             messages = None
         if messages is None:
-            self._selector.unregister(link.socket)
+            self._links.discard(link)
+            self._loop.remove_reader(link.socket)
+            self._loop.remove_writer(link.socket)
             self._port.remove(link)
 
-    def _wake(self) -> None:
-        try:
-            os.write(self._wake_out, b"w")
-        except BlockingIOError:
-            return  # it is full, so the loop wakes anyway
+    def _in_loop(self, function: Callable[..., object], *arguments: Any) -> None:
+        with suppress(RuntimeError):  # it has ended
+            self._loop.call_soon_threadsafe(function, *arguments)
 
-    def _seconds_to_tick(self) -> float | None:
-        """None while there is nothing to report."""
-        if not (self._port.num_unfinished or self._was_busy or self._asked):
-            return None
-        return max(0.0, self._next_tick - monotonic())
-
-    def _tick(self) -> None:
-        """Reports the load that was asked for a tick before, and asks for the present one."""
-        if monotonic() < self._next_tick:
-            return
-        self._next_tick = monotonic() + TICK_SECONDS
-        is_busy = self._port.num_unfinished > 0
-        if is_busy or self._was_busy:
-            self._port.send_load()
-        if self._asked is not None and self._asked.done():
-            if self._asked.exception() is None:
-                self._load_log.add(self._asked.result())
-            self._asked = None
-        if (is_busy or self._was_busy) and self._asked is None and not self._stopped:
-            try:
-                self._asked = self._load()
-            except RuntimeError:
-                return  # the executor has ended; `stop` follows
-        self._was_busy = is_busy
+    async def _report_load(self) -> None:
+        """Once a second while there are requests: to the fronts, and a line of the log about what
+        was asked for a second before."""
+        last, time = Load(0, 0, None, 0, 0), monotonic()
+        asked: Future[Load] | None = None
+        num_seen, was_busy = 0, False
+        while True:
+            await asyncio.sleep(TICK_SECONDS)
+            if asked is not None and asked.done():
+                if asked.exception() is None:
+                    now, load = monotonic(), asked.result()
+                    log_load(last, load, now - time)
+                    last, time = load, now
+                asked = None
+            num_submitted = self._port.num_submitted
+            is_busy = self._port.num_unfinished > 0 or num_submitted > num_seen
+            if is_busy or was_busy:
+                self._port.send_load()
+                with suppress(RuntimeError):  # the executor has ended; `stop` follows
+                    asked = asked or self._load()
+            num_seen, was_busy = num_submitted, is_busy
 
 
 class EngineProcess:
@@ -205,8 +163,7 @@ class EngineProcess:
         from tllm_spec.grammars import Grammars
         from tllm_spec.models.registry import check_config
         from tllm_spec.ranks import build_together, join_ranks
-        from tllm_spec.server.engine_port import EnginePort
-        from tllm_spec.server.logs import adopt_transformers_logs
+        from tllm_spec.server.child import adopt_transformers_logs
         from tllm_spec.text.tokenizer import load_tokenizer
         from tllm_spec.zoo.registry import resolve_model
 
@@ -221,19 +178,19 @@ class EngineProcess:
         self._executor = built.executor
         self._grammars = Grammars.of(args, tokenizer, built.limits)
         self._worker = Worker(built.executor, built.queue, self._on_end)
-        self._events = built.kv_events
-        self._sinks: dict[Link, Sink] = {}
-        self._draft_swap = DraftSwap(args, built.executor, self._worker)
+        swap = self._draft_swap = DraftSwap(args, built.executor, self._worker)
+        weights, stats = built.executor.parts.draft_weights, built.executor.parts.iteration_stats
         self._port = EnginePort(
-            built.limits,
-            built.queue,
+            built,
             self._grammars,
-            self._call,
-            self._swap,
-            self._watch,
-            self._unwatch,
+            self._worker.submit,
+            {
+                "state": self._state,
+                "stats": list if stats is None else stats.take,
+                "ping": lambda: None,
+            },
+            {"whole": swap.whole, "stage": swap.stage, "commit": swap.commit, "keep": swap.keep},
         )
-        weights = built.executor.parts.draft_weights
         if weights is not None and draft_version is not None:
             weights.version, weights.report_worse = draft_version, self._port.report_worse
         self._loop = EngineLoop(
@@ -259,44 +216,10 @@ class EngineProcess:
         self._port.fail_all(reason)
         self._loop.stop()
 
-    def _watch(self, link: Link) -> None:
-        """Begins to send KV events to a front."""
-        if self._events is not None:
-            sink = self._sinks[link] = partial(_send_events, link)
-            with suppress(RuntimeError):  # the executor has ended
-                self._worker.submit(partial(self._events.add_sink, sink))
-
-    def _unwatch(self, link: Link) -> None:
-        if self._events is not None:
-            with suppress(RuntimeError):
-                self._worker.submit(partial(self._events.remove_sink, self._sinks.pop(link)))
-
-    def _call(self, name: str) -> Future[Any]:
-        functions = {"state": self._state, "stats": self._take_stats, "ping": lambda: None}
-        return self._worker.submit(functions[name])
-
-    def _swap(self, step: str, *arguments: Any) -> dict[str, Any]:
-        swap = self._draft_swap
-        steps: dict[str, Callable[..., dict[str, Any]]] = {
-            "whole": swap.whole,
-            "stage": swap.stage,
-            "commit": swap.commit,
-            "keep": swap.keep,
-        }
-        return steps[step](*arguments)
-
     def _state(self) -> Any:
         from tllm_spec.server_info import plain
 
         return plain(self._executor.state())
-
-    def _take_stats(self) -> list[dict[str, Any]]:
-        stats = self._executor.parts.iteration_stats
-        return [] if stats is None else stats.take()
-
-
-def _send_events(link: Link, payload: bytes) -> None:
-    link.send(["kv_events", payload])
 
 
 def args_of_engine(args: LlmArgs, number: int, num_engines: int) -> LlmArgs:

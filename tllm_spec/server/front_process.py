@@ -38,12 +38,12 @@ async def serve(settings: ChildSettings, control: Control, listener: socket.sock
     if not is_gguf(Path(tokenizer_source)):  # transformers reads these with torch
         _leave_torch_out()
     from tllm_spec.server.app import OpenAIServer
-    from tllm_spec.server.logs import adopt_transformers_logs
+    from tllm_spec.server.child import adopt_transformers_logs
     from tllm_spec.server.traces import Traces, otlp_exporter
 
     loop, stop, draining = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
     adopt_transformers_logs()
-    options = ServerOptions.from_plain(settings.server)
+    options = ServerOptions(**settings.server)
     client = await _client(args, settings.engine_paths, options.engine_timeout, stop)
     histograms = Histograms(Path(settings.engine_paths[0]).parent)
     model, endpoint = settings.served_model_name, options.otlp_traces_endpoint

@@ -12,55 +12,17 @@ from functools import partial
 from hashlib import sha256
 from ipaddress import IPv4Address, ip_address, ip_network
 from time import monotonic
-from typing import Any, NamedTuple, Protocol
-
-from starlette.requests import Request
+from typing import Any
 
 from tllm_spec.server.bodies import Bodies, Disconnected, Message, Receive
 from tllm_spec.server.options import ClientKeys, ServerOptions
 from tllm_spec.server.refusals import RequestRefused
 
-# Who sends a request: whose turn it counts for, and with whom it shares cached text.
-
-
 MAX_NAME = 64  # characters of a user's name that are kept as they are
 
 
-class NamesUser(Protocol):
-    """A body that may name its user and a salt."""
-
-    user: str | None
-    safety_identifier: str | None  # OpenAI's newer name of the user
-    cache_salt: str | None
-    store: bool | None
-
-
-class Caller(NamedTuple):
-    """client: as in `LlmRequest`. cache_salt: None, or a digest of the key's name and of the
-    request's own salt. store: whether the request may be recorded, as in `LlmRequest`."""
-
-    client: tuple[str, ...] = ()
-    cache_salt: str | None = None
-    store: bool | None = None
-
-
-NOBODY = Caller()  # the server itself
-
-
-def caller_of(request: Request, body: NamesUser) -> Caller:
-    """The client is the name of its key, or its address where keys have no names, and then the user
-    that the body names. So a client that invents users takes no turn of another client."""
-    state = request.scope["state"]
-    user, own = kept_name(body.user or body.safety_identifier or ""), body.cache_salt
-    salt = None
-    if state["separate_cache"] or own is not None:
-        key = state["client"] if state["separate_cache"] else ""
-        salt = _digest(f"{key}\n{own or ''}")
-    return Caller((state["client"], user), salt, body.store)
-
-
 def kept_name(user: str) -> str:
-    return user if len(user) <= MAX_NAME else _digest(user)
+    return user if len(user) <= MAX_NAME else digest(user)
 
 
 def client_of_address(address: str) -> str:
@@ -74,7 +36,7 @@ def client_of_address(address: str) -> str:
     return str(ip_network((found, 64), strict=False))
 
 
-def _digest(text: str) -> str:
+def digest(text: str) -> str:
     return sha256(text.encode()).hexdigest()
 
 
@@ -186,7 +148,8 @@ class Guard:
 def _check_form(scope: Any) -> None:
     """Raises RequestRefused for what h11 lets through."""
     if (version := scope["http_version"]) not in HTTP_VERSIONS:
-        raise RequestRefused(505, f"HTTP/{version} is not served; HTTP/1.1 is")
+        message = f"HTTP/{version} is not served; HTTP/1.1 is"
+        raise RequestRefused(505, message, "invalid_request_error")
 
 
 def _plain_path(path: str) -> str:

@@ -10,7 +10,6 @@ import logging
 import mmap
 import os
 from bisect import bisect_left
-from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -31,14 +30,6 @@ LENGTHS = (1, 1.25, 1.5, 1.75, 2, 2.25, 2.5, 2.75, 3, 3.5, 4, 4.5, 5, 6, 7, 8, 1
 NUMBER: Final = "d"  # a float of 8 bytes; the processor writes it at once
 
 
-@dataclass(frozen=True)
-class Described:
-    """bounds: upper bounds of the buckets, without infinity."""
-
-    help: str
-    bounds: Sequence[float]
-
-
 TIME_TO_FIRST_TOKEN = "trtllm_time_to_first_token_seconds"
 TIME_PER_OUTPUT_TOKEN = "trtllm_time_per_output_token_seconds"
 QUEUE_TIME = "trtllm_request_queue_time_seconds"
@@ -46,22 +37,24 @@ LATENCY = "trtllm_e2e_request_latency_seconds"
 PROMPT_TOKENS = "tllm_spec_request_prompt_tokens"
 GENERATION_TOKENS = "tllm_spec_request_generation_tokens"
 ACCEPTANCE_LENGTH = "tllm_spec_request_acceptance_length"
-HISTOGRAMS: Mapping[str, Described] = {
-    TIME_TO_FIRST_TOKEN: Described("Arrival to first token of streamed requests", SECONDS),
-    TIME_PER_OUTPUT_TOKEN: Described(
-        "Mean time between tokens of a streamed request, after its first", SECONDS
+# The help text, and upper bounds of the buckets, without infinity.
+HISTOGRAMS: Mapping[str, tuple[str, Sequence[float]]] = {
+    TIME_TO_FIRST_TOKEN: ("Arrival to first token of streamed requests", SECONDS),
+    TIME_PER_OUTPUT_TOKEN: (
+        "Mean time between tokens of a streamed request, after its first",
+        SECONDS,
     ),
-    QUEUE_TIME: Described("Arrival to first round of requests", SECONDS),
-    LATENCY: Described("Arrival to end of requests", SECONDS),
-    PROMPT_TOKENS: Described("Prompt tokens of requests", TOKENS),
-    GENERATION_TOKENS: Described("Generated tokens of requests, all samples together", TOKENS),
-    ACCEPTANCE_LENGTH: Described("Tokens emitted per decode round of a request", LENGTHS),
+    QUEUE_TIME: ("Arrival to first round of requests", SECONDS),
+    LATENCY: ("Arrival to end of requests", SECONDS),
+    PROMPT_TOKENS: ("Prompt tokens of requests", TOKENS),
+    GENERATION_TOKENS: ("Generated tokens of requests, all samples together", TOKENS),
+    ACCEPTANCE_LENGTH: ("Tokens emitted per decode round of a request", LENGTHS),
 }
 OFFSETS: dict[str, int] = {}
 SIZE = 0  # numbers
-for _name, _described in HISTOGRAMS.items():
+for _name, (_, _bounds) in HISTOGRAMS.items():
     OFFSETS[_name] = SIZE
-    SIZE += len(_described.bounds) + 2  # the last bucket, and the sum
+    SIZE += len(_bounds) + 2  # the last bucket, and the sum
 NUM_BYTES = SIZE * calcsize(NUMBER)
 
 
@@ -111,16 +104,16 @@ class Histograms:
             numbers += map(_numbers_of, others)
         totals = [sum(column) for column in zip(*numbers, strict=True)]
         found = {}
-        for name, described in HISTOGRAMS.items():
-            start, length = OFFSETS[name], len(described.bounds) + 1
+        for name, (_, bounds) in HISTOGRAMS.items():
+            start, length = OFFSETS[name], len(bounds) + 1
             counts, total = totals[start : start + length], totals[start + length]
-            found[name] = Histogram(described.bounds, counts, total)
+            found[name] = Histogram(bounds, counts, total)
         return found
 
     def _observe(self, name: str, value: float | None) -> None:
         if value is None:
             return
-        bounds, start = HISTOGRAMS[name].bounds, OFFSETS[name]
+        (_, bounds), start = HISTOGRAMS[name], OFFSETS[name]
         self._numbers[start + bisect_left(bounds, value)] += 1
         self._numbers[start + len(bounds) + 1] += value
 
@@ -151,36 +144,21 @@ def _numbers_of(path: Path) -> list[float]:
 # `/perf_metrics`: the timings of finished requests, under TensorRT-LLM's names.
 
 
-MAX_REQUESTS = 1000
-
-
-class PerfMetrics:
-    """The records of the latest MAX_REQUESTS finished requests that have not been read yet."""
-
-    def __init__(self) -> None:
-        self._records: deque[dict[str, Any]] = deque(maxlen=MAX_REQUESTS)
-
-    def add(self, output: RequestOutput) -> None:
-        """Records a finished request."""
-        metrics, stats = output.metrics, output.speculative_decoding
-        record: dict[str, Any] = {
-            "timing_metrics": {  # seconds of a monotonic clock
-                "arrival_time": metrics.arrival_time,
-                "first_scheduled_time": metrics.first_scheduled_time,
-                "first_token_time": metrics.first_token_time,
-                "last_token_time": metrics.finished_time,
-            }
+def perf_record(output: RequestOutput) -> dict[str, Any]:
+    """Of a finished request."""
+    metrics, stats = output.metrics, output.speculative_decoding
+    record: dict[str, Any] = {
+        "timing_metrics": {  # seconds of a monotonic clock
+            "arrival_time": metrics.arrival_time,
+            "first_scheduled_time": metrics.first_scheduled_time,
+            "first_token_time": metrics.first_token_time,
+            "last_token_time": metrics.finished_time,
         }
-        if stats is not None and stats.num_drafted_tokens:
-            record["speculative_decoding"] = {
-                "acceptance_rate": stats.draft_acceptance_rate,
-                "total_accepted_draft_tokens": stats.num_accepted_tokens,
-                "total_draft_tokens": stats.num_drafted_tokens,
-            }
-        self._records.append({"request_id": output.request_id, "perf_metrics": record})
-
-    def take(self) -> list[dict[str, Any]]:
-        """The records, oldest first. They are removed, as in TensorRT-LLM."""
-        taken = list(self._records)
-        self._records.clear()
-        return taken
+    }
+    if stats is not None and stats.num_drafted_tokens:
+        record["speculative_decoding"] = {
+            "acceptance_rate": stats.draft_acceptance_rate,
+            "total_accepted_draft_tokens": stats.num_accepted_tokens,
+            "total_draft_tokens": stats.num_drafted_tokens,
+        }
+    return {"request_id": output.request_id, "perf_metrics": record}

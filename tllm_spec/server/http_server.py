@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from email.utils import formatdate
 from functools import partial
+from itertools import count
 from typing import Any
 
 import uvicorn
@@ -44,16 +45,6 @@ class Tls:
     ca_certs: str | None = None
 
 
-class _Ordered(dict[Connection, None]):
-    """A set whose oldest member comes first."""
-
-    def add(self, connection: Connection) -> None:
-        self[connection] = None
-
-    def discard(self, connection: Connection) -> None:
-        self.pop(connection, None)
-
-
 class HttpServer:
     """Serves `app` on a listening socket. Raises ValueError for TLS files that cannot be loaded."""
 
@@ -81,7 +72,7 @@ class HttpServer:
         except OSError as error:  # ssl.SSLError is one, too
             raise ValueError(f"--ssl_certfile or --ssl_keyfile: {error}") from error
         self._state = ServerState()
-        self._state.connections = _Ordered()
+        self._numbers = count()  # of connections, in the order of their arrival
         self._tls: dict[str, Any] = {}
         if self._config.ssl is not None:
             limit = options.header_timeout  # of the handshake, and then again of the first request
@@ -144,6 +135,7 @@ class HttpServer:
 
     async def _start(self, connection: socket.socket) -> None:
         protocol = self._protocol(config=self._config, server_state=self._state, app_state={})
+        protocol.number = next(self._numbers)
         self._state.connections.add(protocol)  # it counts from now on
         loop = asyncio.get_running_loop()
         start = loop.connect_accepted_socket(lambda: protocol, connection, **self._tls)
@@ -167,7 +159,7 @@ class HttpServer:
         end. One whose answer is sent goes before one that has not read it."""
         while len(self._state.connections) >= self._max_connections:
             all_idle = (each for each in self._state.connections if each.is_idle)
-            idle = min(all_idle, key=lambda each: each.has_unsent, default=None)
+            idle = min(all_idle, key=lambda each: (each.has_unsent, each.number), default=None)
             if idle is not None:
                 idle.abort()
             await asyncio.sleep(0 if idle is not None else FILES_EXHAUSTED_PAUSE)

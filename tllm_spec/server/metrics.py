@@ -110,6 +110,10 @@ COUNTERS: Described = {
         ("totals", "speculation", "num_accepted_tokens"),
     ),
 }
+BY_REASON = {
+    "trtllm_request_success": ("Completed requests", SUCCESSES),
+    "tllm_spec_request_failure": ("Failed and cancelled requests", FAILURES),
+}
 BY_POSITION = {
     "trtllm_spec_decode_drafted_tokens": (
         "Draft tokens proposed, by position from 0",
@@ -180,7 +184,7 @@ class EngineMetrics(Collector):
         for name, found in self._histograms.read().items():
             names = [*map(str, map(float, found.bounds)), "+Inf"]
             buckets = list(zip(names, accumulate(found.counts), strict=True))
-            yield HistogramMetricFamily(name, HISTOGRAMS[name].help, buckets, found.sum)
+            yield HistogramMetricFamily(name, HISTOGRAMS[name][0], buckets, found.sum)
 
 
 def _by_engine(states: Sequence[Mapping[str, Any]]) -> Iterable[Metric]:
@@ -212,7 +216,8 @@ def _of_engine(state: Mapping[str, Any]) -> Iterator[Metric]:
     totals = state["totals"]
     yield from _requests(totals["requests_by_finish_reason"])
     yield from _speculation(totals)
-    yield from _by_version(state.get("draft_weights"))
+    weights = state.get("draft_weights") or {"by_version": {}}  # where they cannot be swapped
+    yield from _counters(BY_VERSION, "draft_version", weights["by_version"])
     yield from _pages(state["kv_cache"], totals)
 
 
@@ -223,26 +228,17 @@ def _at(state: Any, path: tuple[str, ...]) -> float:
 
 
 def _requests(by_reason: Mapping[str, int]) -> Iterator[Metric]:
-    done = CounterMetricFamily(
-        "trtllm_request_success", "Completed requests", labels=["finished_reason"]
-    )
-    failed = CounterMetricFamily(
-        "tllm_spec_request_failure", "Failed and cancelled requests", labels=["finished_reason"]
-    )
-    # All reasons from the start on: a rate needs the count before the first failure.
-    for metric, reasons in ((done, SUCCESSES), (failed, FAILURES)):
-        for reason in reasons:
-            metric.add_metric([reason], by_reason.get(reason, 0))
-    yield from (done, failed)
+    for name, (help_text, reasons) in BY_REASON.items():
+        # All reasons from the start on: a rate needs the count before the first failure.
+        rows = {reason: {name: by_reason.get(reason, 0)} for reason in reasons}
+        yield from _counters({name: (help_text, name)}, "finished_reason", rows)
 
 
 def _speculation(totals: Mapping[str, Any]) -> Iterator[Metric]:
-    stats = totals["speculation"]
-    for name, (help_text, key) in BY_POSITION.items():
-        metric = CounterMetricFamily(name, help_text, labels=["token_position"])
-        for position, number in enumerate(stats[key]):
-            metric.add_metric([str(position)], number)
-        yield metric
+    stats, keys = totals["speculation"], [key for _, key in BY_POSITION.values()]
+    columns = zip(*(stats[key] for key in keys), strict=True)
+    rows = {str(i): dict(zip(keys, column, strict=True)) for i, column in enumerate(columns)}
+    yield from _counters(BY_POSITION, "token_position", rows)
     if stats["rounds"]:
         help_text = (
             "Tokens emitted per decode round of a request since the start, bonus token included"
@@ -250,19 +246,17 @@ def _speculation(totals: Mapping[str, Any]) -> Iterator[Metric]:
         yield GaugeMetricFamily(
             "trtllm_spec_decode_acceptance_length", help_text, value=stats["acceptance_length"]
         )
-    for name, (help_text, key) in BY_DRAFT_LEN.items():
-        metric = CounterMetricFamily(name, help_text, labels=["draft_len"])
-        for draft_len, row in totals["by_draft_len"].items():
-            metric.add_metric([draft_len], row[key])
-        yield metric
+    yield from _counters(BY_DRAFT_LEN, "draft_len", totals["by_draft_len"])
 
 
-def _by_version(weights: Mapping[str, Any] | None) -> Iterator[Metric]:
-    """weights: None where they cannot be swapped."""
-    for name, (help_text, key) in BY_VERSION.items():
-        metric = CounterMetricFamily(name, help_text, labels=["draft_version"])
-        for version, row in (weights or {"by_version": {}})["by_version"].items():
-            metric.add_metric([version], row[key])
+def _counters(
+    described: Mapping[str, tuple[str, str]], label: str, rows: Mapping[str, Mapping[str, float]]
+) -> Iterator[Metric]:
+    """described: the help text of each, and its key in a row. rows: by the label's value."""
+    for name, (help_text, key) in described.items():
+        metric = CounterMetricFamily(name, help_text, labels=[label])
+        for value, row in rows.items():
+            metric.add_metric([value], row[key])
         yield metric
 
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from hmac import compare_digest
 from pathlib import Path
-from typing import Any
 
 # What the HTTP server grants one client, and what it keeps for the others.
 
@@ -38,9 +37,9 @@ class ServerOptions:
     drain_delay: float = 0.0  # between a signal to end and the end of accepting connections
     shutdown_timeout: float = 30.0
     api_key: str | Mapping[str, str] | None = None
-    hosts: frozenset[str] | None = None
-    allowed_origins: tuple[str, ...] = ()
-    trusted_proxies: tuple[str, ...] = ()
+    hosts: Sequence[str] | None = None
+    allowed_origins: Sequence[str] = ()
+    trusted_proxies: Sequence[str] = ()
     allow_control_tokens: bool = False
     tool_call_parser: str | None = None  # of parsers/names.py
     reasoning_parser: str | None = None  # of parsers/reasoning.py
@@ -49,20 +48,8 @@ class ServerOptions:
     draft_model_root: str | None = None  # folder of the draft weights that may be swapped in
     draft_model_key: str | None = None  # name of the key that may do so
 
-    def to_plain(self) -> dict[str, Any]:
-        """Plain values, for another process."""
-        return asdict(self) | {"hosts": None if self.hosts is None else sorted(self.hosts)}
 
-    @classmethod
-    def from_plain(cls, plain: dict[str, Any]) -> ServerOptions:
-        hosts = plain["hosts"]
-        changed: dict[str, Any] = {"hosts": None if hosts is None else frozenset(hosts)}
-        for name in ("allowed_origins", "trusted_proxies"):
-            changed[name] = tuple(plain[name])
-        return cls(**plain | changed)
-
-
-def hosts_of(address: str, allowed: Sequence[str] = ()) -> frozenset[str] | None:
+def hosts_of(address: str, allowed: Sequence[str] = ()) -> Sequence[str] | None:
     """The Host names to accept at a listening address. A page from elsewhere can make a browser
     send requests to localhost, under the page's own name (DNS rebinding).
 
@@ -70,7 +57,7 @@ def hosts_of(address: str, allowed: Sequence[str] = ()) -> frozenset[str] | None
     is_local = address in LOCAL_HOSTS or address.startswith("127.")
     if ANY in allowed or not (is_local or allowed):
         return None
-    return LOCAL_HOSTS | {name.lower().strip("[]") for name in allowed}
+    return sorted(LOCAL_HOSTS | {name.lower().strip("[]") for name in allowed})
 
 
 # The keys that clients send, and whose they are.

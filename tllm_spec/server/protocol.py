@@ -14,7 +14,9 @@ from pydantic import BeforeValidator, FailFast, Field, SkipValidation
 from tllm_spec.config.config_base import check
 from tllm_spec.config.neighbours import Ignored, Renamed
 from tllm_spec.config.option_checks import shown
-from tllm_spec.sampling_params import IGNORED, SamplingParams
+from tllm_spec.grammar.guided_decoding import GuidedDecodingParams
+from tllm_spec.sampling_params import IGNORED, RequestOptions, SamplingParams
+from tllm_spec.server.bodies import BodyModel, as_json_type
 from tllm_spec.server.chat_message import (
     MAX_TOOLS,
     ChatMessage,
@@ -23,9 +25,74 @@ from tllm_spec.server.chat_message import (
     choice_mistakes,
     forced_schema,
 )
-from tllm_spec.server.guided_options import GUIDED_NAMES, client_names, guided_params
-from tllm_spec.server.strict_body import BodyModel, CacheSalt, as_json_type
+from tllm_spec.server.guard import digest, kept_name
 from tllm_spec.text.chat_prompt import Conversation
+
+# The options of a body that say what its text must match: OpenAI's `response_format`, vLLM's
+# `guided_*` and `structured_outputs`.
+
+
+GUIDED_NAMES = ("guided_json", "guided_regex", "guided_grammar", "guided_choice")
+# By type: the key of the format that has the grammar, and the grammar's name in
+# GuidedDecodingParams. OpenAI's types and TensorRT-LLM's.
+FORMATS: Mapping[str, tuple[str, str]] = {
+    "json": ("schema", "json"),
+    "regex": ("regex", "regex"),
+    "ebnf": ("ebnf", "grammar"),
+    "grammar": ("grammar", "grammar"),
+}
+
+
+def _given(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of `guided_params` that say what the text must match."""
+    given = {name: value for name, value in options.items() if value is not None}
+    if given.get("response_format") == {"type": "text"}:
+        del given["response_format"]
+    return given
+
+
+def guided_params(options: Mapping[str, Any]) -> GuidedDecodingParams | None:
+    """options: `response_format`, `structured_outputs`, the schema of `tool_choice` and
+    GUIDED_NAMES, None where they are not given. Raises ValueError for several of them and for
+    values that cannot be used."""
+    given = _given(options)
+    if not given:
+        return None
+    if len(given) > 1:
+        raise ValueError(f"{' and '.join(given)} are given; one of them says what text must match")
+    ((name, value),) = given.items()
+    try:
+        if name == "response_format":
+            return _of_format(value)
+        if name == "structured_outputs":
+            return GuidedDecodingParams.of(value)
+        if name == "tool_choice":
+            return GuidedDecodingParams(json=value)
+        return GuidedDecodingParams(**{name.removeprefix("guided_"): value})
+    except ValueError as error:
+        option = "tools = [...]" if name == "tool_choice" else f"{name} = {shown(value)}"
+        raise ValueError(f"{option}: {error}") from error
+
+
+def _of_format(value: object) -> GuidedDecodingParams:
+    if not isinstance(value, Mapping):
+        raise ValueError("an object with a type is needed")
+    kind = value.get("type")
+    if kind == "json_object":
+        return GuidedDecodingParams(json_object=True)
+    if kind == "structural_tag":
+        return GuidedDecodingParams(structural_tag=value)
+    if kind == "json_schema":
+        wrapped = value.get("json_schema")
+        if not isinstance(wrapped, Mapping) or "schema" not in wrapped:
+            raise ValueError("json_schema needs an object with a schema")
+        return GuidedDecodingParams(json=wrapped["schema"])
+    if isinstance(kind, str) and kind in FORMATS:
+        key, option = FORMATS[kind]
+        return GuidedDecodingParams.of({option: value.get(key)})
+    kinds = ", ".join(["text", "json_object", "json_schema", "structural_tag", *FORMATS])
+    raise ValueError(f"the types {kinds} are accepted")
+
 
 SAMPLING_NAMES = frozenset(each.name for each in fields(SamplingParams))
 MAX_LOGPROBS = 20
@@ -142,20 +209,36 @@ class StreamOptions(BodyModel):
     ignored: ClassVar[Ignored] = {"include_obfuscation": (False,)}
 
 
-class GenerationRequest(BodyModel):
-    """The options of both kinds of request, with OpenAI's defaults."""
+class ClientRequest(BodyModel):
+    """What any body that asks for text says of its client, and how it is answered. metadata and
+    prompt_cache_key are for the client's records and have no effect."""
 
     model: str
     stream: bool = False
-    stream_options: StreamOptions | None = None
-    # The first two are for the caller's records and have no effect; callers.py has the others.
     metadata: dict[str, Any] | None = None
     prompt_cache_key: str | None = None
     user: str | None = None
-    safety_identifier: str | None = None
-    cache_salt: CacheSalt = None
+    safety_identifier: str | None = None  # OpenAI's newer name of the user
+    cache_salt: Annotated[str | None, Field(min_length=1)] = None
     store: bool | None = None  # whether --record_traffic may record it
 
+    def request_options(self, state: Mapping[str, Any]) -> RequestOptions:
+        """state: of the scope. The client is the name of its key, or its address where keys have no
+        names, and then the user that the body names. So a client that invents users takes no turn
+        of another client."""
+        user, own = kept_name(self.user or self.safety_identifier or ""), self.cache_salt
+        salt, client = None, state["client"]
+        if state["separate_cache"] or own is not None:
+            salt = digest(f"{client if state['separate_cache'] else ''}\n{own or ''}")
+        return RequestOptions(
+            streaming=self.stream, client=(client, user), cache_salt=salt, store=self.store
+        )
+
+
+class GenerationRequest(ClientRequest):
+    """The options of completions and chat, with OpenAI's defaults."""
+
+    stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] | None = None
     best_of: int | None = None
     temperature: float | None = None
@@ -212,7 +295,8 @@ class GenerationRequest(BodyModel):
     @property
     def client_names(self) -> dict[str, str]:
         """What the client calls the option of `SamplingParams` that several options set."""
-        return client_names(self._grammars())
+        given = list(_given(self._grammars()))  # one at most
+        return {"guided_decoding": given[0].replace("tool_choice", "tools")} if given else {}
 
     def _grammars(self) -> dict[str, Any]:
         """The options that say what the text must match."""
@@ -304,13 +388,7 @@ class ChatCompletionRequest(GenerationRequest):
 
     @property
     def conversation(self) -> Conversation:
-        return Conversation(
-            [message.for_template() for message in self.messages],
-            self.chat_template_kwargs or {},
-            self.add_generation_prompt,
-            [tool.model_dump(exclude_none=True) for tool in self.tools or ()],
-            needs_tools=self.tool_choice in (None, "auto"),
-        )
+        return _conversation(self, needs_tools=self.tool_choice in (None, "auto"))
 
     def _grammars(self) -> dict[str, Any]:
         schema = forced_schema(
@@ -327,3 +405,57 @@ class ChatCompletionRequest(GenerationRequest):
         return self.sampling_params(
             max_tokens=limit, logprobs=self.top_logprobs or 0 if self.logprobs else None
         )
+
+
+# Bodies of the other routes, with vLLM's names.
+
+
+class TokenizeRequest(BodyModel):
+    """Body of `/tokenize`: a prompt or messages."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    return_token_strs: bool = False
+
+    @check
+    def _check_one(self) -> Iterator[str]:
+        if (self.prompt is None) == (self.messages is None):
+            yield "either prompt or messages is needed"
+
+    @property
+    def conversation(self) -> Conversation:
+        return _conversation(self)
+
+
+class DetokenizeRequest(BodyModel):
+    """Body of `/detokenize`."""
+
+    model: str | None = None
+    tokens: list[Annotated[int, Field(ge=0)]]
+
+
+class DraftModelRequest(BodyModel):
+    """Body of `/v1/draft_model`. folder: below `--draft_model_root`. keep_cache: cached prefixes
+    of the old weights go on being reused. force: also if recorded traffic shows that it is worse.
+    """
+
+    folder: str
+    keep_cache: bool = False
+    force: bool = False
+
+
+def _conversation(
+    body: ChatCompletionRequest | TokenizeRequest, *, needs_tools: bool = True
+) -> Conversation:
+    return Conversation(
+        [message.for_template() for message in body.messages or ()],
+        body.chat_template_kwargs or {},
+        body.add_generation_prompt,
+        [tool.model_dump(exclude_none=True) for tool in body.tools or ()],
+        needs_tools=needs_tools,
+    )

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from functools import partial
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
-from fastapi import Request
+from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+from starlette.routing import Match
 
-from tllm_spec.sampling_params import SamplingParams
+from tllm_spec.config.engine_config import NO_KV_EVENTS
+from tllm_spec.executor.faults import described
 
 MAX_MISTAKES = 11  # lines about mistakes in a body; a summary of unknown options has as many
+RETRY_AFTER = 1  # seconds
 MAX_MESSAGE = 8192  # characters; a message may quote what a client has sent
 
 
@@ -31,8 +33,9 @@ def error_body(
     return {"error": {"message": texts[0], "type": kind, "param": texts[1], "code": code}}
 
 
-def first_mistakes(lines: list[str]) -> str:
-    """The lines, the last ones counted where they are many."""
+def first_mistakes(message: str) -> str:
+    """The message, whose last lines are counted where they are many."""
+    lines = message.splitlines()
     if len(lines) > MAX_MISTAKES:
         more = len(lines) - MAX_MISTAKES + 1
         lines = [*lines[: MAX_MISTAKES - 1], f"... and {more} more mistakes"]
@@ -46,20 +49,23 @@ def param_of(message: str) -> str | None:
 
 
 class RequestRefused(Exception):
-    """Ends a request with an error status and OpenAI's error object. retry_after: seconds."""
+    """Ends a request with an error status and OpenAI's error object. kind: by default of the
+    client's mistakes or, from status 500 on, of ours. retry_after: seconds."""
 
     def __init__(
         self,
         status: int,
         message: str,
-        kind: str = "invalid_request_error",
+        kind: str | None = None,
         *,
         code: str | None = None,
         retry_after: int | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
-        self.body = error_body(message, kind, param=param_of(message), code=code)
+        kind = kind or ("invalid_request_error" if status < 500 else "internal_error")
+        param = param_of(message) if status < 500 else None
+        self.body = error_body(message, kind, param=param, code=code)
         self.headers: Mapping[str, str] = (
             {} if retry_after is None else {"Retry-After": str(retry_after)}
         )
@@ -68,83 +74,51 @@ class RequestRefused(Exception):
         return JSONResponse(self.body, self.status, headers=dict(self.headers))
 
 
-# How large an answer may become, estimated before any work: what log probabilities and echoed
-# prompts add to it. The text itself is not counted; --max_request_tokens limits it.
+def overloaded(status: int, message: str) -> RequestRefused:
+    """What a client may send again after a while."""
+    return RequestRefused(status, message, "overloaded", retry_after=RETRY_AFTER)
 
 
-MIB = 1 << 20
-RETRY_AFTER = 1  # seconds
-# JSON takes so much for one log probability, with the token's text and bytes, and for one token of
-# a prompt.
-LOGPROB_BYTES = 100
-TOKEN_BYTES = 8
+# Routes of TensorRT-LLM's and vLLM's servers, with the reason.
+ROUTES_NOT_SERVED: Mapping[str, str] = {
+    "/kv_cache_events": NO_KV_EVENTS,
+    "/v1/embeddings": "answers are text",
+}
 
 
-class AnswerSize(NamedTuple):
-    """The size of an answer in bytes. prompts: of all prompts and their log probabilities, which
-    are certain. per_token: of each generated token, beyond its text."""
-
-    prompts: int = 0
-    per_token: int = 0
+def add_error_handlers(app: FastAPI) -> None:
+    app.add_exception_handler(RequestRefused, _refused)
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(Exception, _internal_error)
 
 
-def size_of(
-    prompt_lens: Sequence[int], params: SamplingParams, *, echo: bool, own_field: bool
-) -> AnswerSize:
-    """prompt_lens: tokens, at most. echo: every choice begins with the prompt, and with its log
-    probabilities if those of the output are wanted. own_field: each prompt's log probabilities are
-    sent once, in a field of their own."""
-    of_prompt = _entries(params.prompt_logprobs) * LOGPROB_BYTES
-    of_output = _entries(params.logprobs) * LOGPROB_BYTES
-    num_copies = int(own_field) + (params.n if echo and params.logprobs is not None else 0)
-    per_prompt_token = num_copies * of_prompt + (params.n * TOKEN_BYTES if echo else 0)
-    return AnswerSize(sum(prompt_lens) * per_prompt_token, of_output)
+async def _refused(request: Request, refusal: Exception) -> JSONResponse:
+    assert isinstance(refusal, RequestRefused)
+    return refusal.response()
 
 
-def _entries(num_best: int | None) -> int:
-    """Entries of one token: the best ones, and the token itself."""
-    return 0 if num_best is None else num_best + 1
-
-
-class AnswerLimit:
-    """max_bytes: of one answer, and of what is certain of all running ones."""
-
-    def __init__(self, max_bytes: int, max_seq_len: int) -> None:
-        self._max_bytes = max_bytes
-        self._max_seq_len = max_seq_len
-        self._num_held = 0
-
-    def take(
-        self, request: Request, size: AnswerSize, params: SamplingParams, num_choices: int
-    ) -> SamplingParams:
-        """The parameters; max_tokens is lowered to what fits where the request does not limit it.
-        Raises RequestRefused for an answer that would be too large, and while others are."""
-        left = self._max_bytes - size.prompts
-        if left < 0:
-            raise self._too_large(size.prompts)
-        if size.per_token:
-            most = left // (size.per_token * num_choices)
-            if params.max_tokens is None and most < self._max_seq_len:
-                params = replace(params, max_tokens=max(most, 1))
-            num_tokens = min(params.max_tokens or 0, self._max_seq_len)
-            if num_tokens > most:
-                raise self._too_large(size.prompts + size.per_token * num_choices * num_tokens)
-        if self._num_held + size.prompts > self._max_bytes:
-            raise RequestRefused(
-                503, "too many large answers at once", "overloaded", retry_after=RETRY_AFTER
-            )
-        if size.prompts:
-            self._num_held += size.prompts
-            request.scope["state"]["at_end"].append(partial(self._give_back, size.prompts))
-        return params
-
-    def _give_back(self, num_bytes: int) -> None:
-        self._num_held -= num_bytes
-
-    def _too_large(self, num_bytes: int) -> RequestRefused:
-        return RequestRefused(
-            400,
-            f"the answer may have {-(-num_bytes // MIB)} MiB of log probabilities and echoed "
-            f"prompts, and {self._max_bytes // MIB} MiB are accepted; lower n, max_tokens or the "
-            "number of log probabilities, or send several requests",
+async def _http_error(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, HTTPException)
+    message, headers = error.detail, error.headers
+    if error.status_code == 405:
+        allowed = _allowed_methods(request)
+        message = f"{request.url.path} takes {allowed}, not {request.method}"
+        headers = {"Allow": allowed}
+    if error.status_code == 404:  # the router's: routes raise RequestRefused
+        reason = ROUTES_NOT_SERVED.get(request.url.path)
+        because = f": {reason}" if reason else ""
+        message = (
+            f"{request.method} {request.url.path} is not served here{because}; GET / says how to "
+            "call this server, GET /openapi.json lists its routes"
         )
+    return JSONResponse(error_body(message, "invalid_request_error"), error.status_code, headers)
+
+
+def _allowed_methods(request: Request) -> str:
+    """Methods of all routes with the request's path; the router names the first one's only."""
+    routes = [each for each in request.app.routes if each.matches(request.scope)[0] != Match.NONE]
+    return ", ".join(sorted({method for each in routes for method in each.methods}))
+
+
+async def _internal_error(request: Request, error: Exception) -> JSONResponse:
+    return JSONResponse(error_body(described(error), "internal_error"), 500)

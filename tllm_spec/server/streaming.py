@@ -17,10 +17,9 @@ from starlette.types import Receive, Scope, Send
 
 from tllm_spec.outputs import RequestOutput
 from tllm_spec.request_errors import NO_GUIDED_TOKEN, SLOW_GRAMMAR
-from tllm_spec.server.json_parts import DONE, event
+from tllm_spec.server.answers import DONE, Answer, event, usage_of
 from tllm_spec.server.protocol import StreamOptions
-from tllm_spec.server.refusals import error_body
-from tllm_spec.server.responses import Answer, usage_of
+from tllm_spec.server.refusals import RequestRefused
 
 if TYPE_CHECKING:
     from tllm_spec.request_handle import RequestHandle
@@ -31,45 +30,17 @@ Result = TypeVar("Result")
 EVENT_STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
-class EngineError(Exception):
-    """A request was started and failed."""
-
-    status = 500
-    kind = "internal_error"
-
-
-class NoGuidedToken(EngineError):
-    """The request's own grammar leads nowhere."""
-
-    status = 400
-    kind = "invalid_request_error"
-
-
-class RequestTimeout(EngineError):
-    """A request took longer than the server allows."""
-
-    status = 504
-
-
-def _ignore(output: RequestOutput) -> None:
-    """An `on_finish` or `on_end` that does nothing."""
-
-
 class Running:
-    """The requests of one HTTP request. timeout: seconds that they may take. `on_finish` is called
-    with each finished output, and `on_end`, which may be set, at the end with every output, also
-    with one that failed or was cancelled."""
+    """The requests of one HTTP request. timeout: seconds that they may take. `on_end` is called at
+    the end with every output, also with one that failed or was cancelled."""
 
     def __init__(
         self,
         handles: Sequence[RequestHandle],
         timeout: float,
-        on_finish: Callable[[RequestOutput], None] = _ignore,
+        on_end: Callable[[RequestOutput], None] = lambda output: None,
     ) -> None:
-        self.handles = handles
-        self.timeout = timeout
-        self.on_finish = on_finish
-        self.on_end: Callable[[RequestOutput], None] = _ignore
+        self.handles, self.timeout, self._on_end = handles, timeout, on_end
 
     def num_tokens(self) -> tuple[int, int]:
         """Counts the tokens of all prompts, and of all outputs so far."""
@@ -84,7 +55,7 @@ class Running:
         """Yields `(index of the handle, its output so far)` for each update. An output must be read
         before the next update, which changes it.
 
-        Raises EngineError when a request fails. Requests that still run when the generator is
+        Raises RequestRefused when a request fails. Requests that still run when the generator is
         closed are aborted."""
         is_late = False
 
@@ -101,18 +72,18 @@ class Running:
             async with aclosing(updates):
                 async for i, result in updates:
                     if is_late:
-                        raise RequestTimeout(f"the request took longer than {self.timeout:g} s")
+                        raise RequestRefused(
+                            504, f"the request took longer than {self.timeout:g} s"
+                        )
                     if result.error is not None:
                         is_own = result.error in (NO_GUIDED_TOKEN, SLOW_GRAMMAR)
-                        raise (NoGuidedToken if is_own else EngineError)(result.error)
-                    if result.finished:
-                        self.on_finish(result)
+                        raise RequestRefused(400 if is_own else 500, result.error)
                     yield i, result
         finally:
             timer.cancel()
             self.abort()
             for handle in self.handles:
-                self.on_end(handle)
+                self._on_end(handle)
 
 
 async def _each(handle: RequestHandle) -> AsyncGenerator[tuple[int, RequestOutput], None]:
@@ -140,7 +111,7 @@ async def _merged(
 
 
 async def finished_outputs(running: Running) -> list[RequestOutput]:
-    """The outputs once every request has finished. Raises EngineError."""
+    """The outputs once every request has finished. Raises RequestRefused."""
     results: dict[int, RequestOutput] = {}
     async with aclosing(running.updates()) as outputs:
         async for i, result in outputs:
@@ -162,28 +133,17 @@ async def event_stream(
     async with aclosing(running.updates()) as outputs:
         try:
             async for i, result in outputs:
-                make = answer.events
-                if options.continuous_usage_stats:
-                    make = partial(_counted_events, answer, handles)
+                counts = usage_of(handles) if options.continuous_usage_stats else None
                 if answer.starts_slowly(i, result):
-                    yield await in_thread(partial(make, i, result))
+                    yield await in_thread(partial(answer.events, i, result, counts))
                 else:
-                    yield make(i, result)
-        except EngineError as error:
-            yield event(error_body(str(error), error.kind))
+                    yield answer.events(i, result, counts)
+        except RequestRefused as error:
+            yield event(error.body)
             return
     if options.include_usage:
         yield event(answer.usage_chunk(handles))
     yield DONE
-
-
-def _counted_events(
-    answer: Answer, handles: Sequence[RequestHandle], prompt_index: int, result: RequestOutput
-) -> bytes:
-    """The chunks with the counts so far."""
-    usage = {"usage": usage_of(handles)}
-    encoded = answer.encoder(prompt_index, result)
-    return b"".join(encoded(chunk | usage) for chunk in answer.chunks(prompt_index, result))
 
 
 class EventStream(Response):

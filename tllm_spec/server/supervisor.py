@@ -8,7 +8,7 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -65,24 +65,22 @@ class Event(NamedTuple):
 
 
 class Child:
-    """A process in a session of its own: Ctrl-C reaches the supervisor only. Closing `control`
-    asks it to end. pause: seconds until it is started again if it has not served. variables: of its
-    environment, where ours has none."""
+    """An engine or a front, in a session of its own: Ctrl-C reaches the supervisor only. Closing
+    `control` asks it to end. pause: seconds until it is started again if it has not served."""
 
     def __init__(
-        self,
-        name: str,
-        module: str,
-        listener: socket.socket,
-        pause: float,
-        variables: Mapping[str, str] | None = None,
+        self, listener: socket.socket, number: int, total: int, *, is_engine: bool
     ) -> None:
-        self.name = name
-        self.is_ready = False
-        self.pause = pause
-        self._module = f"tllm_spec.server.{module}"
+        """number: which of `total`; of several, messages and its log lines say so."""
+        self.is_engine, self.is_ready = is_engine, False
+        kind, alone = ("engine", "the engine") if is_engine else ("front", "a front process")
+        log_name = f"{kind} {number}" if total > 1 else ""
+        self.name = log_name or alone
+        self.pause = ENGINE_PAUSE if is_engine else FRONT_PAUSE
+        self._own = {"number": number, "log_name": log_name}
+        self._module = f"tllm_spec.server.{kind}_process"
         self._listener = listener
-        self._environment = {**(variables or {}), **os.environ}
+        self._environment = {**({} if is_engine else FRONT_VARIABLES), **os.environ}
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self, settings: ChildSettings, events: asyncio.Queue[Event]) -> None:
@@ -100,7 +98,7 @@ class Child:
         )
         theirs.close()
         reader, self.control = await asyncio.open_connection(sock=ours)
-        self.control.write(pack(asdict(settings)))
+        self.control.write(pack(asdict(settings) | self._own))
         self._tasks = [asyncio.create_task(self._watch(reader, events))]
 
     def announce_end(self) -> None:
@@ -164,33 +162,24 @@ class Supervisor:
         with _engine_listeners(self._num_engines) as listeners:
             paths = [listener.getsockname() for listener in listeners]
             self._settings = replace(self._settings, engine_paths=paths)
+            self._engines = [
+                Child(listener, number, self._num_engines, is_engine=True)
+                for number, listener in enumerate(listeners)
+            ]
+            self._fronts = [
+                Child(self._listener, number, self._num_fronts, is_engine=False)
+                for number in range(self._num_fronts)
+            ]
+            started: list[Child] = []
             try:
-                for number, listener in enumerate(listeners):
-                    name = f"engine {number}" if self._num_engines > 1 else "the engine"
-                    engine = Child(name, "engine_process", listener, ENGINE_PAUSE)
-                    await self._start(engine, self._engines)
-                for number in range(self._num_fronts):
-                    name = f"front {number}" if self._num_fronts > 1 else "a front process"
-                    front = Child(
-                        name, "front_process", self._listener, FRONT_PAUSE, FRONT_VARIABLES
-                    )
-                    await self._start(front, self._fronts)
+                for child in (*self._engines, *self._fronts):
+                    await child.start(self._settings, self._events)
+                    started.append(child)
                 return await self._serve()
             finally:
-                children = (*self._engines, *self._fronts)
-                for child in children:
+                for child in started:
                     child.kill()
-                await asyncio.gather(*(child.process.wait() for child in children))
-
-    async def _start(self, child: Child, alike: list[Child]) -> None:
-        """Adds it to those that are alike, if it is new. Where there are several, it logs its
-        name."""
-        if child not in alike:
-            alike.append(child)
-        number = alike.index(child)
-        log_name = child.name if child.name.endswith(f" {number}") else ""
-        settings = replace(self._settings, number=number, log_name=log_name)
-        await child.start(settings, self._events)
+                await asyncio.gather(*(child.process.wait() for child in started))
 
     async def _serve(self) -> int:
         while True:
@@ -204,13 +193,12 @@ class Supervisor:
                 event.child.is_ready = True
                 self._report_ready(event.child)
             elif event.kind == "restart":
-                is_engine = event.child in self._engines
-                await self._start(event.child, self._engines if is_engine else self._fronts)
+                await event.child.start(self._settings, self._events)
             elif self._is_serving and self._is_replaced(event):
                 self._restart_later(event)
             elif event.kind == "failed":
                 await self._fail(event.value)
-            elif event.child in self._engines:
+            elif event.child.is_engine:
                 name = engine_process(LlmArgs(**self._settings.llm).tensor_parallel_size)
                 await self._fail(f"{name} ended with {_status(event.value)}{memory_note()}")
             elif event.kind == "lost":
@@ -223,7 +211,8 @@ class Supervisor:
     def _is_replaced(self, event: Event) -> bool:
         """Whether the server goes on when this child has ended, or says that it has failed: with
         another engine, or without this front, unless none serves and this one cannot."""
-        if event.child in self._engines:
+        assert event.child is not None
+        if event.child.is_engine:
             return self._num_engines > 1
         others = any(front.is_ready for front in self._fronts if front is not event.child)
         return others or event.kind == "exit"
@@ -248,7 +237,7 @@ class Supervisor:
         asyncio.get_running_loop().call_later(seconds, self._events.put_nowait, again)
 
     def _report_ready(self, child: Child) -> None:
-        if self._is_serving and child in self._engines:
+        if self._is_serving and child.is_engine:
             logger.info("%s serves again", child.name)
         children = (*self._engines, *self._fronts)
         if self._is_serving or not all(child.is_ready for child in children):

@@ -20,15 +20,14 @@ from typing import Any
 
 import msgpack
 
-from tllm_spec.executor.request import LlmRequest, Response
-from tllm_spec.executor.request_limits import RequestLimits
-from tllm_spec.executor.request_wire import pack_requests, unpack_requests
-from tllm_spec.grammar.grammar_state import GrammarState
+from tllm_spec.executor.request import Response
 from tllm_spec.outputs import Logprob, SpeculativeStats
 
 MAX_BYTES = 1 << 30  # of one message; prompt log probabilities are the largest
 
-Logprobs = Sequence["dict[int, Logprob] | None"]
+# Fields of a `Response` that its front gets with the first tokens, and with the last ones.
+FIRST = ("cached_tokens", "first_scheduled_time", "first_token_time")
+LAST = ("finish_reason", "stop_reason", "error")
 
 
 def pack(message: Any) -> bytes:
@@ -41,66 +40,27 @@ def new_unpacker() -> Any:
     return msgpack.Unpacker(max_buffer_size=MAX_BYTES, strict_map_key=False)
 
 
-def pack_limits(limits: RequestLimits) -> dict[str, Any]:
-    return asdict(limits)
-
-
-def unpack_limits(packed: dict[str, Any]) -> RequestLimits:
-    return RequestLimits(**packed | {"end_ids": tuple(packed["end_ids"])})
-
-
-def submission(requests: Sequence[LlmRequest], grammar: tuple[str, str] | None) -> list[Any]:
-    """The message that submits one prompt's requests. grammar: kind and text."""
-    return ["submit", *pack_requests(requests), grammar]
-
-
-def tokens_wanted(message: Sequence[Any]) -> int:
-    """The most tokens of each sample of a submission, of prompt and output."""
-    tokens, (max_tokens, *_) = message[3], message[5]
-    return len(tokens) + int(max_tokens)
-
-
-def requests_of(
-    message: Sequence[Any],
-    ids: Sequence[int],
-    limits: RequestLimits,
-    grammars: Sequence[GrammarState | None],
-) -> list[LlmRequest]:
-    """message: a submission. ids: the requests' ids in this process."""
-    return unpack_requests(message[1:6], ids, limits, grammars)
-
-
 def pack_response(response: Response, request_id: int, *, is_first: bool) -> list[Any]:
     """Most responses have new tokens only. request_id: the front's."""
     finish_reason = response.finish_reason
     if finish_reason is None and not is_first and not response.logprobs:
         return [request_id, response.token_ids]
-    more: dict[str, Any] = {
-        "cached_tokens": response.cached_tokens,
-        "first_scheduled_time": response.first_scheduled_time,
-        "first_token_time": response.first_token_time,
-    }
-    if response.logprobs:
-        more["logprobs"] = _plain_logprobs(response.logprobs)
+    names = (*FIRST, *LAST) if finish_reason is not None else FIRST
+    more = {name: getattr(response, name) for name in names}
+    more["logprobs"] = [_plain(entry) for entry in response.logprobs]
     if response.prompt_logprobs is not None:
-        more["prompt_logprobs"] = _plain_logprobs(response.prompt_logprobs)
-    if finish_reason is not None:
-        stats = response.speculative
-        more |= {
-            "finish_reason": finish_reason,
-            "stop_reason": response.stop_reason,
-            "error": response.error,
-            "speculative": None if stats is None else list(asdict(stats).values()),
-        }
+        more["prompt_logprobs"] = [_plain(entry) for entry in response.prompt_logprobs]
+    if response.speculative is not None:
+        more["speculative"] = list(asdict(response.speculative).values())
     return [request_id, response.token_ids, more]
 
 
 def unpack_response(packed: Sequence[Any], index: int) -> Response:
     """index: which of a prompt's samples it is."""
-    request_id, token_ids = packed[0], packed[1]
-    if len(packed) == 2:
+    request_id, token_ids, *rest = packed
+    if not rest:
         return Response(request_id, token_ids, index)
-    more = packed[2]
+    (more,) = rest
     for name in ("logprobs", "prompt_logprobs"):
         if name in more:
             more[name] = [_logprobs(entry) for entry in more[name]]
@@ -110,13 +70,12 @@ def unpack_response(packed: Sequence[Any], index: int) -> Response:
     return Response(request_id, token_ids, index, **more)
 
 
-def _plain_logprobs(logprobs: Logprobs) -> list[dict[int, tuple[float, int | None]] | None]:
-    return [
+def _plain(entry: dict[int, Logprob] | None) -> dict[int, tuple[float, int | None]] | None:
+    return (
         None
         if entry is None
         else {token: (found.logprob, found.rank) for token, found in entry.items()}
-        for entry in logprobs
-    ]
+    )
 
 
 def _logprobs(entry: dict[int, Sequence[Any]] | None) -> dict[int, Logprob] | None:
@@ -163,6 +122,9 @@ class Link:
                 return
             self._backlog += memoryview(data)[num_sent:]
         self._on_backlog()
+
+    def send_kv_events(self, batch: bytes) -> None:
+        self.send(["kv_events", batch])
 
     def flush(self) -> None:
         """Sends what the socket takes now."""

@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.server.parsers.joined import joined
 from tllm_spec.server.parsers.llama_calls import LlamaJsonCalls, PythonicCalls
 from tllm_spec.server.parsers.marked_calls import DeepSeekCalls, HermesCalls
-from tllm_spec.server.parsers.names import TOOL_PARSERS
+from tllm_spec.server.parsers.names import TOOL_PARSERS, PlainText, with_reasoning
 from tllm_spec.server.parsers.pieces import (
     Arguments,
     CallStart,
@@ -20,9 +21,7 @@ from tllm_spec.server.parsers.pieces import (
     Piece,
     Reasoning,
     Text,
-    joined,
 )
-from tllm_spec.server.parsers.reasoning import PlainText, with_reasoning
 
 ARGUMENTS = '{"city": "a\\"}{ é", "days": [1, {"x": 2}]}'
 CALL = f'{{"name": "f", "arguments": {ARGUMENTS}}}'
@@ -146,6 +145,4 @@ def test_a_deeply_nested_text_is_no_call(text: str) -> None:
 
 def test_arguments_of_a_call_are_json() -> None:
     (_, arguments) = parsed(PythonicCalls, ["[f(a={'x': (1, None)})]"])
-    assert isinstance(arguments, Arguments) and json.loads(arguments.text) == {
-        "a": {"x": [1, None]}
-    }
+    assert arguments.kind == "arguments" and json.loads(arguments.text) == {"a": {"x": [1, None]}}

@@ -6,39 +6,24 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from functools import partial
+from typing import NamedTuple, Protocol
+
+CONTENT, REASONING, CALL, ARGUMENTS = "content", "reasoning_content", "call", "arguments"
 
 
-@dataclass(frozen=True)
-class Text:
-    """Text for the user."""
+class Piece(NamedTuple):
+    """The next characters of the answer, of the model's reasoning, or of the arguments of the
+    latest call, which are JSON. CALL: a call of the function `text` begins."""
 
+    kind: str
     text: str
 
 
-@dataclass(frozen=True)
-class Reasoning:
-    """Text of the model for itself."""
-
-    text: str
-
-
-@dataclass(frozen=True)
-class CallStart:
-    """A call of a function begins."""
-
-    name: str
-
-
-@dataclass(frozen=True)
-class Arguments:
-    """The next characters of the arguments of the latest call, which are JSON."""
-
-    text: str
-
-
-Piece = Text | Reasoning | CallStart | Arguments
+Text = partial(Piece, CONTENT)
+Reasoning = partial(Piece, REASONING)
+CallStart = partial(Piece, CALL)
+Arguments = partial(Piece, ARGUMENTS)
 
 
 class Parser(Protocol):
@@ -55,21 +40,6 @@ class Parser(Protocol):
 
 
 NewParser = Callable[[], Parser]
-
-
-def joined(pieces: Sequence[Piece]) -> list[Piece]:
-    """The pieces without empty ones, and with neighbours of the same kind joined."""
-    found: list[Piece] = []
-    for piece in pieces:
-        if isinstance(piece, CallStart):
-            found.append(piece)
-        elif piece.text:
-            last = found[-1] if found else None
-            if last is not None and not isinstance(last, CallStart) and type(last) is type(piece):
-                found[-1] = type(piece)(last.text + piece.text)
-            else:
-                found.append(piece)
-    return found
 
 
 def num_held(text: str, markers: Sequence[str]) -> int:

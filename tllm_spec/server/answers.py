@@ -4,20 +4,83 @@ Each choice has two extensions: `stop_reason`, and `speculative_decoding` once i
 
 from __future__ import annotations
 
+import json
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from tllm_spec.outputs import CompletionOutput, Logprob, RequestOutput
-from tllm_spec.server.json_parts import TextEvent, event, large_event
-from tllm_spec.text.tokenizer import REPLACEMENT, Tokenizer, bytes_of_token
+from tllm_spec.sampling_params import SamplingParams
+from tllm_spec.server.protocol import CompletionRequest
+from tllm_spec.text.tokenizer import IncrementalDetokenizer, Tokenizer
+
+# JSON of answers: server-sent events, and large answers. The encoder in C holds Python's lock
+# until it is done, so a large answer is encoded in parts, between which other threads run.
+
+
+DONE = b"data: [DONE]\n\n"
+
+# `json.dumps` would make one for each call.
+encode = json.JSONEncoder(ensure_ascii=False).encode
+encode_compact = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
+
+
+def event(data: dict[str, Any]) -> bytes:
+    """One event."""
+    return b"data: %b\n\n" % encode(data).encode()
+
+
+class TextEvent:
+    """An event of which only the text MARK changes: the rest is encoded once."""
+
+    MARK = "7d1a2b9e-the-text"
+
+    def __init__(self, data: dict[str, Any]) -> None:
+        self._head, self._tail = event(data).split(encode(self.MARK).encode())
+
+    def with_text(self, text: str) -> bytes:
+        """The event with a text instead of MARK."""
+        return b"%b%b%b" % (self._head, encode(text).encode(), self._tail)
+
+
+# Down to single tokens: answer, choices, choice, logprobs, content, token.
+DEPTH = 5
+
+
+def render(answer: dict[str, Any]) -> bytes:
+    """As starlette's JSONResponse does."""
+    return "".join(_parts(answer, DEPTH)).encode()
+
+
+def large_event(data: dict[str, Any]) -> bytes:
+    """A server-sent event."""
+    return b"data: %b\n\n" % render(data)
+
+
+def _parts(value: Any, depth: int) -> Iterator[str]:
+    if not depth or not value or not isinstance(value, (dict, list)):
+        yield encode_compact(value)
+    elif isinstance(value, dict):
+        for number, (name, each) in enumerate(value.items()):
+            yield f"{',' if number else '{'}{encode_compact(name)}:"
+            yield from _parts(each, depth - 1)
+        yield "}"
+    elif isinstance(value[0], (dict, list, type(None))):
+        for number, each in enumerate(value):
+            yield "," if number else "["
+            yield from _parts(each, depth - 1)
+        yield "]"
+    else:
+        yield encode_compact(value)
+
 
 MANY = 1000  # log probabilities, with which an answer is not made in the event loop
 LOWEST_LOGPROB = -9999.0  # JSON has no infinity; OpenAI uses this number
 
 Json = dict[str, Any]
+Logprobs = Sequence["dict[int, Logprob] | None"]  # of tokens; a prompt's first has none
 
 
 def usage_of(results: Sequence[RequestOutput]) -> Json:
@@ -95,10 +158,6 @@ class Answer(ABC):
         """Whether the next chunks of a stream have the log probabilities of a prompt."""
         return False
 
-    def encoder(self, prompt_index: int, result: RequestOutput) -> Callable[[Json], bytes]:
-        """The encoder of the next chunks."""
-        return large_event if self.starts_slowly(prompt_index, result) else event
-
     @property
     def has_text_only(self) -> bool:
         """Whether a chunk between the first and the last brings a new text and nothing else."""
@@ -114,7 +173,12 @@ class Answer(ABC):
 
     def _ending(self, index: int, output: CompletionOutput) -> Json:
         """How a sample has ended, if it has."""
-        return _ending(output)
+        stats = output.speculative_decoding
+        return {
+            "finish_reason": output.finish_reason,
+            "stop_reason": output.stop_reason,
+            "speculative_decoding": stats.to_dict() if stats and output.finish_reason else None,
+        }
 
     def whole(self, results: Sequence[RequestOutput]) -> Json:
         """The answer without streaming."""
@@ -146,15 +210,18 @@ class Answer(ABC):
                 self._finished.add(index)
             yield self._chunk([{"index": index, **delta, **self._ending(index, output)}])
 
-    def events(self, prompt_index: int, result: RequestOutput) -> bytes:
-        """The same chunks as server-sent events."""
+    def events(self, prompt_index: int, result: RequestOutput, counts: Json | None = None) -> bytes:
+        """The same chunks as server-sent events, with the token counts so far if they are given."""
+        encode = large_event if self.starts_slowly(prompt_index, result) else event
+        if counts is not None:
+            chunks = self.chunks(prompt_index, result)
+            return b"".join(encode(chunk | {"usage": counts}) for chunk in chunks)
         if len(result.outputs) == 1 and not result.outputs[0].finish_reason:
             output = result.outputs[0]
             found = self._text_events.get(self._index(prompt_index, output))
             if found is not None:  # the common case
                 return found.with_text(text) if (text := output.text_diff) else b""
-        encoded = self.encoder(prompt_index, result)
-        events = b"".join(map(encoded, self.chunks(prompt_index, result)))
+        events = b"".join(map(encode, self.chunks(prompt_index, result)))
         if self.has_text_only:
             for output in result.outputs:
                 self._keep_text_event(self._index(prompt_index, output), result, output.index)
@@ -213,6 +280,20 @@ class Answer(ABC):
             found = self._texts[key] = text[len(text) // 2 :] if offset else text
         return found
 
+    def _all_logprobs(self, output: CompletionOutput) -> Json | None:
+        if self._top_logprobs is None:
+            return None
+        return self._logprobs(output.token_ids, output.logprobs, output.text_offsets)
+
+    def _new_logprobs(self, output: CompletionOutput) -> Json | None:
+        if self._top_logprobs is None:
+            return None
+        return self._logprobs(output.token_ids_diff, output.logprobs_diff, output.text_offsets_diff)
+
+    @abstractmethod
+    def _logprobs(self, token_ids: list[int], logprobs: Logprobs, offsets: list[int]) -> Json:
+        """Those of some tokens, in the route's form."""
+
     def _best(self, logprobs: Mapping[int, Logprob]) -> list[tuple[int, Logprob]]:
         """The requested number of most probable tokens."""
         ranked = sorted(logprobs.items(), key=lambda item: item[1].logprob, reverse=True)
@@ -226,91 +307,133 @@ class CompletionAnswer(Answer):
     id_prefix = "cmpl"
 
     def _content(self, index: int, result: RequestOutput, output: CompletionOutput) -> Json:
-        logprobs = self._logprobs(output.token_ids, output.logprobs, output.text_offsets)
-        return {"text": output.text, "logprobs": logprobs}
+        return {"text": output.text, "logprobs": self._all_logprobs(output)}
 
     def _delta(self, index: int, result: RequestOutput, output: CompletionOutput) -> Json | None:
-        logprobs = self._logprobs(
-            output.token_ids_diff, output.logprobs_diff, output.text_offsets_diff
-        )
-        return {"text": output.text_diff, "logprobs": logprobs}
+        return {"text": output.text_diff, "logprobs": self._new_logprobs(output)}
 
-    def _logprobs(
-        self, token_ids: list[int], logprobs: list[dict[int, Logprob]], offsets: list[int]
-    ) -> Json | None:
-        if self._top_logprobs is None:
-            return None
+    def _logprobs(self, token_ids: list[int], logprobs: Logprobs, offsets: list[int]) -> Json:
         return {
             "tokens": list(map(self._token_text, token_ids, offsets)),
             "token_logprobs": [
-                number_of(at[token]) for token, at in zip(token_ids, logprobs, strict=True)
+                None if at is None else number_of(at[token])
+                for token, at in zip(token_ids, logprobs, strict=True)
             ],
             "top_logprobs": list(map(self._top, token_ids, logprobs, offsets)),
             "text_offset": offsets,
         }
 
-    def _top(self, chosen: int, logprobs: Mapping[int, Logprob], offset: int) -> Json:
+    def _top(self, chosen: int, logprobs: Mapping[int, Logprob] | None, offset: int) -> Json | None:
         """Log probabilities of the best tokens and the chosen one, by text. Of tokens with the same
         text the most probable one counts."""
+        if logprobs is None:
+            return None
         top: Json = {}
         for token, logprob in [*self._best(logprobs), (chosen, logprobs[chosen])]:
             top.setdefault(self._token_text(token, offset), number_of(logprob))
         return top
 
 
-class ChatAnswer(Answer):
-    """`/v1/chat/completions`."""
-
-    kind = "chat.completion"
-    chunk_kind = "chat.completion.chunk"
-    id_prefix = "chatcmpl"
-
-    def _content(self, index: int, result: RequestOutput, output: CompletionOutput) -> Json:
-        message = {"role": "assistant", "content": output.text}
-        return {"message": message, "logprobs": self._all_logprobs(output)}
-
-    def _delta(self, index: int, result: RequestOutput, output: CompletionOutput) -> Json | None:
-        role = {} if index in self._started else {"role": "assistant"}
-        delta = {**role, "content": output.text_diff}
-        return {"delta": delta, "logprobs": self._new_logprobs(output)}
-
-    def _all_logprobs(self, output: CompletionOutput) -> Json | None:
-        return self._logprobs(output.token_ids, output.logprobs, output.text_offsets)
-
-    def _new_logprobs(self, output: CompletionOutput) -> Json | None:
-        return self._logprobs(output.token_ids_diff, output.logprobs_diff, output.text_offsets_diff)
-
-    def _logprobs(
-        self, token_ids: list[int], logprobs: list[dict[int, Logprob]], offsets: list[int]
-    ) -> Json | None:
-        if self._top_logprobs is None:
-            return None
-        return {
-            "content": [
-                {
-                    **self._token(token, at[token], offset),
-                    "top_logprobs": [self._token(*best, offset) for best in self._best(at)],
-                }
-                for token, at, offset in zip(token_ids, logprobs, offsets, strict=True)
-            ]
-        }
-
-    def _token(self, token_id: int, logprob: Logprob, offset: int) -> Json:
-        text = self._token_text(token_id, offset)
-        utf8: bytes | None = text.encode()
-        if REPLACEMENT in text:  # a part of a character
-            utf8 = bytes_of_token(self._tokenizer, token_id)
-        return {"token": text, "logprob": number_of(logprob), "bytes": utf8 and list(utf8)}
-
-
-def _ending(output: CompletionOutput) -> Json:
-    stats = output.speculative_decoding
-    return {
-        "finish_reason": output.finish_reason,
-        "stop_reason": output.stop_reason,
-        "speculative_decoding": stats.to_dict() if stats and output.finish_reason else None,
-    }
-
-
 def number_of(logprob: Logprob) -> float:
     return max(logprob.logprob, LOWEST_LOGPROB)
+
+
+# Completions with `echo`: the text and the log probabilities begin with the prompt's.
+
+
+class EchoAnswer(CompletionAnswer):
+    """prompt_only: max_tokens is 0, so the output is left out. is_cut: the tokens are a part of
+    the prompt."""
+
+    def __init__(
+        self, *arguments: Any, prompt_only: bool, is_cut: bool, skip_special_tokens: bool
+    ) -> None:
+        super().__init__(*arguments)
+        self._prompt_only = prompt_only
+        self._is_cut = is_cut
+        self._skip_special_tokens = skip_special_tokens
+
+    def is_slow(self, results: Sequence[RequestOutput]) -> bool:
+        return True
+
+    def starts_slowly(self, prompt_index: int, result: RequestOutput) -> bool:
+        indices = {self._index(prompt_index, output) for output in result.outputs}
+        return self._top_logprobs is not None and not indices <= self._started
+
+    @property
+    def has_text_only(self) -> bool:
+        return super().has_text_only and not self._prompt_only
+
+    def _content(self, index: int, result: RequestOutput, output: CompletionOutput) -> Json:
+        text, logprobs = self._prompt(result, output)
+        if self._prompt_only:
+            return {"text": text, "logprobs": logprobs}
+        own = super()._content(index, result, output)
+        return {"text": text + own["text"], "logprobs": _joined(logprobs, own["logprobs"], text)}
+
+    def _delta(self, index: int, result: RequestOutput, output: CompletionOutput) -> Json | None:
+        if index not in self._started:
+            # The prompt's log probabilities come with the first sample, and other samples may be
+            # earlier. Nothing of them has been sent before.
+            is_known = output.prompt_logprobs or result.outputs[0].finish_reason
+            if self._top_logprobs is not None and not is_known:
+                return None
+            return self._content(index, result, output)
+        if self._prompt_only:
+            return {"text": "", "logprobs": None}
+        own = super()._delta(index, result, output)
+        assert own is not None
+        return own | {"logprobs": _joined(None, own["logprobs"], self._text(result))}
+
+    def _text(self, result: RequestOutput) -> str:
+        """The prompt as it was given, or the text of its tokens."""
+        if result.prompt is not None and not self._is_cut:
+            return result.prompt
+        return self._tokenizer.decode(
+            result.prompt_token_ids,
+            skip_special_tokens=self._skip_special_tokens,
+            clean_up_tokenization_spaces=False,
+        )
+
+    def _prompt(self, result: RequestOutput, output: CompletionOutput) -> tuple[str, Json | None]:
+        text, token_ids = self._text(result), result.prompt_token_ids
+        if self._top_logprobs is None:
+            return text, None
+        # A request that was cancelled in its prompt has none.
+        known = output.prompt_logprobs or [None] * len(token_ids)
+        return text, self._logprobs(token_ids, known, self._offsets(token_ids))
+
+    def _offsets(self, token_ids: list[int]) -> list[int]:
+        """The character at which each token's text begins."""
+        detokenizer = IncrementalDetokenizer(
+            self._tokenizer, skip_special_tokens=self._skip_special_tokens
+        )
+        offsets, length = [], 0
+        for token in token_ids:
+            offsets.append(length)
+            length += len(detokenizer.feed([token]))
+        return offsets
+
+
+def _joined(prompt: Json | None, own: Json | None, text: str) -> Json | None:
+    """text: the prompt's, after which the output's offsets begin."""
+    if own is None:
+        return prompt
+    own = own | {"text_offset": [offset + len(text) for offset in own["text_offset"]]}
+    return own if prompt is None else {name: prompt[name] + own[name] for name in own}
+
+
+def completion_answer(
+    body: CompletionRequest, model: str, tokenizer: Tokenizer, params: SamplingParams
+) -> CompletionAnswer:
+    # `echo` asks the engine for the prompt's logprobs; an answer has vLLM's field only on request.
+    own_field = body.prompt_logprobs
+    arguments = model, tokenizer, params.n, params.logprobs, own_field
+    if not body.echo:
+        return CompletionAnswer(*arguments)
+    return EchoAnswer(
+        *arguments,
+        prompt_only=body.max_tokens == 0,
+        is_cut=body.truncate_prompt_tokens is not None,
+        skip_special_tokens=params.skip_special_tokens,
+    )
