@@ -15,9 +15,8 @@ import torch
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.distributed.communicator import SINGLE, Communicator
 from tllm_spec.executor.building.draft_backend import check_draft_backend
-from tllm_spec.executor.building.engines import Engines, build_engines
+from tllm_spec.executor.building.engines import Engines, build_engines, replaceable_weights
 from tllm_spec.executor.building.plan import BuildPlan
-from tllm_spec.executor.building.replaceable_weights import replaceable_weights
 from tllm_spec.executor.building.rounds import (
     capture_graphs,
     graph_sizes,
@@ -26,29 +25,27 @@ from tllm_spec.executor.building.rounds import (
     warm_up,
 )
 from tllm_spec.executor.device.device_choice import cpu_threads, on_device, on_threads
-from tllm_spec.executor.draft_watch import DraftWatch
 from tllm_spec.executor.engine.memory_plan import TorchModel
 from tllm_spec.executor.engine.replayed_engine import ReplayedEngine, ReplayedSampler
-from tllm_spec.executor.executor_parts import ExecutorParts
-from tllm_spec.executor.py_executor import PyExecutor
+from tllm_spec.executor.py_executor import ExecutorParts, PyExecutor
 from tllm_spec.executor.ranks import agreed, queue_of, rank_facts
 from tllm_spec.executor.request import LlmRequest, Response
-from tllm_spec.executor.request_limits import RequestLimits
 from tllm_spec.executor.request_queue import RequestQueue
+from tllm_spec.executor.request_wire import RequestLimits
 from tllm_spec.executor.resources.kv_cache import KVCacheManager
 from tllm_spec.executor.resources.kv_events import KVEventPublisher, KVEvents
 from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.rounds.round_runner import RoundRunner
 from tllm_spec.executor.sampling.acceptance_rules import RelaxedAcceptance
+from tllm_spec.executor.sampling.row_group import SamplingState
 from tllm_spec.executor.sampling.sampler import Sampler
 from tllm_spec.executor.sampling.sharded_sampler import sampler_of
-from tllm_spec.executor.sampling.state import SamplingState
 from tllm_spec.executor.scheduler import Scheduler
 from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
 from tllm_spec.executor.speculative.drafting.draft_checks import check_draft
 from tllm_spec.executor.speculative.drafting.state_recorder import StateRecorder
 from tllm_spec.executor.speculative.modes import Surroundings, build_speculation, check_code
-from tllm_spec.executor.totals import IterationStats, RoundLog
+from tllm_spec.executor.totals import DraftWatch, IterationStats, RoundLog
 from tllm_spec.executor.traffic_recorder import TrafficRecorder
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.token_map import DraftTokens

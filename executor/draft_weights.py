@@ -17,10 +17,10 @@ from typing import Any
 import torch
 
 from tllm_spec.distributed.communicator import SINGLE, Communicator
-from tllm_spec.executor.faults import described
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.paged_cache import PagedCache
 from tllm_spec.models.config_file import read_config
+from tllm_spec.request_errors import described
 from tllm_spec.zoo.registry import resolve_model
 
 logger = logging.getLogger(__name__)

@@ -19,14 +19,13 @@ from unittest import mock
 
 import torch
 
-from tllm_spec.attention.kv_pool import KVPool
+from tllm_spec.attention.geometry import KVPool
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.distributed.communicator import SINGLE, Communicator
 from tllm_spec.executor import build
 from tllm_spec.executor.building import engines
-from tllm_spec.executor.decoding_rules import DecodingRules
 from tllm_spec.executor.device.transfer import ToHost
-from tllm_spec.executor.request import DraftCounters, LlmRequest, RequestState
+from tllm_spec.executor.request import DecodingRules, DraftCounters, LlmRequest, RequestState
 from tllm_spec.executor.rounds.round_runner import RoundRunner
 from tllm_spec.grammar.grammar_state import GrammarState
 from tllm_spec.models.formats.plain import CudaWeight

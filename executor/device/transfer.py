@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from tllm_spec.attention.kv_pool import KVPool
+from tllm_spec.attention.geometry import KVPool
 from tllm_spec.kernels.dispatch import has_kernels
 from tllm_spec.kernels.slots.row_copies import send_results
 

@@ -12,15 +12,14 @@ from pathlib import Path
 
 import torch
 
-from tllm_spec.attention.geometry import Geometry, LayerGroup
-from tllm_spec.attention.kv_pool import KVFormat, KVPool
+from tllm_spec.attention.geometry import Geometry, KVFormat, KVPool, LayerGroup
 from tllm_spec.config.draft_shape import NO_DRAFTS
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.distributed.communicator import SINGLE, Communicator
 from tllm_spec.draft_network.network import ExternalDraft
 from tllm_spec.executor.resources.kv_cache import SpanRoom
 from tllm_spec.executor.sampling.grammar_masks import mask_words
-from tllm_spec.executor.sampling.logprobs import BYTES_PER_LOGIT, SAMPLING_BYTES
+from tllm_spec.executor.sampling.logits import BYTES_PER_LOGIT, SAMPLING_BYTES
 from tllm_spec.kernels.attention.visible_keys import KeySpan
 from tllm_spec.kernels.gemm.scaled_linear import MAX_BYTES as MAX_SLICE_BYTES
 from tllm_spec.models.causal_lm import CausalLM

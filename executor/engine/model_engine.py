@@ -10,8 +10,8 @@ from dataclasses import replace
 
 import torch
 
+from tllm_spec.attention.geometry import KVPool
 from tllm_spec.attention.interface import ForwardContext, GroupAttention, SpecMetadata
-from tllm_spec.attention.kv_pool import KVPool
 from tllm_spec.attention.recurrent import RecurrentRows
 from tllm_spec.draft_network.decoder import (
     CACHED_ROWS,
@@ -24,8 +24,7 @@ from tllm_spec.draft_network.decoder import (
 )
 from tllm_spec.draft_network.network import ALIGNMENT, Network
 from tllm_spec.executor.device.transfer import to_device
-from tllm_spec.executor.engine.attention_groups import AttentionGroups
-from tllm_spec.executor.engine.rows import ContextChunk, RowBuilder, Windows
+from tllm_spec.executor.engine.rows import AttentionGroups, ContextChunk, RowBuilder, Windows
 from tllm_spec.models.causal_lm import CausalLM
 
 

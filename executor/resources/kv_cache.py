@@ -7,14 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tllm_spec.attention.kv_pool import KVPool
+from tllm_spec.attention.geometry import KVPool
 from tllm_spec.attention.recurrent import RecurrentMemory
 from tllm_spec.config.draft_shape import NO_DRAFTS, DraftShape
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.request import LlmRequest, RequestState
-from tllm_spec.executor.resources.interface import ResourceManager
+from tllm_spec.executor.resources.interface import BlockTable, ResourceManager, SequencePages
 from tllm_spec.executor.resources.paged_cache import PagedCache
-from tllm_spec.executor.resources.pages import BlockTable, SequencePages
 from tllm_spec.kernels.attention.visible_keys import KeySpan
 
 # While a round is in flight, a request takes and keeps pages for so many rounds ahead.

@@ -11,8 +11,7 @@ from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from tllm_spec.executor.resources.host_pages import HostPages, restore
-from tllm_spec.executor.resources.kv_events import KVEventLog
-from tllm_spec.executor.resources.pages import (
+from tllm_spec.executor.resources.interface import (
     CachedSequence,
     CacheStats,
     PageGroup,
@@ -20,6 +19,7 @@ from tllm_spec.executor.resources.pages import (
     Snapshots,
     check_pages,
 )
+from tllm_spec.executor.resources.kv_events import KVEventLog
 from tllm_spec.executor.resources.radix import NO_PAGE, Key, Node, RadixTree, num_unreferenced
 
 

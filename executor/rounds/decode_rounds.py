@@ -17,7 +17,7 @@ from tllm_spec.executor.engine.rows import TreeRows, Windows
 from tllm_spec.executor.graphs.slot_graphs import CudaGraphs, GraphKey, GraphPool, WindowGraphs
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.slot_state import WindowTree
-from tllm_spec.executor.sampling.logprobs import LogprobRows
+from tllm_spec.executor.sampling.logits import LogprobRows
 from tllm_spec.executor.sampling.row_group import RowGroup
 from tllm_spec.executor.sampling.sampler import Sampler
 from tllm_spec.executor.speculative.drafting.drafter import (

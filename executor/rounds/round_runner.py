@@ -1,7 +1,11 @@
 """Launches rounds on the device: the target's forward, acceptance, and what the drafter adds.
 
 Nothing here waits for the device. The results are on their way to the host in a `LaunchedRound`;
-before that is read, the next round can be launched from the slot state alone."""
+before that is read, the next round can be launched from the slot state alone.
+
+A round with context chunks is split, and its eager forward reads chunks and generation windows. Or
+a few short chunks are a CUDA graph, and the windows follow as a round of their own. First tokens
+are sent before anything is drafted after them."""
 
 from functools import partial
 from operator import attrgetter
@@ -10,9 +14,16 @@ from time import perf_counter
 import torch
 
 from tllm_spec.config.draft_shape import DraftShape
-from tllm_spec.executor.batch import ScheduledBatch
+from tllm_spec.executor.batch import SampledTokens, ScheduledBatch
+from tllm_spec.executor.device.transfer import DeviceSpan, to_device
 from tllm_spec.executor.engine.model_engine import ModelEngine
-from tllm_spec.executor.graphs.context_graphs import ContextLimits, DummyContexts, capture_contexts
+from tllm_spec.executor.engine.rows import ContextChunk, Windows
+from tllm_spec.executor.graphs.context_graphs import (
+    ContextGraphs,
+    ContextLimits,
+    DummyContexts,
+    capture_contexts,
+)
 from tllm_spec.executor.graphs.slot_graphs import (
     TIMED_KV_LEN,
     GraphKey,
@@ -21,12 +32,11 @@ from tllm_spec.executor.graphs.slot_graphs import (
     eager_seconds,
 )
 from tllm_spec.executor.request import LlmRequest
-from tllm_spec.executor.rounds.context_rounds import ContextRounds
-from tllm_spec.executor.rounds.decode_rounds import DecodeRounds
-from tllm_spec.executor.rounds.round_results import LaunchedRound, ResultSender, SentResults
-from tllm_spec.executor.sampling.logprobs import LogprobRows
+from tllm_spec.executor.rounds.decode_rounds import DecodeRounds, whole_windows
+from tllm_spec.executor.rounds.round_reader import LaunchedRound, ResultSender, SentResults, joined
+from tllm_spec.executor.sampling.logits import LogprobRows, collect_prompt_logprobs
 from tllm_spec.executor.sampling.sampler import Sampler
-from tllm_spec.executor.speculative.drafting.drafter import Drafter
+from tllm_spec.executor.speculative.drafting.drafter import ContextResult, Drafter, WindowResult
 from tllm_spec.executor.speculative.drafting.state_recorder import StateRecorder
 
 _num_drafts, _draft_limit = attrgetter("py_num_draft_tokens"), attrgetter("draft_limit")
@@ -135,3 +145,156 @@ class RoundRunner:
             return None
         with contexts.filled(key.batch_size) as renew:
             return graphs.seconds(key, list(range(key.batch_size)), renew)
+
+
+class ContextRounds:
+    """Runs batches with context chunks. `decode` runs the windows where they do not share the
+    chunks' forward."""
+
+    def __init__(self, decode: DecodeRounds, sender: ResultSender) -> None:
+        self.graphs: ContextGraphs | None = None
+        self._decode, self._sender = decode, sender
+        self._engine, self._sampler = decode.engine, decode.sampler
+        self._slots = decode.sampler.slots
+
+    def launch(self, batch: ScheduledBatch, logprobs: LogprobRows) -> SentResults:
+        chunks = [
+            ContextChunk(
+                *(r.slot, r.kv_len, r.tokens[r.kv_len : r.kv_len + r.context_chunk], r.prompt_len)
+            )
+            for r in batch.context_requests
+        ]
+        hidden = self._replay(batch, chunks)
+        if hidden is None:
+            return self._launch_together(batch, chunks, logprobs)
+        return self._launch_apart(batch, chunks, hidden, logprobs)
+
+    def _replay(self, batch: ScheduledBatch, chunks: list[ContextChunk]) -> torch.Tensor | None:
+        """Hidden states of each chunk's last row, `[C, H]`; None where no graph fits."""
+        if self.graphs is None or _wants_prompt_logprobs(batch):
+            return None
+        return self.graphs.run(chunks)
+
+    def _launch_apart(
+        self,
+        batch: ScheduledBatch,
+        chunks: list[ContextChunk],
+        hidden: torch.Tensor,
+        logprobs: LogprobRows,
+    ) -> SentResults:
+        """The chunks' graph was replayed and left `hidden` `[C, H]`; the windows, if any, follow
+        after the drafting, since they overwrite the states that it reads."""
+        self._start_joining(batch)
+        ended, parts = batch.last_chunk_requests, list[SampledTokens]()
+        if ended:
+            if len(ended) < len(chunks):
+                rows = [i for i, r in enumerate(batch.context_requests) if r.is_last_context_chunk]
+                hidden = hidden.index_select(0, to_device(rows, hidden.device))
+            parts = [self._sample_first(ended, self._engine.compute_logits(hidden), logprobs)]
+        if not batch.generation_requests:
+            return self._send_then_draft(batch, chunks, parts, None, logprobs)
+        self._decode.draft_after_contexts(batch, _result(batch, chunks, parts), None)
+        parts.append(self._decode.run(batch, logprobs))
+        sampled = joined(parts, batch.shape.path, hidden.device)
+        return SentResults(self._sender.send(sampled, logprobs))
+
+    def _launch_together(
+        self, batch: ScheduledBatch, chunks: list[ContextChunk], logprobs: LogprobRows
+    ) -> SentResults:
+        """One forward of the chunks and, after them, the windows, if there are any."""
+        ended, group, windows = batch.last_chunk_requests, None, None
+        if batch.generation_requests:
+            group = self._decode.group(batch)
+            windows = self._decode.batch_windows(batch, group)
+        hidden = self._forward(batch, chunks, None if windows is None else windows.rows)
+        self._start_joining(batch)
+        if windows is not None:
+            windows, own = whole_windows(windows, hidden[len(ended) :])
+            if windows.read_rows is not None:
+                hidden = torch.cat((hidden[: len(ended)], own))
+        logits = self._engine.compute_logits(hidden)
+        parts, result = list[SampledTokens](), None
+        if ended:
+            parts = [self._sample_first(ended, logits[: len(ended)], logprobs)]
+        if group is not None and windows is not None:
+            result = self._decode.sample(group, windows, logits[len(ended) :], logprobs)
+            parts.append(result.sampled)
+        return self._send_then_draft(batch, chunks, parts, result, logprobs)
+
+    def _forward(
+        self, batch: ScheduledBatch, chunks: list[ContextChunk], windows: Windows | None
+    ) -> torch.Tensor:
+        """Hidden states of the rows that are sampled, `[R, H]`."""
+        wanted = _sampled_rows(batch, self._slots.device)
+        if not _wants_prompt_logprobs(batch):
+            return self._engine.forward(chunks, windows, wanted)
+        hidden = self._engine.forward(chunks, windows)
+        vocab_size = self._engine.model.config.vocab_size
+        collect_prompt_logprobs(
+            batch.context_requests, hidden, self._engine.compute_all_logits, vocab_size
+        )
+        return hidden.index_select(0, wanted)
+
+    def _send_then_draft(
+        self,
+        batch: ScheduledBatch,
+        chunks: list[ContextChunk],
+        parts: list[SampledTokens],
+        windows: WindowResult | None,
+        logprobs: LogprobRows,
+    ) -> SentResults:
+        """Sends the results, then drafts: first tokens do not wait for drafts. windows: of the
+        chunks' forward."""
+        sampled = joined(parts, batch.shape.path, self._slots.device)
+        to_host = self._sender.send(sampled, logprobs)
+        span = None if to_host.is_here else DeviceSpan()
+        self._decode.draft_after_contexts(batch, _result(batch, chunks, parts), windows)
+        if span is not None:
+            span.end()
+        return SentResults(to_host, span)
+
+    def _start_joining(self, batch: ScheduledBatch) -> None:
+        """Writes the rows of the slots that requests were given for this round. A context's forward
+        does not read them, so they are written while the device is busy with it."""
+        for request in batch.joining:
+            self._sampler.start(request)
+            self._slots.start(request)
+
+    def _sample_first(
+        self, ended: list[LlmRequest], logits: torch.Tensor, logprobs: LogprobRows
+    ) -> SampledTokens:
+        """The first tokens of contexts that ended. logits `[C, V]`."""
+        group = self._sampler.groups.get(ended, 1)
+        numbers = [r.num_tokens for r in ended], [r.tokens[-1] for r in ended]
+        lens, last_tokens = to_device(numbers, logits.device).unbind(0)
+        self._slots.kv_lens[group.slots] = lens
+        return self._sampler.sample_contexts(group, logits, last_tokens, logprobs)
+
+
+def _wants_prompt_logprobs(batch: ScheduledBatch) -> bool:
+    return any(request.rules.prompt_logprobs is not None for request in batch.context_requests)
+
+
+def _result(
+    batch: ScheduledBatch, chunks: list[ContextChunk], parts: list[SampledTokens]
+) -> ContextResult:
+    """parts: of the ended contexts, if there are any, and of windows."""
+    requests = batch.context_requests
+    following = [
+        None if r.is_last_context_chunk else r.tokens[r.kv_len + r.context_chunk] for r in requests
+    ]
+    first_tokens = parts[0].new_tokens[:, 0] if batch.last_chunk_requests else None
+    return ContextResult(requests, chunks, following, first_tokens)
+
+
+def _sampled_rows(batch: ScheduledBatch, device: torch.device) -> torch.Tensor:
+    """`[R]`: the last row of each ended context, then all window rows."""
+    rows: list[int] = []
+    end = 0
+    for request in batch.context_requests:
+        end += request.context_chunk
+        rows += [end - 1] if request.is_last_context_chunk else []
+    rows += range(end, end + batch.num_window_rows)
+    if not rows:  # pieces of prompts only
+        return torch.empty(0, dtype=torch.int64, device=device)
+    return to_device(rows, device)

@@ -8,8 +8,7 @@ import torch
 from tllm_spec.config.speculative_base import RelaxedRule
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.slot_state import SlotState
-from tllm_spec.executor.sampling.row_group import RowGroup
-from tllm_spec.executor.sampling.state import SamplingState
+from tllm_spec.executor.sampling.row_group import RowGroup, SamplingState
 from tllm_spec.kernels.sampling.choose_token import choose_best
 from tllm_spec.kernels.sampling.gumbel import COIN_DOMAIN, RESIDUAL_DOMAIN, gumbel_noise, uniform
 from tllm_spec.kernels.slots.accept import Accepted, SyntheticRates, descend

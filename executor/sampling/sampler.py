@@ -22,18 +22,22 @@ from tllm_spec.executor.sampling.acceptance_rules import (
 from tllm_spec.executor.sampling.grammar_masks import GrammarMasks
 from tllm_spec.executor.sampling.logits import (
     HostEdits,
-    apply_penalties,
-    mask_stop_ids,
-    one_hot_of_best,
-)
-from tllm_spec.executor.sampling.logprobs import (
     LogprobRows,
+    apply_penalties,
     bytes_per_row,
     log_probabilities,
+    mask_stop_ids,
+    one_hot_of_best,
     rows_at_once,
 )
-from tllm_spec.executor.sampling.row_group import RowGroup, RowGroups, RowPositions, Subset
-from tllm_spec.executor.sampling.state import RowParameters, SamplingState
+from tllm_spec.executor.sampling.row_group import (
+    RowGroup,
+    RowGroups,
+    RowParameters,
+    RowPositions,
+    SamplingState,
+    Subset,
+)
 from tllm_spec.kernels.sampling.choose_token import choose_best, choose_token
 from tllm_spec.kernels.sampling.gumbel import gumbel_noise
 from tllm_spec.kernels.sampling.logit_filters import filter_cut

@@ -14,10 +14,15 @@ from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.sampling.draft_sampling import DraftSampling
 from tllm_spec.executor.sampling.grammar_masks import GrammarMasks
-from tllm_spec.executor.sampling.logprobs import LogprobRows
-from tllm_spec.executor.sampling.row_group import NO_REQUESTS, RowGroup, RowGroups, RowPositions
+from tllm_spec.executor.sampling.logits import LogprobRows
+from tllm_spec.executor.sampling.row_group import (
+    NO_REQUESTS,
+    RowGroup,
+    RowGroups,
+    RowPositions,
+    SamplingState,
+)
 from tllm_spec.executor.sampling.sampler import Sampler
-from tllm_spec.executor.sampling.state import SamplingState
 from tllm_spec.kernels.sampling.choose_token import offer_token
 from tllm_spec.kernels.slots.round_rows import RoundRows
 

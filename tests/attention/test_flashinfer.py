@@ -10,9 +10,8 @@ import torch
 from tests.attention.plain_prefill import PlainPrefill
 from tests.kernels.row_counts import rows_of
 from tllm_spec.attention.flashinfer import FlashInferAttention
-from tllm_spec.attention.geometry import AttentionGeometry
+from tllm_spec.attention.geometry import AttentionGeometry, KVFormat, KVPool
 from tllm_spec.attention.interface import AttentionMetadata, ContextPlans, HeadsBackend
-from tllm_spec.attention.kv_pool import KVFormat, KVPool
 from tllm_spec.attention.vanilla import VanillaAttention
 from tllm_spec.kernels.attention.kv_codes import KVScales, encoded
 from tllm_spec.kernels.attention.paged_prefill import PrefillLimits, PrefillRows

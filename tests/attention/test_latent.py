@@ -14,9 +14,8 @@ from tllm_spec.attention import latent as module
 from tllm_spec.attention.batch_invariant import BatchInvariantLatent
 from tllm_spec.attention.choice import create_backend, workspace_bytes
 from tllm_spec.attention.flashinfer import FlashInferAttention
-from tllm_spec.attention.geometry import AttentionGeometry, LatentGeometry
+from tllm_spec.attention.geometry import AttentionGeometry, KVFormat, KVPool, LatentGeometry
 from tllm_spec.attention.interface import AttentionMetadata
-from tllm_spec.attention.kv_pool import KVFormat, KVPool
 from tllm_spec.attention.latent import LatentBackend, LatentInputs, TritonLatent, VanillaLatent
 from tllm_spec.attention.triton import TritonAttention
 from tllm_spec.attention.vanilla import VanillaAttention

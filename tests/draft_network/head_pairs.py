@@ -8,14 +8,12 @@ from pathlib import Path
 import torch
 
 from tests.draft_network.step_pairs import CPU, MAX_LEN, cache_of
-from tllm_spec.attention.geometry import AttentionGeometry
+from tllm_spec.attention.geometry import AttentionGeometry, KVPool
 from tllm_spec.attention.interface import SpecMetadata
-from tllm_spec.attention.kv_pool import KVPool
 from tllm_spec.attention.vanilla import VanillaAttention
 from tllm_spec.distributed.communicator import SINGLE_RANK
 from tllm_spec.draft_network.network import ExternalHead, Network
-from tllm_spec.executor.engine.attention_groups import AttentionGroups, PagedGroup
-from tllm_spec.executor.engine.rows import ContextChunk, Windows
+from tllm_spec.executor.engine.rows import AttentionGroups, ContextChunk, PagedGroup, Windows
 from tllm_spec.executor.speculative.drafting.draft_net import DraftNet, HeadNet
 from tllm_spec.executor.speculative.drafting.external_nets import ExternalHeadNet
 from tllm_spec.models.causal_lm import CausalLM

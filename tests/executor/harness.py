@@ -12,9 +12,9 @@ from tests.executor.one_group import all_are_free
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.executor.batch import SampledTokens, ScheduledBatch
 from tllm_spec.executor.build import build_executor
-from tllm_spec.executor.decoding_rules import DecodingRules
 from tllm_spec.executor.py_executor import PyExecutor
 from tllm_spec.executor.request import (
+    DecodingRules,
     DraftCounters,
     LlmRequest,
     RequestPause,

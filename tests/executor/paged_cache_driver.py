@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 from weakref import WeakValueDictionary
 
+from tllm_spec.executor.resources.interface import PageGroup
 from tllm_spec.executor.resources.paged_cache import PagedCache
-from tllm_spec.executor.resources.pages import PageGroup
 from tllm_spec.executor.resources.radix import NO_PAGE
 from tllm_spec.kernels.attention.visible_keys import KeySpan
 

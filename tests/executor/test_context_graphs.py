@@ -15,8 +15,7 @@ from tests.executor.harness import Harness, all_pages_are_back, draft_target, ou
 from tllm_spec.attention.flashinfer import FlashInferAttention
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.executor.building.plan import BuildPlan
-from tllm_spec.executor.engine.attention_groups import AttentionGroups, PagedGroup
-from tllm_spec.executor.engine.rows import ContextChunk
+from tllm_spec.executor.engine.rows import AttentionGroups, ContextChunk, PagedGroup
 from tllm_spec.executor.graphs.context_graphs import MAX_CHUNKS, capture_contexts, context_rows
 from tllm_spec.executor.graphs.slot_graphs import GraphPool, graph_keys
 from tllm_spec.executor.request import LlmRequest

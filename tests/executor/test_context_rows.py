@@ -18,13 +18,17 @@ from tests.executor.harness import Harness
 from tests.models.tiny_eagle3 import write_tiny_eagle3
 from tllm_spec.attention.flashinfer import FlashInferAttention
 from tllm_spec.executor.device.transfer import to_device
-from tllm_spec.executor.engine.attention_groups import AttentionGroups, PagedGroup
-from tllm_spec.executor.engine.rows import ROW_ALIGNMENT, ContextChunk, RowBuilder
+from tllm_spec.executor.engine.rows import (
+    ROW_ALIGNMENT,
+    AttentionGroups,
+    ContextChunk,
+    PagedGroup,
+    RowBuilder,
+)
 from tllm_spec.executor.graphs.context_graphs import MAX_CHUNKS, capture_contexts
 from tllm_spec.executor.graphs.slot_graphs import GraphPool
-from tllm_spec.executor.resources.interface import SeqSlotManager
-from tllm_spec.executor.resources.pages import BlockTable
-from tllm_spec.executor.sampling.state import SamplingState
+from tllm_spec.executor.resources.interface import BlockTable, SeqSlotManager
+from tllm_spec.executor.sampling.row_group import SamplingState
 from tllm_spec.kernels.attention.paged_prefill import PrefillRows
 
 CPU = torch.device("cpu")

@@ -12,7 +12,7 @@ from tests.executor.draft_caches import eagle3
 from tests.executor.draft_graphs import CPU, DUMMY, two_model, with_graphs
 from tests.executor.graph_rounds import keys_of_build
 from tests.executor.harness import Harness
-from tllm_spec.attention.kv_pool import KVFormat
+from tllm_spec.attention.geometry import KVFormat
 from tllm_spec.config.draft_shape import DraftShapes, chain_of
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.executor.building.memory import reserved_bytes

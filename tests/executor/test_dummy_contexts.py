@@ -13,7 +13,7 @@ from tests.executor.harness import Harness, output_of
 from tests.models.tiny_eagle3 import write_tiny_eagle3
 from tllm_spec.config.draft_shape import DraftShapes, chain_of
 from tllm_spec.executor.building.rounds import RoundTimer
-from tllm_spec.executor.engine.attention_groups import AttentionGroups, PagedGroup
+from tllm_spec.executor.engine.rows import AttentionGroups, PagedGroup
 from tllm_spec.executor.graphs.context_graphs import ContextLimits, DummyContexts
 from tllm_spec.executor.graphs.slot_graphs import CudaGraphs, GraphKey, graph_keys
 

@@ -46,7 +46,7 @@ def test_first_tokens_are_sent_before_anything_is_drafted_after_their_prompts(
             super().__init__(*arguments)
 
     monkeypatch.setattr(proposer, "propose", watched)
-    monkeypatch.setattr("tllm_spec.executor.rounds.round_results.ToHost", Recorded)
+    monkeypatch.setattr("tllm_spec.executor.rounds.round_reader.ToHost", Recorded)
     requests = []
     for each in (harness, plain):
         requests.append([each.submit([3, 1, 4], max_tokens=30)])
@@ -89,7 +89,7 @@ def test_drafts_after_a_prompt_count_for_no_time_that_the_controller_learns(
     """On a clock that moves by 3 ms whenever it is read."""
     now = count(0)
     monkeypatch.setattr(ToHost, "is_here", property(lambda to_host: False))  # as on a device
-    monkeypatch.setattr("tllm_spec.executor.rounds.context_rounds.DeviceSpan", PostSend)
+    monkeypatch.setattr("tllm_spec.executor.rounds.round_runner.DeviceSpan", PostSend)
     monkeypatch.setattr(
         "tllm_spec.executor.rounds.round_reader.perf_counter", lambda: 0.003 * next(now)
     )

@@ -10,8 +10,7 @@ from tests.executor.harness import Harness, ScriptedDrafter, user_provided
 from tests.executor.tiny_llama import write_tiny_llama
 from tllm_spec.config.draft_shape import DraftShapes, chain_of
 from tllm_spec.executor.batch import ScheduledBatch
-from tllm_spec.executor.decoding_rules import DecodingRules
-from tllm_spec.executor.request import LlmRequest
+from tllm_spec.executor.request import DecodingRules, LlmRequest
 from tllm_spec.executor.resources.interface import ResourceManager, SeqSlotManager
 from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.speculative.drafting.drafter import Drafter

@@ -19,7 +19,7 @@ from tllm_spec.config.draft_shape import DraftShape, chain_of
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.request import NO_TOKEN, LlmRequest, RequestState, Response, StopMatch
 from tllm_spec.executor.resources.kv_cache import ROUNDS_AHEAD
-from tllm_spec.executor.rounds.round_results import LaunchedRound
+from tllm_spec.executor.rounds.round_reader import LaunchedRound
 from tllm_spec.executor.speculative.drafting.ready_drafts import take_ready
 
 RATES = {"plain": (), "three": (0.73, 0.52, 0.35), "seven": (0.9,) * 7, "all_of_seven": (1.0,) * 7}

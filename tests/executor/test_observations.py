@@ -14,7 +14,7 @@ from tests.executor.hooks import around_reads
 from tests.lossless.engines import tiny_engine
 from tllm_spec.executor.engine.rows import ContextChunk, Windows
 from tllm_spec.executor.request import LlmRequest
-from tllm_spec.executor.rounds.round_results import LaunchedRound
+from tllm_spec.executor.rounds.round_reader import LaunchedRound
 from tllm_spec.executor.speculative.draft_length.decisions import ObservedRound
 from tllm_spec.outputs import SpeculativeStats
 

@@ -6,14 +6,11 @@ import pytest
 import torch
 
 from tests.executor.one_group import all_are_free, manager_of
-from tllm_spec.attention.geometry import AttentionGeometry
-from tllm_spec.attention.kv_pool import KVFormat, KVPool
+from tllm_spec.attention.geometry import AttentionGeometry, KVFormat, KVPool
 from tllm_spec.config.draft_shape import chain_of
 from tllm_spec.executor.batch import ScheduledBatch
-from tllm_spec.executor.decoding_rules import DecodingRules
-from tllm_spec.executor.request import LlmRequest, RequestState
-from tllm_spec.executor.resources.interface import ResourceManager, SeqSlotManager
-from tllm_spec.executor.resources.pages import BlockTable
+from tllm_spec.executor.request import DecodingRules, LlmRequest, RequestState
+from tllm_spec.executor.resources.interface import BlockTable, ResourceManager, SeqSlotManager
 from tllm_spec.executor.scheduler import Scheduler, SchedulerLimits
 from tllm_spec.sampling_params import SamplingParams
 

@@ -20,8 +20,7 @@ from tllm_spec.config.text_search import SHARED_WIDTH, CorpusFile
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.building.memory import reserved_bytes
 from tllm_spec.executor.building.plan import BuildPlan
-from tllm_spec.executor.decoding_rules import DecodingRules
-from tllm_spec.executor.request import LlmRequest, RequestState
+from tllm_spec.executor.request import DecodingRules, LlmRequest, RequestState
 from tllm_spec.executor.resources.interface import SharedTexts, pieces_of, rows_of
 from tllm_spec.executor.speculative.drafting.suffix_match import read_corpus
 from tllm_spec.kernels.drafts.path_trees import path_trees

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from tllm_spec.executor.engine.rows import ContextChunk, RowBuilder, TreeRows, Windows
-from tllm_spec.executor.resources.interface import SeqSlotManager
-from tllm_spec.executor.resources.pages import BlockTable
+from tllm_spec.executor.resources.interface import BlockTable, SeqSlotManager
 from tllm_spec.kernels.attention.visible_keys import TreeMask
 
 CPU = torch.device("cpu")

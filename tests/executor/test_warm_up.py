@@ -14,9 +14,9 @@ from tests.executor.hooks import before_launch, rounds_in_flight
 from tllm_spec.config.draft_shape import chain_of
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.building import rounds
-from tllm_spec.executor.building.warm_up import CHUNK_ROWS, WarmUp, some_of
+from tllm_spec.executor.building.rounds import CHUNK_ROWS, WarmUp, some_of
 from tllm_spec.executor.graphs.slot_graphs import GraphKey, graph_keys
-from tllm_spec.executor.rounds.round_results import LaunchedRound
+from tllm_spec.executor.rounds.round_reader import LaunchedRound
 
 DUMMY = 8
 MODES = ["plain", "draft_target", "eagle3", "eagle3_two_model", "ngram", "adaptive", "rejection"]

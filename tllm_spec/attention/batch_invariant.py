@@ -9,9 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from tllm_spec.attention.geometry import AttentionGeometry
+from tllm_spec.attention.geometry import AttentionGeometry, KVPool
 from tllm_spec.attention.interface import AttentionMetadata, AttentionPlan, HeadsBackend
-from tllm_spec.attention.kv_pool import KVPool
 from tllm_spec.attention.latent import LatentInputs, LatentPlan, TritonLatent
 from tllm_spec.kernels.attention.batch_invariant_attention import (
     QueryTiles,

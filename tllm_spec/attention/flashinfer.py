@@ -11,9 +11,8 @@ from typing import Any, Protocol
 
 import torch
 
-from tllm_spec.attention.geometry import AttentionGeometry
+from tllm_spec.attention.geometry import AttentionGeometry, KVFormat, KVPool, PageList, WidePages
 from tllm_spec.attention.interface import AttentionMetadata, AttentionPlan, ContextPlans
-from tllm_spec.attention.kv_pool import KVFormat, KVPool, PageList, WidePages
 from tllm_spec.attention.triton import TritonAttention, TritonPlan
 from tllm_spec.kernels.attention.kv_codes import UNSCALED, KVScales
 from tllm_spec.kernels.attention.paged_prefill import (

@@ -1,10 +1,16 @@
-"""The sizes of attention that pools, backends and models share, and the layers that have equal
-ones."""
+"""The sizes of attention that pools, backends and models share, the layers that have equal ones,
+and their paged KV memory on one device. The KV cache manager knows which request owns a page."""
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
+import numpy as np
+import torch
+
+from tllm_spec.kernels.attention.kv_codes import CODES, UNSCALED, KVScales, movable, widen_pages
+from tllm_spec.kernels.attention.paged_prefill import PrefillRows
 from tllm_spec.kernels.attention.visible_keys import KeySpan
 
 # What the KV pool holds for a token of one layer. Page tables, prefix reuse and rewinds do not
@@ -132,3 +138,130 @@ class LatentGeometry:
     @property
     def layout(self) -> LatentLayout:
         return LatentLayout(self.latent_dim, self.rope_dim)
+
+
+# How a KV pool stores numbers.
+
+
+@dataclass(frozen=True)
+class KVFormat:
+    """Keys, values or latents of a model that computes in `dtype`."""
+
+    dtype: torch.dtype
+    scales: tuple[KVScales, ...] | None = None
+    """One for each of the pool's layers: the pool has FP8 codes. None: it has numbers of type
+    `dtype`."""
+
+    @property
+    def stored(self) -> torch.dtype:
+        """The type of what is in the pool."""
+        return self.dtype if self.scales is None else CODES
+
+    def scales_of(self, layer: int) -> KVScales:
+        return UNSCALED if self.scales is None else self.scales[layer]
+
+    def of_layers(self, layers: Sequence[int]) -> "KVFormat":
+        """The format of a pool that has some of the layers."""
+        if self.scales is None:
+            return self
+        return KVFormat(self.dtype, tuple(self.scales[layer] for layer in layers))
+
+
+class KVPool:
+    """`data`: `[layers, *KVLayout.layer_shape]`.
+
+    A slot is the index of one token: `page * page_size + offset`. The memory starts as zeros, since
+    masked values are still multiplied by zero and must not be NaN."""
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        *,
+        num_pages: int,
+        page_size: int,
+        kv_format: KVFormat,
+        device: torch.device,
+    ) -> None:
+        layout = geometry.layout
+        shape = (geometry.num_layers, *layout.layer_shape(num_pages, page_size))
+        self.data = _zeros(shape, kv_format.stored, device)
+        self.kv_format = kv_format
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self._page_dim = 1 + layout.page_dim
+        self.planes = movable(self.data).flatten(0, layout.page_dim).flatten(3)
+        """A view, `[planes, pages, page_size, width]`: what each layer has of every token, a plane
+        for its keys and one for its values, or one for its latents."""
+
+    @staticmethod
+    def page_bytes(geometry: Geometry, page_size: int, kv_format: KVFormat) -> int:
+        """Bytes of one page over all layers, for memory planning."""
+        layer = math.prod(geometry.layout.layer_shape(1, page_size))
+        return geometry.num_layers * layer * kv_format.stored.itemsize
+
+    def copy_page(self, source: int, destination: int) -> None:
+        """Copy one page in all layers: a prefix that matches part of a page continues on a copy."""
+        self.page(destination).copy_(self.page(source))
+
+    def page(self, number: int) -> torch.Tensor:
+        """A view of one page in all layers, not contiguous."""
+        return self.data.select(self._page_dim, number)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """On a CPU the system gives each piece of memory when it is first written, and zeroed. So a
+    pool takes only what requests use; `torch.zeros` would write all of it."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    num_bytes, alignment = math.prod(shape) * dtype.itemsize, 64
+    memory = np.zeros(num_bytes + alignment, np.uint8)
+    start = -memory.ctypes.data % alignment
+    return torch.from_numpy(memory[start : start + num_bytes]).view(dtype).view(shape)
+
+
+# A bounded copy of pages of FP8 codes as numbers of the model's type, for attention kernels that
+# read no codes. Each layer overwrites it.
+
+
+MAX_TOKENS = 1 << 16
+
+
+@dataclass(frozen=True)
+class PageList:
+    """The pages that are copied."""
+
+    pages: torch.Tensor
+    """[N] int32, on the device."""
+    count: torch.Tensor | None = None
+    """[1] int32, on the device: how many; None: N."""
+
+
+class WidePages:
+    """`layer` `[2, pages, page_size, Hkv, D]`: the copy of one layer."""
+
+    def __init__(self, pool: KVPool) -> None:
+        _, _, _, page_size, heads, head_dim = pool.data.shape
+        number = min(pool.num_pages, max(1, MAX_TOKENS // page_size))
+        shape = (2, number, page_size, heads, head_dim)
+        self.layer = pool.data.new_zeros(shape, dtype=pool.kv_format.dtype)
+        self.num_pages = number
+        self._numbers = torch.arange(number, dtype=torch.int32, device=pool.data.device)
+
+    @staticmethod
+    def num_bytes(geometry: AttentionGeometry, kv_format: KVFormat) -> int:
+        """Bytes of the copy, at most; 0 for a pool without codes."""
+        elements = 2 * MAX_TOKENS * geometry.num_kv_heads * geometry.head_dim
+        return 0 if kv_format.scales is None else elements * kv_format.dtype.itemsize
+
+    def rows(self, rows: PrefillRows) -> PrefillRows:
+        """The same rows over the copy of their pages."""
+        return replace(rows, pages=self._numbers[: len(rows.pages)])
+
+    def fill(self, layer: torch.Tensor, own: PageList) -> None:
+        """layer: of the pool."""
+        widen_pages(layer, own.pages, own.count, self.layer)
+
+    def page_list(self, max_pages: int) -> PageList:
+        """A list with room for `max_pages`, or for as many as the copy has."""
+        pages = torch.zeros_like(self._numbers[:max_pages])
+        return PageList(pages, pages.new_zeros(1))

@@ -12,8 +12,7 @@ from typing import Protocol
 
 import torch
 
-from tllm_spec.attention.geometry import AttentionGeometry
-from tllm_spec.attention.kv_pool import KVFormat, KVPool
+from tllm_spec.attention.geometry import AttentionGeometry, KVFormat, KVPool
 from tllm_spec.attention.recurrent import RecurrentRows
 from tllm_spec.kernels.attention.paged_prefill import PrefillLimits
 from tllm_spec.kernels.attention.rotary_write import HeadWeights, Rotary, rotary_write

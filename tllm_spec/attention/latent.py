@@ -11,9 +11,8 @@ from itertools import groupby
 import torch
 import torch.nn.functional as F
 
-from tllm_spec.attention.geometry import LatentGeometry
+from tllm_spec.attention.geometry import KVPool, LatentGeometry
 from tllm_spec.attention.interface import AttentionBackend, AttentionMetadata, AttentionPlan
-from tllm_spec.attention.kv_pool import KVPool
 from tllm_spec.kernels.attention.kv_codes import times
 from tllm_spec.kernels.attention.latent_attention import (
     MAX_PARTIAL_ROWS,

@@ -9,9 +9,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from tllm_spec.attention.geometry import AttentionGeometry
+from tllm_spec.attention.geometry import AttentionGeometry, KVFormat, KVPool
 from tllm_spec.attention.interface import AttentionMetadata, AttentionPlan
-from tllm_spec.attention.kv_pool import KVFormat, KVPool
 from tllm_spec.attention.vanilla import VanillaAttention, VanillaPlan
 from tllm_spec.kernels.attention.batch_invariant_attention import (
     QueryTiles,

@@ -16,9 +16,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from tllm_spec.attention.geometry import AttentionGeometry
+from tllm_spec.attention.geometry import AttentionGeometry, KVPool
 from tllm_spec.attention.interface import AttentionMetadata, AttentionPlan, HeadsBackend
-from tllm_spec.attention.kv_pool import KVPool
 from tllm_spec.kernels.attention.kv_codes import times
 from tllm_spec.kernels.attention.rotary_write import (
     HeadWeights,

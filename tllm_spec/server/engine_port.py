@@ -14,12 +14,12 @@ from functools import partial
 from itertools import count
 from typing import Any
 
-from tllm_spec.executor.faults import described
 from tllm_spec.executor.request import LlmRequest, Response
-from tllm_spec.executor.request_limits import RequestLimits
 from tllm_spec.executor.request_queue import RequestQueue
+from tllm_spec.executor.request_wire import RequestLimits
 from tllm_spec.grammar.guided_decoding import GrammarSource
 from tllm_spec.grammars import Grammars
+from tllm_spec.request_errors import described
 from tllm_spec.server.wire import Link, pack_limits, pack_response, requests_of, tokens_wanted
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
 from tllm_spec.config.engine_config import NO_KV_EVENTS
-from tllm_spec.executor.faults import described
+from tllm_spec.request_errors import described
 from tllm_spec.server.refusals import RequestRefused, error_body, first_mistakes, param_of
 from tllm_spec.server.streaming import EngineError
 from tllm_spec.server.strict_body import InvalidBody

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import msgpack
 
 from tllm_spec.config.llm_args import LlmArgs
-from tllm_spec.executor.request_limits import RequestLimits
+from tllm_spec.executor.request_wire import RequestLimits
 from tllm_spec.executor.resources.radix import block_hashes
 from tllm_spec.request_handle import RequestHandle
 from tllm_spec.sampling_params import SamplingParams

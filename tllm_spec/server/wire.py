@@ -21,8 +21,7 @@ from typing import Any
 import msgpack
 
 from tllm_spec.executor.request import LlmRequest, Response
-from tllm_spec.executor.request_limits import RequestLimits
-from tllm_spec.executor.request_wire import pack_requests, unpack_requests
+from tllm_spec.executor.request_wire import RequestLimits, pack_requests, unpack_requests
 from tllm_spec.grammar.grammar_state import GrammarState
 from tllm_spec.outputs import Logprob, SpeculativeStats
 

@@ -12,8 +12,7 @@ import torch
 from tllm_spec.attention.interface import ForwardContext, SpecMetadata
 from tllm_spec.distributed.communicator import VocabShard
 from tllm_spec.executor.device.transfer import to_device
-from tllm_spec.executor.engine.attention_groups import AttentionGroups
-from tllm_spec.executor.engine.rows import ContextChunk, RowBuilder, Windows
+from tllm_spec.executor.engine.rows import AttentionGroups, ContextChunk, RowBuilder, Windows
 from tllm_spec.kernels.slots.row_copies import gather_rows
 from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.dflash import DFlashHead

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import torch
 
+from tllm_spec.attention.geometry import KVPool
 from tllm_spec.attention.interface import SpecMetadata
-from tllm_spec.attention.kv_pool import KVPool
 from tllm_spec.draft_network.decoder import LOGITS
 from tllm_spec.draft_network.head_decoder import NEXT_STATES, STATES, WANTED
 from tllm_spec.draft_network.network import ExternalDraft, ExternalHead

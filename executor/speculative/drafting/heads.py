@@ -15,7 +15,7 @@ from torch import nn
 from tllm_spec.attention.interface import SpecMetadata, default_capture_layers
 from tllm_spec.config.engine_config import KVCacheType
 from tllm_spec.config.speculative_config import DecodingBaseConfig, DraftBackend
-from tllm_spec.executor.engine.attention_groups import AttentionGroups, SinkWindow
+from tllm_spec.executor.engine.rows import AttentionGroups, SinkWindow
 from tllm_spec.executor.speculative.drafting.draft_net import (
     DFlashNet,
     DraftNet,

@@ -9,13 +9,12 @@ import torch
 
 from tllm_spec.config.draft_shape import DraftShapes
 from tllm_spec.executor.batch import SampledTokens
-from tllm_spec.executor.decoding_rules import DecodingRules
-from tllm_spec.executor.request import LlmRequest, RequestState
+from tllm_spec.executor.request import DecodingRules, LlmRequest, RequestState
 from tllm_spec.executor.resources.interface import SeqSlotManager
 from tllm_spec.executor.resources.slot_state import SlotState
-from tllm_spec.executor.sampling.logprobs import LogprobRows
+from tllm_spec.executor.sampling.logits import LogprobRows
+from tllm_spec.executor.sampling.row_group import SamplingState
 from tllm_spec.executor.sampling.sharded_sampler import sampler_of
-from tllm_spec.executor.sampling.state import SamplingState
 from tllm_spec.outputs import Logprob
 from tllm_spec.sampling_params import SamplingParams
 

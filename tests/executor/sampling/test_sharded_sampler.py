@@ -14,7 +14,7 @@ from tllm_spec.config.draft_shape import chain_of
 from tllm_spec.distributed.communicator import Communicator, VocabShard
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.sampling.draft_sampling import DraftSampling
-from tllm_spec.executor.sampling.logprobs import LogprobRows
+from tllm_spec.executor.sampling.logits import LogprobRows
 from tllm_spec.executor.sampling.row_group import RowGroup
 from tllm_spec.executor.sampling.sampler import Sampler
 from tllm_spec.executor.sampling.sharded_sampler import ShardedDraftSampling, sampler_of
