@@ -18,7 +18,7 @@ from tllm_spec.executor.graphs.slot_graphs import CudaGraphs, GraphKey, GraphPoo
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.slot_state import WindowTree
 from tllm_spec.executor.sampling.logits import LogprobRows
-from tllm_spec.executor.sampling.row_group import RowGroup
+from tllm_spec.executor.sampling.row_group import RowGroup, RowPositions
 from tllm_spec.executor.sampling.sampler import Sampler
 from tllm_spec.executor.speculative.drafting.drafter import (
     ContextResult,
@@ -62,6 +62,7 @@ class DecodeRounds:
         self.engine = engine
         self.sampler = sampler
         self.drafter = drafter
+        self.drafts_ahead = drafter.drafts_ahead
         self.graphs: WindowGraphs | None = None
         self._recorder = recorder
         self._slots, self._groups = sampler.slots, sampler.groups
@@ -73,28 +74,31 @@ class DecodeRounds:
 
     def run(self, batch: ScheduledBatch, logprobs: LogprobRows) -> SampledTokens:
         """The batch's windows: one graph, two, or what no graph holds kernel by kernel."""
-        replayed = self._replay(batch)
-        if isinstance(replayed, SampledTokens):
-            return replayed
-        group, shape = self.group(batch), batch.shape
-        if replayed is None:
-            windows = self.batch_windows(batch, group)
+        graphs, shape, hidden = self.graphs, batch.shape, None
+        if graphs is not None and batch.row_counts is None:
+            replayed = self._replay(graphs, batch)
+            if isinstance(replayed, SampledTokens):
+                return replayed
+            hidden = replayed
+        if hidden is None:
+            group, windows = self.batch_windows(batch)
             hidden = self.engine.forward([], windows.rows)
         else:
-            part = self._chosen_part(len(group.slots), shape, len(replayed))
+            group = self._groups.get(batch.generation_requests, shape.window)
+            part = self._chosen_part(len(group.slots), shape, len(hidden))
             windows = self._windows(group.slots, shape, batch.max_kv_len, part)
-            hidden = replayed
-        windows, hidden = whole_windows(windows, hidden)
+        if shape.is_ragged:
+            windows, hidden = whole_windows(windows, hidden)
         result = self.sample(group, windows, self.engine.compute_logits(hidden), logprobs)
         self.draft(None, result, group, batch.new_shape)
         return result.sampled
 
-    def _replay(self, batch: ScheduledBatch) -> SampledTokens | torch.Tensor | None:
+    def _replay(
+        self, graphs: WindowGraphs, batch: ScheduledBatch
+    ) -> SampledTokens | torch.Tensor | None:
         """The round's results; hidden states `[T, H]` where only the forward has a graph; None
         where no graph fits."""
-        requests, shape, graphs = batch.generation_requests, batch.shape, self.graphs
-        if graphs is None or batch.row_counts is not None:
-            return None
+        requests, shape = batch.generation_requests, batch.shape
         slots, is_sampled = list(map(_slot, requests)), _way_of_sampling(requests)
         if is_sampled is not None and not self._masks.has_windows:
             sampled = graphs.whole.replay(slots, shape, is_sampled)
@@ -109,7 +113,7 @@ class DecodeRounds:
             sampled = graphs.tails.replay(slots, shape, is_sampled)
             assert sampled is not None, "each forward has its tails"
             return sampled
-        return forward.result if shape.is_ragged else forward.result[: batch.num_window_rows]
+        return forward.result[: None if shape.is_ragged else batch.num_window_rows]
 
     def draft(
         self,
@@ -123,7 +127,7 @@ class DecodeRounds:
         windows."""
         drafter = self.drafter
         if drafter.when is not When.HOST:
-            if contexts is None and drafter.drafts_ahead:
+            if contexts is None and self.drafts_ahead:
                 group = self._groups.one_row_each(group)
             drafts = drafter.propose(contexts, windows, group, shape)
             if drafts is not None:
@@ -137,7 +141,7 @@ class DecodeRounds:
         """Called after the sampling of a forward with context chunks. windows: those of the same
         forward."""
         drafting = batch.last_chunk_requests
-        if windows is not None and self.drafter.drafts_ahead:
+        if windows is not None and self.drafts_ahead:
             drafting = drafting + batch.generation_requests
         is_wanted = windows is not None or batch.drafts_after_contexts
         shape = batch.new_shape if is_wanted else NO_DRAFTS
@@ -221,7 +225,7 @@ class DecodeRounds:
         is_masked: bool = False,
     ) -> SampledTokens:
         """is_masked: by the masks that were sent."""
-        if self.drafter.reads_whole_windows:
+        if self.drafter.reads_whole_windows and windows.shape.is_ragged:
             windows, hidden = whole_windows(windows, hidden)
         slot_ids, part = windows.rows.slots, windows.rows.part
         group = self._groups.of_slots(slot_ids, windows.shape.window, sampled=is_sampled, rows=part)
@@ -237,13 +241,14 @@ class DecodeRounds:
         """The KV length of the longest request that there can be."""
         return self.engine.rows.max_len
 
-    def group(self, batch: ScheduledBatch) -> RowGroup:
-        return self._groups.get(batch.generation_requests, batch.shape.window, batch.row_counts)
-
-    def batch_windows(self, batch: ScheduledBatch, group: RowGroup) -> SlotWindows:
-        """The windows of the batch's group."""
-        part = self._choose_part(group.slots, batch.shape, batch.num_window_rows) or group.rows
-        return self._windows(group.slots, batch.shape, batch.max_kv_len, part)
+    def batch_windows(self, batch: ScheduledBatch) -> tuple[RowGroup, SlotWindows]:
+        """The batch's generating requests as a group, and their windows."""
+        shape = batch.shape
+        group = self._groups.get(batch.generation_requests, shape.window, batch.row_counts)
+        part: RoundRows | None = group.rows
+        if shape.is_ragged:
+            part = self._choose_part(group.slots, shape, batch.num_window_rows)
+        return group, self._windows(group.slots, shape, batch.max_kv_len, part)
 
     def _choose_part(
         self, slot_ids: torch.Tensor, shape: DraftShape, num_rows: int
@@ -273,7 +278,9 @@ class DecodeRounds:
         part: RoundRows | None = None,
     ) -> SlotWindows:
         """part: see `Windows`."""
-        tree, width = self._slots.tree(slot_ids, shape), shape.window
+        width, tree = shape.window, None
+        if width > 1 and self._slots.shapes.has_trees:
+            tree = self._slots.tree(slot_ids, shape)
         rows = Windows(
             slots=slot_ids,
             first=gather_rows(self._slots.kv_lens, slot_ids),
@@ -288,17 +295,20 @@ class DecodeRounds:
         self, group: RowGroup, windows: SlotWindows, logits: torch.Tensor, logprobs: LogprobRows
     ) -> WindowResult:
         """Accepts drafts and advances the slots. logits `[T, V]`: of the windows' rows."""
-        self._slots.limit_drafts(group.slots, group.rows)
-        probs, rows = self.drafter.draft_probs(group), windows.rows
-        num_verified = self._slots.num_verified(rows.slots, windows.shape)
-        sampled = self.sampler.sample_windows(
-            group, logits, rows.first, probs, logprobs, windows.tree
-        )
+        slots, rows, probs, num_verified = self._slots, windows.rows, None, None
+        if group.rows.offsets is not None:
+            slots.limit_drafts(group.slots, group.rows.offsets)
+        if self.sampler.rejection:
+            probs = self.drafter.draft_probs(group)
+        if slots.counts_drafts:
+            num_verified = slots.num_verified(rows.slots, windows.shape)
+        at = RowPositions(rows.first, 1, windows.tree)
+        sampled = self.sampler.sample(group, logits, at, probs, logprobs)
         if sampled.rows is not None:
             self.engine.keep_paths(rows, sampled.rows, sampled.new_lens)
         if num_verified is not None:
-            self._slots.learn(rows.slots, num_verified, sampled.new_lens)
-            columns = self._slots.reported(rows.slots, num_verified, windows.shape)
+            slots.learn(rows.slots, num_verified, sampled.new_lens)
+            columns = slots.reported(rows.slots, num_verified, windows.shape)
             sampled = replace(sampled, num_drafts=columns)
         return WindowResult(rows, sampled, windows.shape, windows.read_rows)
 
@@ -308,7 +318,7 @@ def whole_windows(windows: SlotWindows, hidden: torch.Tensor) -> tuple[SlotWindo
     rules that only the host knows. Rows that the device gave to other requests are filled with
     copies of the request's last row; no draft there is accepted."""
     part = windows.rows.part
-    if not windows.shape.is_ragged or part is None or part.offsets is None:
+    if part is None or part.offsets is None:
         return windows, hidden
     rows = replace(windows.rows, part=None)
     read_rows = part.padded_rows.flatten()

@@ -10,7 +10,7 @@ from time import monotonic, perf_counter
 import torch
 
 from tllm_spec.executor.batch import SampledTokens, ScheduledBatch
-from tllm_spec.executor.device.transfer import DeviceSpan, PinnedBuffers, ToHost
+from tllm_spec.executor.device.transfer import DeviceSpan, ToHost
 from tllm_spec.executor.request import NO_TOKEN, LlmRequest, RequestState
 from tllm_spec.executor.sampling.logits import LogprobRows
 from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
@@ -20,27 +20,10 @@ from tllm_spec.outputs import Logprob
 from tllm_spec.request_errors import described
 
 
-@dataclass(frozen=True)
-class SentResults:
-    """Results on their way to the host. `post_send`: what the device does in this round after
-    sending them; None: nothing."""
-
-    to_host: ToHost
-    post_send: DeviceSpan | None = None
-
-
-class ResultSender:
-    """Sends results to the host. Reuses the pinned memory of rounds that were read."""
-
-    def __init__(self) -> None:
-        self._buffers = PinnedBuffers()
-
-    def send(self, sampled: SampledTokens, logprobs: LogprobRows) -> ToHost:
-        return ToHost([sampled.table(), *logprobs.tensors], self._buffers)
-
-
 def joined(parts: Sequence[SampledTokens], width: int, device: torch.device) -> SampledTokens:
     """The results of all requests as one, rows padded to `width` tokens."""
+    if len(parts) == 1 and parts[0].new_tokens.shape[1] == width and parts[0].ranks is None:
+        return parts[0]
     if not parts:  # chunks of contexts only, and none of them the last
         empty = torch.empty((0, width), dtype=torch.int64, device=device)
         return SampledTokens(empty, empty[:, 0])
@@ -77,7 +60,8 @@ class LaunchedRound:
         """Waits for the device. A row for every ended context, then every generating request: how
         many tokens are new, then the tokens. And log probabilities by request id."""
         table, *logprobs = self.to_host.wait()
-        return table.tolist(), self.logprob_rows.per_request(logprobs)
+        found = self.logprob_rows.per_request(logprobs) if logprobs else {}
+        return table.tolist(), found
 
 
 # How long rounds take, as the host sees it: from the end of one round to the end of the next.

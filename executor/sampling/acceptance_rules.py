@@ -226,7 +226,7 @@ class RelaxedAcceptance:
         num_drafts = self._slots.num_drafts.index_select(0, slots).unsqueeze(1)
         may_relax = phases(self.is_thinking.index_select(0, slots), window, self._rule)[:, :-1]
         may_relax &= torch.arange(width - 1, device=slots.device) < num_drafts
-        if not group.sampled.is_empty:
+        if group.sampled is not None:
             may_relax &= self._state.gather(slots).column("temperature") == 0
         drafts = window[:, 1:]
         rows = group.rows.padded(logits)[:, :-1]

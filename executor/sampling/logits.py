@@ -147,19 +147,18 @@ BYTES_PER_LOGIT = 56
 FILTER_BYTES_PER_ROW = 4 << 16
 
 
-def bytes_per_row(group: RowGroup, logits: torch.Tensor, *, rejection: bool) -> int:
-    """What sampling one row of the group's logits `[R, V]` allocates at most."""
+def rows_at_once(group: RowGroup, logits: torch.Tensor, *, rejection: bool) -> int:
+    """How many of the group's logits `[R, V]` are sampled together."""
     vocab_size = logits.shape[1]
     is_fused = logits.is_cuda and logits.element_size() == 2
-    if not is_fused or rejection or group.is_edited or not group.with_logprobs.is_empty:
-        return BYTES_PER_LOGIT * vocab_size
-    if group.sampled.is_empty:
-        return 0
-    return logits.element_size() * vocab_size + (FILTER_BYTES_PER_ROW if group.filtered else 0)
-
-
-def rows_at_once(bytes_per_row: int) -> int:
-    return max(1, SAMPLING_BYTES // max(1, bytes_per_row))
+    if not is_fused or rejection or group.is_edited or group.with_logprobs is not None:
+        num_bytes = BYTES_PER_LOGIT * vocab_size
+    elif group.sampled is None:
+        return len(logits)
+    else:
+        filtering = FILTER_BYTES_PER_ROW if group.filtered else 0
+        num_bytes = logits.element_size() * vocab_size + filtering
+    return max(1, SAMPLING_BYTES // num_bytes)
 
 
 class LogprobRows:
@@ -259,7 +258,7 @@ def collect_prompt_logprobs(
 
     hidden `[T, H]`: the rows of the context chunks, one chunk after another, from row 0 on. The
     first prompt token has no probability (None). After a preemption nothing is added twice."""
-    max_rows = rows_at_once(BYTES_PER_LOGIT * vocab_size)
+    max_rows = max(1, SAMPLING_BYTES // (BYTES_PER_LOGIT * vocab_size))
     end = 0
     for request in requests:
         start, end = end, end + request.context_chunk

@@ -17,13 +17,12 @@ from tests.executor.one_group import manager_of
 from tllm_spec.attention.geometry import AttentionGeometry, KVFormat, KVPool
 from tllm_spec.config.draft_shape import DraftShape, DraftShapes
 from tllm_spec.executor.batch import SampledTokens, ScheduledBatch
-from tllm_spec.executor.device.transfer import ToHost
+from tllm_spec.executor.device.transfer import DeviceSpan, ToHost
 from tllm_spec.executor.py_executor import ExecutorParts, PyExecutor
 from tllm_spec.executor.request import DecodingRules, DraftCounters, LlmRequest, Response
 from tllm_spec.executor.request_queue import RequestQueue
 from tllm_spec.executor.resources.interface import BlockTable, SeqSlotManager
 from tllm_spec.executor.resources.slot_state import SlotState
-from tllm_spec.executor.rounds.round_reader import SentResults
 from tllm_spec.executor.rounds.round_runner import RoundRunner
 from tllm_spec.executor.sampling.logits import LogprobRows
 from tllm_spec.executor.sampling.row_group import SamplingState
@@ -89,16 +88,15 @@ class ScriptedRunner(RoundRunner):
         super().__init__(engine, sampler, drafter)
         graphs: Any = SimpleNamespace(whole=script)
         self.decode.graphs = graphs
-        contexts: Any = self.contexts
-        contexts.launch = self._answer
         self._script = script
 
-    def _answer(self, batch: ScheduledBatch, logprobs: LogprobRows) -> SentResults:
-        """In the place of `ContextRounds.launch`."""
-        self.contexts._start_joining(batch)
+    def _launch_contexts(
+        self, batch: ScheduledBatch, logprobs: LogprobRows
+    ) -> tuple[ToHost, DeviceSpan | None]:
+        self._start_joining(batch)
         number = len(batch.last_chunk_requests) + len(batch.generation_requests)
         sampled = self._script.tokens(number, batch.draft_len)
-        return SentResults(self._sender.send(sampled, logprobs))
+        return self._send(sampled, logprobs), None
 
 
 class ScriptedEngine:

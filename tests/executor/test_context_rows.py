@@ -155,13 +155,13 @@ def test_few_operations_are_done_before_a_prompts_graph_is_launched_and_slots_ar
     group = PagedGroup(flashinfer, runner.engine.rows)
     runner.engine.attention = AttentionGroups([group])
     with torch.inference_mode():
-        runner.contexts.graphs = capture_contexts(runner.engine, (256,), 8, GraphPool(CPU))
-    assert runner.contexts.graphs is not None
+        runner.context_graphs = capture_contexts(runner.engine, (256,), 8, GraphPool(CPU))
+    assert runner.context_graphs is not None
 
     def fail(*_: Any) -> None:
         raise Launched
 
-    graph: Any = runner.contexts.graphs._graphs[256].graph
+    graph: Any = runner.context_graphs._graphs[256].graph
     monkeypatch.setattr(graph, "replay", fail)
     monkeypatch.setattr(PlainInPlace, "plan", lambda plan, rows: plan)
     for written_after in (SamplingState, type(harness.parts.slots)):

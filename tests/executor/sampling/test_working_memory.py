@@ -16,7 +16,7 @@ from tllm_spec.executor.resources.interface import SeqSlotManager
 from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.sampling import logits as working_memory
 from tllm_spec.executor.sampling.logits import LogprobRows
-from tllm_spec.executor.sampling.row_group import SamplingState
+from tllm_spec.executor.sampling.row_group import RowPositions, SamplingState
 from tllm_spec.executor.sampling.sharded_sampler import sampler_of
 from tllm_spec.sampling_params import SamplingParams
 
@@ -56,8 +56,8 @@ def sampling(params: list[dict[str, Any]], *, rejection: bool) -> Callable[[], o
     group = sampler.groups.get(requests, WINDOW)
     logits = torch.randn(len(params) * WINDOW, VOCAB, dtype=torch.bfloat16)
     probs = torch.full((len(params), WINDOW - 1, VOCAB), 1 / VOCAB) if rejection else None
-    kv_lens = torch.full((len(params),), 3)
-    return lambda: sampler.sample_windows(group, logits, kv_lens, probs, LogprobRows())
+    at = RowPositions(torch.full((len(params),), 3), 1)
+    return lambda: sampler.sample(group, logits, at, probs, LogprobRows())
 
 
 @pytest.mark.parametrize("rejection", [False, True])
