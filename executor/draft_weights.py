@@ -136,8 +136,9 @@ class DraftWeights:
         """Counts a request that has ended, for the weights that it began with."""
         if request.draft_limit:
             acceptance = self._of(request.draft_version)
-            acceptance.rounds += request.counters.rounds
-            acceptance.tokens += request.counters.num_emitted_tokens
+            stats = request.counters.stats()
+            acceptance.rounds += stats.rounds
+            acceptance.tokens += stats.num_emitted_tokens
 
     def state(self) -> dict[str, Any]:
         """`draft_weights` of `/server_info`: what is served, and the latest versions'

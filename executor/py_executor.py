@@ -112,7 +112,7 @@ def state_of(parts: ExecutorParts, totals: Totals) -> dict[str, Any]:
     }
 
 
-_needs_host_tokens = attrgetter("needs_host_tokens")
+_needs_host_tokens, _draft_limit = attrgetter("needs_host_tokens"), attrgetter("draft_limit")
 
 
 class Load(NamedTuple):
@@ -135,6 +135,7 @@ class PyExecutor:
         self.resources = parts.resources
         self._respond = respond
         self._speculating = parts.slots.max_draft_len > 0
+        self._drafts_ahead = parts.drafter.drafts_ahead
         self._scheduled = ScheduledBatch()  # until it is launched
         self._reading = ScheduledBatch()  # while it is read
         self._latest_name: int | str | None = None  # of the latest round's shape
@@ -166,9 +167,12 @@ class PyExecutor:
         if self.scheduler.may_be_done():
             self._complete_rounds(0)
         generating = self.scheduler.generating()
-        shape = self.parts.slots.shapes.of(self._tier(generating))
+        wants_drafts = self._speculating and any(map(_draft_limit, generating))
+        tier = self._tier_for(generating) if wants_drafts else 0
+        shape = self.parts.slots.shapes.of(tier)
         needs_tokens = self._needs_all_tokens(shape.depth)
-        self._prepare_draft_requests(generating, shape.depth)
+        if self._speculating:
+            self._prepare_draft_requests(generating, shape.depth)
         batch = self._schedule(generating, shape)
         has_read = needs_tokens and self._complete_before(batch)
         if batch:
@@ -180,11 +184,12 @@ class PyExecutor:
         for manager in self.resources:
             manager.prepare_resources(batch)
         drafter = self.parts.drafter
-        if drafter.drafts_ahead:
+        if self._drafts_ahead:
             forced = drafter.knows_forced_text
             take_ready(batch, self.parts.slots, knows_forced_text=forced, narrows=self._narrows)
         drafter.prepare_draft_tokens(batch)
-        self._note_tiers(batch)
+        if self.parts.slots.shapes.further_tiers:
+            self._note_tiers(batch)
         launched = self.parts.runner.launch(batch)
         self._advance(batch, launched)
         self._in_flight.append(launched)
@@ -192,10 +197,11 @@ class PyExecutor:
         self._settle()
 
     def _note_tiers(self, batch: ScheduledBatch) -> None:
-        shapes, is_ahead = self.parts.slots.shapes, self.parts.drafter.drafts_ahead
-        made = self._made_shape if is_ahead else batch.shape
+        """Called where rounds choose between chains and trees."""
+        shapes = self.parts.slots.shapes
+        made = self._made_shape if self._drafts_ahead else batch.shape
         self._made_shape = batch.new_shape
-        if shapes.further_tiers and batch.generation_requests:
+        if batch.generation_requests:
             batch.is_transition = made != batch.shape
             batch.verified_tier = shapes.lower(made, batch.shape) if batch.made_draft_len else 0
 
@@ -233,11 +239,19 @@ class PyExecutor:
 
     def _settle(self) -> None:
         """Responds to what was read, and gives slots and pages back."""
+        interval = self.parts.stream_interval
         while self._unsettled:
             self._reading, responding = self._unsettled.pop(0)
             for manager in self.resources:
                 manager.update_resources(self._reading)
-            self._finish_round(responding)
+            growing = [
+                each
+                for each in responding
+                if each.streaming
+                and not each.is_finished
+                and each.num_output_tokens - each.num_responded >= interval
+            ]
+            self._end([each for each in responding if each.is_finished], growing)
             self._reading = ScheduledBatch()
 
     def _needs_all_tokens(self, draft_len: int) -> bool:
@@ -258,7 +272,7 @@ class PyExecutor:
             except ValueError as error:
                 request.finish("error", error=str(error))
                 self.totals.add_end(request)
-                self._send([request])
+                self._respond([response_of(request, speculating=self._speculating)])
         if cancelled:
             alive = {
                 request.request_id: request
@@ -266,13 +280,8 @@ class PyExecutor:
             }
             self._end([alive[i] for i in cancelled if i in alive], reasons=cancelled)
 
-    def _tier(self, generating: list[LlmRequest]) -> int:
-        """The controller's choice for the next round."""
-        if self._speculating and any(request.draft_limit for request in generating):
-            return self._tier_for(generating)
-        return 0
-
     def _tier_for(self, requests: list[LlmRequest]) -> int:
+        """The controller's choice for a round of these requests."""
         controller = self.parts.controller
         if controller.knows_contexts:
             num_tokens = sum(request.num_tokens_bound for request in requests)
@@ -290,7 +299,7 @@ class PyExecutor:
             request.py_num_draft_tokens = 0
 
     def _schedule(self, generating: list[LlmRequest], shape: DraftShape) -> ScheduledBatch:
-        is_ragged = self.parts.runner.is_ragged(generating, shape)
+        is_ragged = shape.num_nodes > 0 and self.parts.runner.is_ragged(generating, shape)
         batch, admitted = self.scheduler.schedule(generating, shape, is_ragged=is_ragged)
         self._scheduled = batch
         batch.joining, batch.context_len = admitted, self.parts.controller.context_len
@@ -338,7 +347,7 @@ class PyExecutor:
             recorder.add_round(launched, table, counts_drafts=self.parts.slots.counts_drafts)
         responding = self._reader.read(launched, table, logprobs, outcome)
         timed = None if batch.context_requests else outcome.seconds
-        self.totals.add_round(batch.draft_len, outcome.num_requests, outcome.num_tokens, timed)
+        self.totals.add_round(batch.shape.depth, outcome.num_requests, outcome.num_tokens, timed)
         shapes = self.parts.slots.shapes
         self._latest_name = shapes.name(shapes.tier_of(batch.shape))
         if self._speculating and batch.generation_requests:
@@ -350,18 +359,6 @@ class PyExecutor:
         if self.parts.round_log is not None:
             self.parts.round_log.add(batch, outcome)
         return responding
-
-    def _finish_round(self, requests: list[LlmRequest]) -> None:
-        """Sends responses; finished requests give their slots and pages back."""
-        interval = self.parts.stream_interval
-        growing = [
-            request
-            for request in requests
-            if request.streaming
-            and not request.is_finished
-            and request.num_output_tokens - request.num_responded >= interval
-        ]
-        self._end([request for request in requests if request.is_finished], growing)
 
     def _end(
         self,
@@ -387,13 +384,8 @@ class PyExecutor:
                     self.parts.draft_weights.add_end(request)
                 ended.append(request)
         finally:
-            self._send([*growing, *ended])
-
-    def _send(self, requests: list[LlmRequest]) -> None:
-        if requests:
-            self._respond(
-                [response_of(request, speculating=self._speculating) for request in requests]
-            )
+            if responding := [*growing, *ended]:
+                self._respond([response_of(r, speculating=self._speculating) for r in responding])
 
     @torch.inference_mode()
     def recover(self, error: BaseException) -> None:

@@ -55,22 +55,14 @@ class DecodingRules:
         return bool(self.repetition != 1 or self.presence or self.frequency)
 
     @cached_property
-    def is_simple(self) -> bool:
-        """Only temperature and filters lie between logits and token, and no log probabilities are
-        asked for."""
-        return not (
-            self.has_penalties
-            or self.min_tokens
-            or self.token_bias
-            or self.needs_host_edits
-            or self.logprobs is not None
-        )
-
-    @cached_property
     def graph_samples(self) -> bool | None:
         """Whether its CUDA graph must sample (False: greedy). None: no graph can follow its
-        rules."""
-        return not self.is_greedy if self.is_simple else None
+        rules, in which more than temperature and filters lies between logits and token, or log
+        probabilities are asked for."""
+        needs_more = self.has_penalties or self.min_tokens or self.token_bias
+        if needs_more or self.needs_host_edits or self.logprobs is not None:
+            return None
+        return not self.is_greedy
 
     @cached_property
     def needs_host_edits(self) -> bool:
@@ -192,10 +184,6 @@ class DraftCounters:
         self.num_unfinished = 0  # rounds whose bonus token was dropped: a stop came before it
 
     @property
-    def rounds(self) -> int:
-        return sum(self.rounds_by_outcome)
-
-    @property
     def by_drafted(self) -> list[int]:
         return [
             sum(self.rounds_by_outcome[i * self.width :][: self.width]) for i in range(self.width)
@@ -205,17 +193,14 @@ class DraftCounters:
     def by_accepted(self) -> list[int]:
         return [sum(self.rounds_by_outcome[i :: self.width]) for i in range(self.width)]
 
-    @property
-    def num_emitted_tokens(self) -> int:
-        accepted = sum(count * number for number, count in enumerate(self.by_accepted))
-        return accepted + self.rounds - self.num_unfinished
-
     def stats(self) -> SpeculativeStats:
         """The figures so far. A round of n drafts counts for positions 0 to n - 1."""
         by_drafted, by_accepted = self.by_drafted, self.by_accepted
+        rounds, num_lost = sum(by_drafted), self.num_unfinished
+        num_emitted = rounds - num_lost + sum(n * count for n, count in enumerate(by_accepted))
         drafted = tuple(sum(by_drafted[i + 1 :]) for i in range(len(by_drafted) - 1))
         accepted = tuple(sum(by_accepted[i + 1 :]) for i in range(len(by_accepted) - 1))
-        return SpeculativeStats(self.rounds, self.num_emitted_tokens, drafted, accepted)
+        return SpeculativeStats(rounds, num_emitted, drafted, accepted)
 
 
 class RequestPause:
@@ -233,14 +218,9 @@ class RequestPause:
         # patience.
         self._keep = MIN_SHARE ** (1 / ((patience or 1) - 0.5))
         self._next_pause = patience or 0
-        self.rounds_left = 0  # of a pause
+        self.rounds_left = 0  # of a pause, in which rounds should have no drafts
         self.num_pauses = 0  # that have begun
         self.share = 1.0
-
-    @property
-    def is_on(self) -> bool:
-        """Whether the request's next round should have no drafts."""
-        return self.rounds_left > 0
 
     def observe(self, num_drafted: int, num_accepted: int) -> None:
         """What a round brought; called once a round. Outside a pause a round without drafts says
@@ -322,6 +302,8 @@ class LlmRequest:
     graph_samples: bool | None = None
     needs_host_tokens: bool = False
     may_pause: bool = False
+    # Not for prompt log probabilities, which need every position of the prompt computed.
+    reuses_prefix: bool = True
 
     def __post_init__(self) -> None:
         self.prompt_len = len(self.tokens)
@@ -329,6 +311,7 @@ class LlmRequest:
         self.graph_samples = self.rules.graph_samples
         self.needs_host_tokens = self.rules.needs_host_edits
         self.may_pause = self.draft_pause.patience is not None
+        self.reuses_prefix = self.rules.prompt_logprobs is None
 
     # TensorRT-LLM's names, for drafters that were written for it.
 
@@ -392,16 +375,11 @@ class LlmRequest:
         return self.state is RequestState.FINISHED
 
     @property
-    def reuses_prefix(self) -> bool:
-        """False for prompt log probabilities, which need every position of the prompt computed."""
-        return self.rules.prompt_logprobs is None
-
-    @property
     def num_drafts_wanted(self) -> int:
         """Drafts worth proposing in this round: at most the placeholders, the request's limit and
         what can be emitted next to the target's own token. 0 while speculation is paused for the
         request, because its drafts keep being rejected."""
-        if self.draft_pause.is_on:
+        if self.draft_pause.rounds_left:
             return 0
         wanted = self.max_tokens - self.num_output_tokens - 1
         # Every round asks it of every request, and `min` and `max` take longer than comparing.
@@ -412,25 +390,22 @@ class LlmRequest:
         return wanted if wanted > 0 else 0
 
     def append_run(self, run: list[int]) -> None:
-        """Appends the tokens of one round, up to the one that finishes the request."""
+        """Appends the tokens of one round and applies the stop rules after each, up to the one that
+        finishes the request."""
         for token in run:
-            if self.append_token(token):
+            self.tokens.append(token)
+            match = self.stop_checker.feed(token) if self.stop_checker else None
+            if token in self.rules.end_ids:
+                self.finish("stop")
+            elif token in self.rules.stop_token_ids:
+                self.finish("stop", token)
+            elif match is not None and self.num_output_tokens > self.rules.min_tokens:
+                self.stop_match = match
+                self.finish("stop", match.stop)
+            elif self.num_output_tokens >= self.max_tokens:
+                self.finish("length")
+            if self.is_finished:
                 return
-
-    def append_token(self, token: int) -> bool:
-        """Appends a token and applies the stop rules. True when it finishes the request."""
-        self.tokens.append(token)
-        match = self.stop_checker.feed(token) if self.stop_checker else None
-        if token in self.rules.end_ids:
-            self.finish("stop")
-        elif token in self.rules.stop_token_ids:
-            self.finish("stop", token)
-        elif match is not None and self.num_output_tokens > self.rules.min_tokens:
-            self.stop_match = match
-            self.finish("stop", match.stop)
-        elif self.num_output_tokens >= self.max_tokens:
-            self.finish("length")
-        return self.is_finished
 
     def finish(
         self, reason: str, stop_reason: int | str | None = None, *, error: str | None = None

@@ -171,7 +171,7 @@ class RowBuilder:
         another."""
         pages = array("i")
         for chunk in chunks:
-            pages += self.table.pages(chunk.slot)[: -(-chunk.end // self.page_size)]
+            pages += self.table.host_rows[chunk.slot][: -(-chunk.end // self.page_size)]
         return pages
 
     def context_rows(self, chunks: Sequence[ContextChunk], length: int) -> "array[int]":
@@ -186,7 +186,7 @@ class RowBuilder:
             token_ids += array("q", chunk.tokens)
             positions += numbers[chunk.start : chunk.end]
             first_page, own = chunk.start // size, array("q")
-            for page in self.table.pages(chunk.slot)[first_page : -(-chunk.end // size)]:
+            for page in self.table.host_rows[chunk.slot][first_page : -(-chunk.end // size)]:
                 own += numbers[page * size : (page + 1) * size]
             first = chunk.start - first_page * size
             kv_slots += own[first : first + len(chunk.tokens)]

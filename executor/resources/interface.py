@@ -49,15 +49,11 @@ class SeqSlotManager(ResourceManager):
     def __init__(self, max_batch_size: int) -> None:
         self.max_batch_size = max_batch_size
         self.dummy_slot = max_batch_size
-        self._free = list(range(max_batch_size - 1, -1, -1))
+        self.free = list(range(max_batch_size - 1, -1, -1))
         self._owner: dict[int, int] = {}  # slot -> request id
 
-    @property
-    def num_free(self) -> int:
-        return len(self._free)
-
     def acquire(self, request: LlmRequest) -> None:
-        request.slot = self._free.pop()
+        request.slot = self.free.pop()
         self._owner[request.slot] = request.request_id
 
     def free_resources(self, request: LlmRequest) -> None:
@@ -66,14 +62,14 @@ class SeqSlotManager(ResourceManager):
         assert self._owner.pop(request.slot) == request.request_id, (
             "a slot was freed by another request"
         )
-        self._free.append(request.slot)
+        self.free.append(request.slot)
         request.slot = -1
 
     def check_integrity(self) -> None:
-        assert len(self._free) + len(self._owner) == self.max_batch_size, (
+        assert len(self.free) + len(self._owner) == self.max_batch_size, (
             "slots: free + owned != total"
         )
-        assert not set(self._free) & set(self._owner), "slots: a slot is both free and owned"
+        assert not set(self.free) & set(self._owner), "slots: a slot is both free and owned"
 
 
 # Texts that requests of the same `cache_salt` share, as far as drafts are copied from them: those
@@ -222,10 +218,6 @@ class CachedSequence:
     def num_pages(self) -> int:
         return len(self.groups[0].pages)
 
-    @property
-    def firsts(self) -> list[int]:
-        return [own.first for own in self.groups]
-
     def private_pages(self, group: int) -> list[int]:
         """The pages after those in the tree."""
         own = self.groups[group]
@@ -359,23 +351,20 @@ class BlockTable:
             (num_rows, 2 * self._pairs_per_row), dtype=torch.int32, device=device
         )
         self._pairs = self.device_rows.view(torch.int64)
-        self._host_rows = [array("i", bytes(8 * self._pairs_per_row)) for _ in range(num_rows)]
+        # With what is not sent yet. Live: do not change them.
+        self.host_rows = [array("i", bytes(8 * self._pairs_per_row)) for _ in range(num_rows)]
         self._changed: dict[int, int] = {}  # index in the flattened pairs -> pair
 
     def write(self, slot: int, pages: list[int], first_changed: int) -> None:
         """Sets a slot's row. The pages before index `first_changed` are in it already."""
         first_pair = first_changed // 2
         changed = array("i", pages[2 * first_pair :])
-        self._host_rows[slot][2 * first_pair : len(pages)] = changed
+        self.host_rows[slot][2 * first_pair : len(pages)] = changed
         if len(pages) % 2:
             changed.append(0)
         pairs = memoryview(changed).cast("b").cast("q")
         start = slot * self._pairs_per_row + first_pair
         self._changed.update(zip(range(start, start + len(pairs)), pairs, strict=True))
-
-    def pages(self, slot: int) -> "array[int]":
-        """The host's copy of a slot's row, with what is not sent yet. Live: do not change it."""
-        return self._host_rows[slot]
 
     def flush(self) -> None:
         """Sends the changed entries. Does nothing if there are none, as in most rounds."""

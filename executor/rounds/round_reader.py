@@ -118,7 +118,7 @@ class RoundOutcome:
     def report_to(self, controller: AdaptiveController, batch: ScheduledBatch) -> None:
         """The time counts only if the whole round belongs to one draft length: no context chunks,
         drafts made and verified of the same length, and no catching up of a draft model."""
-        is_pure = batch.draft_len == batch.made_draft_len and not batch.is_transition
+        is_pure = batch.shape.depth == batch.made_draft_len and not batch.is_transition
         is_pure = is_pure and not batch.catches_up
         has_time = is_pure and not batch.context_requests
         observed = ObservedRound(
@@ -230,7 +230,8 @@ class RoundReader:
                 counters.rounds_by_outcome[num_drafts * counters.width + num_accepted] += 1
                 if num_emitted < num_new:
                     counters.num_unfinished += 1
-                if request.draft_limit and not (request.may_pause and request.draft_pause.is_on):
+                pauses = request.may_pause and request.draft_pause.rounds_left > 0
+                if request.draft_limit and not pauses:
                     outcome.num_accepted.append(num_new - 1)
                     if shows_ranks:
                         outcome.ranks.append(row[1 + path :])

@@ -225,7 +225,7 @@ class RoundRunner:
         """Whether the host gives only one row to each request that takes no drafts, in a round with
         drafts of this shape. In a graph, and where drafts may be trees, it does not: all requests
         have whole windows, or the device chooses their rows."""
-        if not shape.num_nodes or shape.is_ragged or all(map(_draft_limit, requests)):
+        if shape.is_ragged or all(map(_draft_limit, requests)):
             return False
         if self._slots.shapes.has_trees or self.drafter.reads_whole_windows:
             return False

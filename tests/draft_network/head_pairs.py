@@ -115,7 +115,7 @@ class HeadSide:
 
     def entries(self, slot: int, length: int) -> torch.Tensor:
         """`[layers, 2, length, Hkv, D]` of the slot's first tokens."""
-        pages = self.net.rows.table.pages(slot)
+        pages = self.net.rows.table.host_rows[slot]
         return self.pool.data[:, :, pages].flatten(2, 3)[:, :, :length]
 
 

@@ -53,7 +53,7 @@ class Harness:
         counts = batch.row_counts or [batch.shape.window] * len(batch.generation_requests)
         for request, rows in zip(batch.generation_requests, counts, strict=True):
             if request.request_id > 0:
-                groups = cache.groups_of(request.request_id)
+                groups = cache.sequences[request.request_id].groups
                 room = max(len(own.pages) for own in groups) * cache.page_size
                 assert request.num_tokens_bound - 1 + rows <= room, (request, rows, room)
 
@@ -173,7 +173,7 @@ def all_pages_are_back(executor: PyExecutor) -> bool:
     caches = [each for each in managers if isinstance(each, KVCacheManager)]
     slots = [each for each in managers if isinstance(each, SeqSlotManager)]
     return all(map(all_are_free, caches)) and all(
-        each.num_free == each.max_batch_size for each in slots
+        len(each.free) == each.max_batch_size for each in slots
     )
 
 

@@ -107,11 +107,11 @@ def test_a_chunk_behind_its_slots_pages_is_nobodys(rows: RowBuilder) -> None:
 def test_the_host_has_the_rows_that_it_has_written_sent_or_not() -> None:
     table = BlockTable(SeqSlotManager(2), 5, CPU)
     table.write(1, [5, 6, 7], 0)
-    assert table.pages(1).tolist() == [5, 6, 7, 0, 0, 0] and not any(table.pages(0))
+    assert table.host_rows[1].tolist() == [5, 6, 7, 0, 0, 0] and not any(table.host_rows[0])
     table.write(1, [5, 6, 9, 8], 2)
     table.write(0, [1], 0)
     table.flush()
-    assert [table.pages(slot).tolist() for slot in range(3)] == table.device_rows.tolist()
+    assert [table.host_rows[slot].tolist() for slot in range(3)] == table.device_rows.tolist()
 
 
 def test_numbers_of_an_array_arrive_and_where_they_are_wanted() -> None:

@@ -252,7 +252,7 @@ def test_rejected_drafts_give_their_draft_pages_back(
     while harness.round():
         if request.state is RequestState.GENERATION:
             ahead = request.tokens_in_flight + (1 + ROUNDS_AHEAD) * 2 if overlap else 0
-            held.append(kv.held(request)[0] - kv.pages_for(request.kv_len + ahead))
+            held.append(kv.held(request)[0] - kv.cache.pages_for(request.kv_len + ahead))
     assert len(held) > 30 and max(held[12:] if overlap else held) <= 0
     assert all_pages_are_back(harness.executor)
 

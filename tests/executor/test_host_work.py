@@ -291,7 +291,7 @@ def test_pages_are_taken_ahead_only_of_those_that_a_request_was_admitted_with(
     def watched_prepare(batch: ScheduledBatch) -> None:
         nonlocal num_ahead
         for request in batch.generation_requests:
-            needed = kv.pages_for(request.num_tokens_bound + 3 + kv.extra_kv_tokens)
+            needed = kv.cache.pages_for(request.num_tokens_bound + 3 + kv.extra_kv_tokens)
             assert needed <= kv.held(request)[0] <= most
             num_ahead += kv.held(request)[0] > needed
         prepare(batch)
@@ -317,7 +317,7 @@ def test_when_drafts_become_fewer_pages_ahead_for_them_go_back() -> None:
             + request.tokens_in_flight
             + (1 + ROUNDS_AHEAD) * window
         )
-        return kv.held(request)[0] - kv.pages_for(kept)
+        return kv.held(request)[0] - kv.cache.pages_for(kept)
 
     assert all(num_ahead(request, 1) > 0 for request in requests)
     watched.parts.tier_for = lambda *_: 0

@@ -95,7 +95,7 @@ class Bench:
             request.kv_len, request.context_chunk = request.kv_len + request.context_chunk, 0
         for request in last:
             request.state = RequestState.GENERATION
-            request.append_token(63)
+            request.append_run([63])
         for request in batch.generation_requests:
             before = request.num_tokens
             request.append_run([63] * (1 + accepted))
@@ -290,4 +290,4 @@ def test_under_random_traffic_budgets_hold_and_every_request_gets_all_its_tokens
         request.max_tokens for request in requests
     ]
     assert may_preempt == (bench.scheduler.num_preemptions > 0)
-    assert all_are_free(bench.kv) and bench.slots.num_free == 5
+    assert all_are_free(bench.kv) and len(bench.slots.free) == 5

@@ -62,7 +62,7 @@ class DraftKVManager(KVCacheManager):
             return requests
         lacking = {r for r in short if not self.extend(r, r.num_tokens_bound + num_after)}
         num_more = num_after + ROUNDS_AHEAD * (1 + num_after)
-        if self.cache.num_available >= len(requests) * (1 + self.pages_for(num_more)):
+        if self.cache.num_available >= len(requests) * (1 + self.cache.pages_for(num_more)):
             self.take_ahead(requests, num_more, path + 1 + num_after)
         return [request for request in requests if request not in lacking]
 
@@ -325,4 +325,4 @@ class ModelDrafter(Drafter):
 def _wants_drafts(request: LlmRequest) -> bool:
     """Whether the request takes drafts, however much of it the host has read: its last round may
     have more drafts than can be emitted."""
-    return request.draft_limit > 0 and not request.draft_pause.is_on
+    return request.draft_limit > 0 and not request.draft_pause.rounds_left
