@@ -16,6 +16,7 @@ from tllm_spec.attention.interface import (
     AttentionMetadata,
     AttentionPlan,
     GroupAttention,
+    slots_of,
 )
 from tllm_spec.attention.recurrent import RecurrentMemory, RecurrentRows
 from tllm_spec.executor.device.transfer import to_device
@@ -160,7 +161,7 @@ class RowBuilder:
         positions = (windows.first.unsqueeze(1) + row).clamp_min_(0)
         is_own = row >= num_padding.unsqueeze(1)
         kv_slots = torch.where(
-            is_own, self._kv_slots(tables, positions), positions % self.page_size
+            is_own, slots_of(tables, positions, self.page_size), positions % self.page_size
         )
         # Attention needs at least one key; that of an empty slot is in the dummy page.
         kv_lens = (windows.first + width).clamp_min_(1).to(torch.int32)
@@ -223,11 +224,6 @@ class RowBuilder:
         metadata.positions = torch.cat((positions, own.positions))
         metadata.kv_slots = torch.cat((kv_slots, own.kv_slots))
         return metadata, torch.cat((token_ids, window_ids))
-
-    def _kv_slots(self, block_tables: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """KV slots of positions `[N, W]` in rows with pages `[N, P]`."""
-        pages = block_tables.gather(1, positions // self.page_size)
-        return pages.to(torch.int64) * self.page_size + positions % self.page_size
 
 
 def _part_of(whole: WindowRows, part: RoundRows, first: torch.Tensor) -> WindowRows:

@@ -334,6 +334,6 @@ def test_pools_of_both_layouts_have_the_shape_and_page_bytes_of_their_layout() -
         pool.data.normal_()
         before = pool.data.clone()
         pool.copy_page(1, 3)
-        pages = pool.data.movedim(1 + geometry.layout.page_dim, 0)
-        old = before.movedim(1 + geometry.layout.page_dim, 0)
+        pages = pool.data.movedim(1 + geometry.page_dim, 0)
+        old = before.movedim(1 + geometry.page_dim, 0)
         assert torch.equal(pages[3], old[1]) and torch.equal(pages[[0, 1, 2, 4]], old[[0, 1, 2, 4]])

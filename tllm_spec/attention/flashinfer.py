@@ -7,18 +7,18 @@ first; chunks whose requests have more pages run as in TRITON."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from tllm_spec.attention.geometry import AttentionGeometry, KVFormat, KVPool, PageList, WidePages
 from tllm_spec.attention.interface import AttentionMetadata, AttentionPlan, ContextPlans
 from tllm_spec.attention.triton import TritonAttention, TritonPlan
-from tllm_spec.kernels.attention.kv_codes import UNSCALED, KVScales
 from tllm_spec.kernels.attention.paged_prefill import (
     NUM_PLANS,
     PLAN_BYTES,
     PagedPrefill,
+    PrefillInPlace,
     PrefillLimits,
     PrefillRows,
 )
@@ -28,33 +28,10 @@ HEAD_DIMS = (64, 128, 256)  # that FlashInfer has kernels for
 DTYPES = (torch.bfloat16, torch.float16)
 
 
-class Prefill(Protocol):
-    """`PagedPrefill`, or its reference implementation in tests."""
-
-    def plan(self, rows: PrefillRows) -> Any: ...
-    def run(
-        self,
-        plan: Any,
-        q: torch.Tensor,
-        layer: torch.Tensor,
-        out: torch.Tensor,
-        scales: KVScales = UNSCALED,
-        sinks: torch.Tensor | None = None,
-    ) -> None: ...
-    def in_place(self, limits: PrefillLimits) -> "InPlace | None": ...
-
-
-class InPlace(Protocol):
-    """`PrefillInPlace`, or its reference implementation in tests."""
-
-    def plan(self, rows: PrefillRows) -> Any: ...
-
-
 @dataclass(frozen=True)
 class FlashInferPlan(TritonPlan):
-    """At least one chunk, in the first `num_rows` rows. They replace TRITON's chunks."""
+    """At least one chunk. They replace TRITON's chunks."""
 
-    num_rows: int
     prefill: Any
     page_list: PageList | None
     """The pages of the chunks, if the pool has codes."""
@@ -64,7 +41,7 @@ class FlashInferContexts(ContextPlans):
     """A fixed number of chunks; their plan is updated in place."""
 
     def __init__(
-        self, prefill: InPlace, limits: PrefillLimits, page_size: int, wide: WidePages | None
+        self, prefill: PrefillInPlace, limits: PrefillLimits, page_size: int, wide: WidePages | None
     ) -> None:
         self._prefill, self._limits, self._page_size = prefill, limits, page_size
         self._plan: Any = None
@@ -90,8 +67,8 @@ class FlashInferContexts(ContextPlans):
 
     def for_graph(self, kv_slots: torch.Tensor) -> FlashInferPlan:
         assert self._plan is not None
-        parts = len(kv_slots), self._plan, self._page_list
-        return FlashInferPlan(kv_slots, (), None, None, None, *parts)
+        parts = self._plan, self._page_list
+        return FlashInferPlan(kv_slots, len(kv_slots), (), None, None, None, *parts)
 
 
 class FlashInferAttention(TritonAttention):
@@ -99,7 +76,7 @@ class FlashInferAttention(TritonAttention):
     tests."""
 
     def __init__(
-        self, geometry: AttentionGeometry, pool: KVPool, prefill: Prefill | None = None
+        self, geometry: AttentionGeometry, pool: KVPool, prefill: PagedPrefill | None = None
     ) -> None:
         super().__init__(geometry, pool)
         span = geometry.span
@@ -139,8 +116,8 @@ class FlashInferAttention(TritonAttention):
                 return super().plan(metadata)
             rows, page_list = self._wide.rows(rows), PageList(rows.pages)
         windows, prefill = self._plan_windows(metadata), self._prefill.plan(rows)
-        parts = rows.num_rows, prefill, page_list
-        return FlashInferPlan(metadata.kv_slots, (), None, windows, None, *parts)
+        parts = (), None, windows, None, prefill, page_list
+        return FlashInferPlan(metadata.kv_slots, rows.num_rows, *parts)
 
     def run(
         self,
@@ -153,7 +130,7 @@ class FlashInferAttention(TritonAttention):
     ) -> torch.Tensor:
         if not isinstance(plan, FlashInferPlan):
             return super().run(layer, qkv, rotary, plan, norm, sinks)
-        num_rows = plan.num_rows
+        num_rows = plan.first
         own = AttentionPlan(plan.kv_slots[:num_rows])
         self.write(layer, qkv[:num_rows], rotary.first(num_rows), own, norm)
         keys_and_values = self._layers[layer]
@@ -165,10 +142,10 @@ class FlashInferAttention(TritonAttention):
         output = q.new_empty(q.shape)
         self._prefill.run(
             *(plan.prefill, q[:num_rows], keys_and_values, output[:num_rows]),
-            *(self.pool.kv_format.scales_of(layer), sinks),
+            *(self.pool.scales[layer], sinks),
         )
         output = output.flatten(1)
         if plan.windows is not None:
-            windows = self._run_windows(layer, qkv, rotary, plan.windows, norm, sinks)
+            windows = self._run_windows(layer, qkv, rotary, plan, norm, sinks)
             output[num_rows:] = windows
         return output

@@ -6,7 +6,7 @@ Requests, scheduling and sampling are not known here, only rows, pages and lengt
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -149,9 +149,23 @@ class ContextPlans(Protocol):
         of each replay."""
 
 
-class AttentionBackend(ABC):
-    """Paged attention over one pool. Each `KVLayout` has a subclass with inputs of its own."""
+def slots_of(block_tables: torch.Tensor, keys: torch.Tensor, page_size: int) -> torch.Tensor:
+    """Slots `[N, L]` of the tokens at positions `keys` `[N, L]` of requests with pages `[N, P]`."""
+    return block_tables.gather(1, keys // page_size) * page_size + keys % page_size
 
+
+def additive_mask(hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Added to the scores: -inf for keys that are hidden."""
+    return torch.zeros_like(hidden, dtype=dtype).masked_fill_(hidden, -torch.inf)
+
+
+class AttentionBackend(ABC):
+    """Paged attention over one pool. Each geometry has a subclass with inputs of its own."""
+
+    run: Callable[..., torch.Tensor]
+    """Writes keys and values of one layer and attends; its layers know the arguments."""
+    write: Callable[..., None]
+    """The part of `run` before attention."""
     supports_graphs: bool = False
     """Whether generation windows read their lengths from the device, so that a CUDA graph can hold
     them."""
@@ -170,7 +184,7 @@ class AttentionBackend(ABC):
 
 
 class HeadsBackend(AttentionBackend):
-    """A backend for the pool of a `HeadsLayout`."""
+    """A backend for the pool of an `AttentionGeometry`."""
 
     def __init__(self, geometry: AttentionGeometry, pool: KVPool) -> None:
         super().__init__(pool)
@@ -223,7 +237,7 @@ class HeadsBackend(AttentionBackend):
     ) -> None:
         """The part of `run` before attention, with the same arguments: for rows whose outputs are
         not needed."""
-        scales = self.pool.kv_format.scales_of(layer)
+        scales = self.pool.scales[layer]
         rotary_write(qkv, rotary, plan.kv_slots, self.pool.data[layer], norm, scales)
 
 
@@ -233,11 +247,6 @@ class GroupAttention:
 
     backend: AttentionBackend
     plan: AttentionPlan
-
-    @property
-    def heads_backend(self) -> HeadsBackend:
-        assert isinstance(self.backend, HeadsBackend)
-        return self.backend
 
 
 @dataclass(frozen=True)

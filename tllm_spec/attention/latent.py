@@ -1,4 +1,4 @@
-"""MLA backends (arXiv 2405.04434, section 2.1), for the pool of a `LatentLayout`.
+"""MLA backends (arXiv 2405.04434, section 2.1), for the pool of a `LatentGeometry`.
 
 Context chunks run in the expanded form: keys and values of all heads are projected from the
 latents in the pool, those of earlier chunks and of cached prefixes included. Generation windows run
@@ -12,7 +12,13 @@ import torch
 import torch.nn.functional as F
 
 from tllm_spec.attention.geometry import KVPool, LatentGeometry
-from tllm_spec.attention.interface import AttentionBackend, AttentionMetadata, AttentionPlan
+from tllm_spec.attention.interface import (
+    AttentionBackend,
+    AttentionMetadata,
+    AttentionPlan,
+    additive_mask,
+    slots_of,
+)
 from tllm_spec.kernels.attention.kv_codes import times
 from tllm_spec.kernels.attention.latent_attention import (
     MAX_PARTIAL_ROWS,
@@ -45,9 +51,8 @@ class LatentInputs:
 
 @dataclass(frozen=True)
 class LatentWindows:
-    """All generation windows, which start at row `first`."""
+    """All generation windows."""
 
-    first: int
     tables: LatentTables
     slots: torch.Tensor | None
     """[B * L] int64: the pool's slots of all keys; None: the kernel reads the block tables."""
@@ -57,8 +62,9 @@ class LatentWindows:
 
 @dataclass(frozen=True)
 class LatentPlan(AttentionPlan):
-    """The chunks, in parts, then the windows, if there are any."""
+    """The chunks, in parts, then the windows, if there are any, from row `first` on."""
 
+    first: int
     contexts: tuple[ExpandedPart, ...]
     windows: LatentWindows | None
 
@@ -77,11 +83,12 @@ class LatentBackend(AttentionBackend):
         at a time: projected, keys and padded values."""
         key_dim = geometry.nope_dim + geometry.rope_dim
         elements = geometry.num_heads * (geometry.nope_dim + geometry.value_dim + 2 * key_dim)
-        return MAX_EXPANDED_TOKENS * (elements + geometry.layout.entry_dim) * dtype.itemsize
+        return MAX_EXPANDED_TOKENS * (elements + geometry.entry_dim) * dtype.itemsize
 
-    def plan(self, metadata: AttentionMetadata) -> LatentPlan:
+    def plan(self, metadata: AttentionMetadata) -> AttentionPlan:
         windows = self._plan_windows(metadata) if metadata.rows.num_requests else None
-        return LatentPlan(metadata.kv_slots, tuple(self._plan_contexts(metadata)), windows)
+        first, contexts = sum(metadata.context_lens), tuple(self._plan_contexts(metadata))
+        return LatentPlan(metadata.kv_slots, first, contexts, windows)
 
     def run(
         self, layer: int, inputs: LatentInputs, rotary: Rotary, plan: AttentionPlan
@@ -90,13 +97,13 @@ class LatentBackend(AttentionBackend):
         all keys of the row's request. Returns `[T, H * V]`."""
         assert isinstance(plan, LatentPlan)
         self.write(layer, inputs.latent, inputs.norm, rotary, plan, inputs.q)
-        geometry, q, scales = self.geometry, inputs.q, self.pool.kv_format.scales_of(layer)
+        geometry, q, scales = self.geometry, inputs.q, self.pool.scales[layer]
         output = q.new_empty(len(q), geometry.num_heads, geometry.value_dim)
         expanded_attention(
             q, self._layers[layer], inputs.up, plan.contexts, geometry.scale, output, scales
         )
         if plan.windows is not None:
-            first, nope = plan.windows.first, geometry.nope_dim
+            first, nope = plan.first, geometry.nope_dim
             own = q[first:]
             keys, values = inputs.up.split_with_sizes((nope, geometry.value_dim), 1)
             absorbed = q.new_empty(geometry.num_heads, len(own), geometry.latent_dim)
@@ -116,7 +123,7 @@ class LatentBackend(AttentionBackend):
     ) -> None:
         """The part of `run` before attention. q: None for rows whose outputs are not needed."""
         latent = self._stored(latent, plan)
-        scales = self.pool.kv_format.scales_of(layer)
+        scales = self.pool.scales[layer]
         latent_write(latent, q, rotary, plan.kv_slots, self._layers[layer], norm, scales)
 
     def _stored(self, latent: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
@@ -210,11 +217,9 @@ class VanillaLatent(LatentBackend):
             hidden = keys > queries[:, :, None]
         else:
             hidden = ~metadata.tree.visible(kv_lens, keys)
-        mask = torch.zeros_like(hidden, dtype=self.pool.kv_format.dtype)
-        mask = mask.masked_fill_(hidden, -torch.inf)
+        mask = additive_mask(hidden, self.pool.kv_format.dtype)
         mask = mask[:, None, :, None].expand(batch, 1, window, heads, length).flatten(2, 3)
-        first = sum(metadata.context_lens)
-        return LatentWindows(first, LatentTables(rows, block_tables, kv_lens), slots, mask)
+        return LatentWindows(LatentTables(rows, block_tables, kv_lens), slots, mask)
 
     def _run_windows(
         self, layer: int, q_latent: torch.Tensor, q: torch.Tensor, plan: LatentWindows
@@ -223,7 +228,7 @@ class VanillaLatent(LatentBackend):
         (heads, _, rank), nope, rows = q_latent.shape, self.geometry.nope_dim, plan.tables.rows
         queries = rows.padded(torch.cat((q_latent.transpose(0, 1), q[..., nope:]), -1))
         entries = self._layers[layer].flatten(0, 1).index_select(0, plan.slots)
-        entries, scale = entries.to(q.dtype), self.pool.kv_format.scales_of(layer).key
+        entries, scale = entries.to(q.dtype), self.pool.scales[layer].key
         entries = entries.view(rows.num_requests, 1, -1, entries.shape[-1])
         mixed = F.scaled_dot_product_attention(
             queries.flatten(1, 2).unsqueeze(1),
@@ -256,18 +261,12 @@ class TritonLatent(LatentBackend):
         tables = LatentTables(
             metadata.rows, metadata.block_tables[-batch:], metadata.kv_lens[-batch:], metadata.tree
         )
-        return LatentWindows(sum(metadata.context_lens), tables, None, None)
+        return LatentWindows(tables, None, None)
 
     def _run_windows(
         self, layer: int, q_latent: torch.Tensor, q: torch.Tensor, plan: LatentWindows
     ) -> torch.Tensor:
         return latent_attention(
             *(q_latent, q, self._layers[layer], plan.tables, self.geometry.scale, self._workspace),
-            self.pool.kv_format.scales_of(layer),
+            self.pool.scales[layer],
         )
-
-
-def slots_of(block_tables: torch.Tensor, keys: torch.Tensor, page_size: int) -> torch.Tensor:
-    """Slots `[N, L]` of the tokens at positions `keys` `[N, L]` of requests with pages `[N, P]`."""
-    pages = block_tables.gather(1, keys // page_size).to(torch.int64)
-    return pages * page_size + keys % page_size
