@@ -82,36 +82,6 @@ class ExecutorParts:
     ranks: Sequence[Mapping[str, Any]] = ()  # all of them, as `state` shows them
 
 
-def state_of(parts: ExecutorParts, totals: Totals) -> dict[str, Any]:
-    """Queues, totals, cache and draft lengths as plain values."""
-    queues, controller, slots = parts.scheduler, parts.controller, parts.slots
-    shape = slots.shapes.of(controller.tier_for(max(1, totals.latest_batch_size)))
-    own: dict[str, Any] = {}
-    if (weights := parts.draft_weights) is not None:
-        own["draft_weights"] = weights.state()
-    if parts.recorder is not None:
-        own["lost_records"] = parts.recorder.num_lost
-    return {
-        "num_requests_running": len(queues.running),
-        "num_requests_waiting": len(queues.waiting),
-        "num_preemptions": queues.num_preemptions,
-        "draft_len": shape.depth,
-        "draft_shape": {
-            "name": shape.name,
-            "depth": shape.depth,
-            "drafts": shape.num_nodes,
-            "topk": shape.topk,
-        },
-        "draft_warning": parts.draft_watch.warning,
-        "kv_cache": parts.kv.state(),
-        "totals": totals.state([*queues.running, *queues.waiting]),
-        "controller": controller.state(),
-        "ranks": list(parts.ranks),
-        **parts.drafter.state(),
-        **own,
-    }
-
-
 _needs_host_tokens, _draft_limit = attrgetter("needs_host_tokens"), attrgetter("draft_limit")
 
 
@@ -442,4 +412,30 @@ class PyExecutor:
 
     def state(self) -> dict[str, Any]:
         """Queues, totals, cache and draft lengths as plain values. Between rounds only."""
-        return state_of(self.parts, self.totals)
+        parts, totals = self.parts, self.totals
+        queues, controller, slots = parts.scheduler, parts.controller, parts.slots
+        shape = slots.shapes.of(controller.tier_for(max(1, totals.latest_batch_size)))
+        own: dict[str, Any] = {}
+        if (weights := parts.draft_weights) is not None:
+            own["draft_weights"] = weights.state()
+        if parts.recorder is not None:
+            own["lost_records"] = parts.recorder.num_lost
+        return {
+            "num_requests_running": len(queues.running),
+            "num_requests_waiting": len(queues.waiting),
+            "num_preemptions": queues.num_preemptions,
+            "draft_len": shape.depth,
+            "draft_shape": {
+                "name": shape.name,
+                "depth": shape.depth,
+                "drafts": shape.num_nodes,
+                "topk": shape.topk,
+            },
+            "draft_warning": parts.draft_watch.warning,
+            "kv_cache": parts.kv.state(),
+            "totals": totals.state([*queues.running, *queues.waiting]),
+            "controller": controller.state(),
+            "ranks": list(parts.ranks),
+            **parts.drafter.state(),
+            **own,
+        }

@@ -64,7 +64,7 @@ class Scheduler:
     def add(self, request: LlmRequest) -> None:
         """Queues the request. Raises ValueError when it can never run."""
         if not request.num_preemptions:
-            self.check_can_ever_run(request)
+            self._check_can_ever_run(request)
         self.waiting.add(request)
 
     def remove(self, request: LlmRequest) -> None:
@@ -264,7 +264,7 @@ class Scheduler:
     def _last_token(self, request: LlmRequest) -> int:
         return request.prompt_len + request.max_tokens + self.limits.overshoot
 
-    def check_can_ever_run(self, request: LlmRequest) -> None:
+    def _check_can_ever_run(self, request: LlmRequest) -> None:
         """Raises ValueError if not even an empty engine could run the request: whoever sends it has
         not heeded `RequestLimits`. Thread-safe."""
         prompt_len, longest = request.prompt_len, self.max_seq_len

@@ -123,7 +123,7 @@ def build_engines(plan: BuildPlan, tokens: DraftTokens | None) -> Engines:
     draft_kv = None
     if draft is not None and net is None:
         net = _draft_net(plan, draft, memory[number:])
-        options = {"extra_kv_tokens": plan.extra_kv_tokens.own_pages, "has_draft_layers": True}
+        options = {"extra_kv_tokens": plan.extra_kv_tokens, "has_draft_layers": True}
         lookahead = net.lookahead
         options["num_host_pages"] = num_host_pages
         draft_kv = _manager(DraftKVManager, plan, memory[number:], lookahead, **options)
@@ -299,7 +299,7 @@ def _build_target(
         memory,
         lookahead=0 if net is None else net.lookahead,
         num_host_pages=num_host_pages,
-        extra_kv_tokens=plan.extra_kv_tokens.target_pages,
+        extra_kv_tokens=0 if net is None else plan.extra_kv_tokens,
         has_draft_layers=net is not None,
         states=states,
     )

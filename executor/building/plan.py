@@ -4,7 +4,6 @@ of the executor that it makes is the slots."""
 import logging
 from collections.abc import Callable, Iterable
 from math import gcd
-from typing import NamedTuple
 
 from tllm_spec.attention.choice import choose_backend
 from tllm_spec.attention.recurrent import RecurrentGeometry
@@ -32,15 +31,6 @@ from tllm_spec.text.tokenizer import Tokenizer
 from tllm_spec.zoo.registry import resolve_model
 
 logger = logging.getLogger(__name__)
-
-
-class ExtraKVTokens(NamedTuple):
-    """KV entries of a request after those of its tokens that a draft network takes to draft (see
-    docs/drafting.md): on the target's pages, of drafts after the first one (of beams, those of
-    every step), or on pages of its own, where accepted tokens may be others than it has drafted."""
-
-    target_pages: int
-    own_pages: int
 
 
 class BuildPlan:
@@ -153,17 +143,21 @@ class BuildPlan:
         return spec is not None and spec.text_search(max_batch_size) is not None
 
     @property
-    def extra_kv_tokens(self) -> ExtraKVTokens:
+    def extra_kv_tokens(self) -> int:
+        """KV entries of a request after those of its tokens that a draft network takes to draft
+        (see docs/drafting.md): on the target's pages, of drafts after the first one (of beams,
+        those of every step), or on pages of its own, where accepted tokens may be others than it
+        has drafted."""
         plan, longest = self.draft_plan, self.shapes.longest
         if plan is None:
-            return ExtraKVTokens(0, 0)
+            return 0
         if plan.shares_pages:
-            return ExtraKVTokens(longest.num_read + plan.rows_before, 0)
+            return longest.num_read + plan.rows_before
         if plan.drafts_at_once:
-            return ExtraKVTokens(0, 2 * longest.depth - 1)  # the longest run, and mask rows
+            return 2 * longest.depth - 1  # the longest run, and mask rows
         if self.shapes.has_trees or self.looks_in_texts:
-            return ExtraKVTokens(0, max(longest.num_read, longest.path) + 1)
-        return ExtraKVTokens(0, 0)
+            return max(longest.num_read, longest.path) + 1
+        return 0
 
     def controller(
         self,
@@ -224,9 +218,9 @@ class BuildPlan:
         more whole round where a round is scheduled before the previous one is read."""
         longest = self.shapes.longest
         in_flight = longest.path if self.max_in_flight else 0
-        extra = self.extra_kv_tokens
-        after = longest.num_nodes, longest.depth + extra.target_pages, extra.own_pages
-        return in_flight + max(after)
+        shares_pages = self.draft_plan is not None and self.draft_plan.shares_pages
+        extra = self.extra_kv_tokens + (longest.depth if shares_pages else 0)
+        return in_flight + max(longest.num_nodes, extra)
 
     @property
     def span_room(self) -> SpanRoom:

@@ -128,7 +128,9 @@ def _start_copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class HostCopies:
-    """groups: the pools of each layer group, whose pages have the same numbers."""
+    """Between a place in host memory and a page of each layer group. Copies take effect in the
+    order of the calls, and before the next forward. groups: the pools of each layer group, whose
+    pages have the same numbers."""
 
     def __init__(self, groups: Sequence[Sequence[KVPool]], num_places: int) -> None:
         self._groups = groups

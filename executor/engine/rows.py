@@ -48,18 +48,13 @@ class ContextChunk:
 @dataclass(frozen=True)
 class TreeRows:
     """The windows' rows are R nodes of a tree whose KV region starts at index `first`. Row r has
-    rotary position first + depths[b, r]; its KV goes to index first + offset + r. Verification of a
-    whole tree has offset 0; draft step s of K beams has offset s * K, so that beams attend to their
-    own ancestors in the earlier steps."""
+    rotary position first + depths[b, r]; its KV goes to index first + mask.offset + r. Verification
+    of a whole tree has offset 0; draft step s of K beams has offset s * K, so that beams attend to
+    their own ancestors in the earlier steps."""
 
     depths: torch.Tensor
     """`[B, R]` int64, contiguous, on the device."""
     mask: TreeMask
-    """The mask has offset + R keys."""
-    offset: int
-
-    def __post_init__(self) -> None:
-        assert self.mask.offset == self.offset and self.mask.bits.shape == self.depths.shape
 
 
 @dataclass(frozen=True)
@@ -68,7 +63,7 @@ class Windows:
     device. `max_kv_len` is the host's upper bound of first position + W. The first `num_padding`
     `[B]` rows of each window are padding, perhaps before position 0; their KV goes to the dummy
     page. With `tree` the rows are nodes of a tree, never padding, and `max_kv_len` is the bound of
-    first + offset + W.
+    first + mask.offset + W.
 
     `part`: the rows of the windows that run, the first ones of each, without padding; None: all of
     them."""
@@ -97,6 +92,8 @@ class RowBuilder:
         self.table = table
         self.page_size = page_size
         self.device = device
+        # Most tokens that a row of the block table has pages for.
+        self.max_len = table.device_rows.shape[1] * page_size
         # Positions and KV slots are runs of consecutive numbers. Copying a run from here is as fast
         # as making a few numbers.
         self._numbers = array("q")
@@ -104,19 +101,37 @@ class RowBuilder:
             torch.arange(max(num_pages * page_size, self.max_len)).numpy().tobytes()
         )
 
-    @property
-    def max_len(self) -> int:
-        """Most tokens that a row of the block table has pages for."""
-        return self.table.device_rows.shape[1] * self.page_size
-
     def build(
         self, contexts: list[ContextChunk], windows: Windows | None
     ) -> tuple[AttentionMetadata, torch.Tensor]:
         """Metadata and token ids `[T]`: the chunks one after another, then the windows."""
-        if contexts:
-            return self._mixed_metadata(contexts, windows)
-        assert windows is not None
-        return self._window_metadata(windows)
+        if not contexts:
+            assert windows is not None
+            return self._window_metadata(windows)
+        lens = tuple(len(chunk.tokens) for chunk in contexts)
+        ends = tuple(chunk.end for chunk in contexts)
+        num_pages = -(-max((*ends, windows.max_kv_len if windows else 0)) // self.page_size)
+        length = -(-sum(lens) // ROW_ALIGNMENT) * ROW_ALIGNMENT
+        numbers = self.context_rows(contexts, length)
+        numbers.frombytes(array("i", [*(chunk.slot for chunk in contexts), *ends]).tobytes())
+        sent = to_device(numbers, self.device)  # one copy
+        rows, chunks = sent.split_with_sizes((3 * length, len(contexts)))
+        token_ids, positions, kv_slots = rows.view(3, length)[:, : sum(lens)].unbind(0)
+        slots, kv_lens = chunks.view(torch.int32).chunk(2)
+        tables = self.table.rows(slots, num_pages)
+        none = RoundRows.rectangle(0, 1)
+        metadata = AttentionMetadata(lens, ends, none, tables, kv_lens, positions, kv_slots, 0)
+        if windows is None:
+            return metadata, token_ids
+        own, window_ids = self._window_metadata(windows)
+        tail = self.table.rows(windows.slots, num_pages)
+        metadata.rows, metadata.max_kv_len = own.rows, own.max_kv_len
+        metadata.num_padding, metadata.tree = own.num_padding, own.tree
+        metadata.block_tables = torch.cat((tables, tail))
+        metadata.kv_lens = torch.cat((kv_lens, own.kv_lens))
+        metadata.positions = torch.cat((positions, own.positions))
+        metadata.kv_slots = torch.cat((kv_slots, own.kv_slots))
+        return metadata, torch.cat((token_ids, window_ids))
 
     def _window_metadata(self, windows: Windows) -> tuple[AttentionMetadata, torch.Tensor]:
         width, part = windows.token_ids.shape[1], windows.rows
@@ -133,7 +148,7 @@ class RowBuilder:
                 width,
                 num_pages,
                 self.page_size,
-                *((None, 0) if tree is None else (tree.depths, tree.offset)),
+                *((None, 0) if tree is None else (tree.depths, tree.mask.offset)),
             )
         if part.offsets is not None:
             assert windows.num_padding is None
@@ -196,34 +211,6 @@ class RowBuilder:
         )
         padding = array("q", bytes(8 * (length - len(token_ids))))
         return token_ids + padding + positions + padding + kv_slots + padding
-
-    def _mixed_metadata(
-        self, contexts: list[ContextChunk], windows: Windows | None
-    ) -> tuple[AttentionMetadata, torch.Tensor]:
-        lens = tuple(len(chunk.tokens) for chunk in contexts)
-        ends = tuple(chunk.end for chunk in contexts)
-        num_pages = -(-max((*ends, windows.max_kv_len if windows else 0)) // self.page_size)
-        length = -(-sum(lens) // ROW_ALIGNMENT) * ROW_ALIGNMENT
-        numbers = self.context_rows(contexts, length)
-        numbers.frombytes(array("i", [*(chunk.slot for chunk in contexts), *ends]).tobytes())
-        sent = to_device(numbers, self.device)  # one copy
-        rows, chunks = sent.split_with_sizes((3 * length, len(contexts)))
-        token_ids, positions, kv_slots = rows.view(3, length)[:, : sum(lens)].unbind(0)
-        slots, kv_lens = chunks.view(torch.int32).chunk(2)
-        tables = self.table.rows(slots, num_pages)
-        none = RoundRows.rectangle(0, 1)
-        metadata = AttentionMetadata(lens, ends, none, tables, kv_lens, positions, kv_slots, 0)
-        if windows is None:
-            return metadata, token_ids
-        own, window_ids = self._window_metadata(windows)
-        tail = self.table.rows(windows.slots, num_pages)
-        metadata.rows, metadata.max_kv_len = own.rows, own.max_kv_len
-        metadata.num_padding, metadata.tree = own.num_padding, own.tree
-        metadata.block_tables = torch.cat((tables, tail))
-        metadata.kv_lens = torch.cat((kv_lens, own.kv_lens))
-        metadata.positions = torch.cat((positions, own.positions))
-        metadata.kv_slots = torch.cat((kv_slots, own.kv_slots))
-        return metadata, torch.cat((token_ids, window_ids))
 
 
 def _part_of(whole: WindowRows, part: RoundRows, first: torch.Tensor) -> WindowRows:
@@ -331,13 +318,9 @@ class AttentionGroups:
         sees: SinkWindow | None = None,
     ) -> None:
         self.groups = tuple(groups)
+        self.rows = groups[0].rows  # those of the first group
         self.memory = memory
         self._sees = sees
-
-    @property
-    def rows(self) -> RowBuilder:
-        """The rows of the first group."""
-        return self.groups[0].rows
 
     @property
     def supports_graphs(self) -> bool:
@@ -348,41 +331,34 @@ class AttentionGroups:
         self, contexts: list[ContextChunk], windows: Windows | None, *, only_writes: bool = False
     ) -> PlannedRows:
         """only_writes: plans no attention, only the writing of keys and values."""
-        rows, planned = self.rows, list[GroupAttention]()
-        metadata, token_ids = self._metadata(rows, contexts, windows)
-        positions = metadata.positions
+        rows, planned = None, list[GroupAttention]()
         for group in self.groups:
             if group.rows is not rows:
                 rows = group.rows
-                metadata, _ = self._metadata(rows, contexts, windows)
+                metadata, token_ids = rows.build(contexts, windows)
+                if self._sees is not None:
+                    metadata = self._sees.cut(metadata, rows.page_size)
             plan = AttentionPlan(metadata.kv_slots) if only_writes else group.backend.plan(metadata)
             planned.append(GroupAttention(group.backend, plan))
-        return PlannedRows(token_ids, positions, tuple(planned), self._recurrent(contexts, windows))
-
-    def _metadata(
-        self, rows: RowBuilder, contexts: list[ContextChunk], windows: Windows | None
-    ) -> tuple[AttentionMetadata, torch.Tensor]:
-        metadata, token_ids = rows.build(contexts, windows)
-        if self._sees is not None:
-            metadata = self._sees.cut(metadata, rows.page_size)
-        return metadata, token_ids
+        recurrent = None
+        if self.memory is not None:
+            recurrent = self._recurrent(self.memory, contexts, windows)
+        return PlannedRows(token_ids, metadata.positions, tuple(planned), recurrent)
 
     def _recurrent(
-        self, contexts: list[ContextChunk], windows: Windows | None
-    ) -> RecurrentRows | None:
-        if self.memory is None:
-            return None
+        self, memory: RecurrentMemory, contexts: list[ContextChunk], windows: Windows | None
+    ) -> RecurrentRows:
         parts = []
         if contexts:
-            parts.append(self._prompts(contexts, self.memory))
+            parts.append(self._prompts(contexts, memory))
         if windows is not None:
             assert windows.num_padding is None, "a target's windows have no padding"
             tree = None if windows.tree is None else windows.tree.mask.bits
             rows = windows.rows
             parts.append(
-                self.memory.begin(windows.slots, windows.first, rows, are_kept=False, tree=tree)
+                memory.begin(windows.slots, windows.first, rows, are_kept=False, tree=tree)
             )
-        return RecurrentRows(self.memory, parts)
+        return RecurrentRows(memory, parts)
 
     def _prompts(self, contexts: list[ContextChunk], memory: RecurrentMemory) -> DeltaRows:
         counts = [len(chunk.tokens) for chunk in contexts]

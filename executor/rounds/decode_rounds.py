@@ -286,7 +286,7 @@ class DecodeRounds:
             first=gather_rows(self._slots.kv_lens, slot_ids),
             token_ids=gather_rows(self._slots.window[:, :width], slot_ids),
             max_kv_len=max_kv_len,
-            tree=None if tree is None else TreeRows(tree.depths, TreeMask(tree.bits, width), 0),
+            tree=None if tree is None else TreeRows(tree.depths, TreeMask(tree.bits, width)),
             part=part,
         )
         return SlotWindows(rows, shape, tree)

@@ -198,11 +198,12 @@ def test_every_phase_of_a_round_attends_as_the_planned_wrapper_would(
 ) -> None:
     num_rows, arguments = PHASES[phase]
     problem = Problem(arguments.kv_len_arr, [num_rows] * len(SEQ_LENS))
-    windows = kind(GEOMETRY, KVPool(
+    plan = kind(GEOMETRY, KVPool(
         GEOMETRY, num_pages=16, page_size=PAGE_SIZE, kv_format=KVFormat(torch.float32),
         device=torch.device("cpu"),
-    )).plan(problem.metadata()).windows  # fmt: skip
-    assert windows is not None and windows.first == 0
+    )).plan(problem.metadata())  # fmt: skip
+    windows = plan.windows
+    assert windows is not None and plan.first == 0
     starts = [index * windows.tables.rows.window for index in range(len(SEQ_LENS) + 1)]
     assert starts == arguments.qo_indptr
     assert windows.tables.kv_lens.tolist() == arguments.kv_len_arr
