@@ -67,14 +67,6 @@ class BuiltExecutor:
     limits: RequestLimits
     kv_events: KVEvents | None  # with kv_events_config, on rank 0
 
-    @property
-    def max_seq_len(self) -> int:
-        return self.limits.max_seq_len
-
-    @property
-    def max_draft_len(self) -> int:
-        return self.limits.max_draft_len
-
 
 def build_executor(
     args: LlmArgs,

@@ -128,10 +128,6 @@ class DraftWeights:
         assert staged is not None
         return self.swap(staged, keep_cache=keep_cache)
 
-    def start(self, request: LlmRequest) -> None:
-        """Notes the weights that the request begins with."""
-        request.draft_version = self.version
-
     def add_end(self, request: LlmRequest) -> None:
         """Counts a request that has ended, for the weights that it began with."""
         if request.draft_limit:

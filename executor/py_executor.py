@@ -276,7 +276,7 @@ class PyExecutor:
         for request in admitted:
             if request.first_scheduled_time is None:
                 if self.parts.draft_weights is not None:
-                    self.parts.draft_weights.start(request)
+                    request.draft_version = self.parts.draft_weights.version
                 if self.parts.recorder is not None:
                     self.parts.recorder.start(request)
                 request.cached_tokens, request.first_scheduled_time = request.kv_len, monotonic()

@@ -62,7 +62,7 @@ class DecodingRules:
         needs_more = self.has_penalties or self.min_tokens or self.token_bias
         if needs_more or self.needs_host_edits or self.logprobs is not None:
             return None
-        return not self.is_greedy
+        return self.temperature > 0
 
     @cached_property
     def needs_host_edits(self) -> bool:

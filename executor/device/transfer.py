@@ -67,13 +67,18 @@ class ToHost:
     ) -> None:
         self._buffer: PinnedBuffer | None = None
         self._buffers: PinnedBuffers | None = PinnedBuffers() if buffers is None else buffers
-        if tensors and tensors[0].is_cuda:
+        is_cuda = bool(tensors) and tensors[0].is_cuda
+        hosts = [
+            torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=is_cuda)
+            for tensor in (tensors[1:] if is_cuda else tensors)
+        ]
+        if is_cuda:
             self._buffer = self._buffers.take(tensors[0].shape, tensors[0].dtype)
-            first = self._buffer.host.copy_(tensors[0], non_blocking=True)
-            self._host = [first, *map(_start_copy, tensors[1:])]
+            hosts.insert(0, self._buffer.host)
+        pairs = zip(hosts, tensors, strict=True)
+        self._host = [host.copy_(tensor, non_blocking=True) for host, tensor in pairs]
+        if self._buffer is not None:
             self._buffer.arrived.record()
-        else:
-            self._host = [_start_copy(tensor) for tensor in tensors]
 
     @property
     def is_here(self) -> bool:
@@ -113,11 +118,6 @@ class PinnedBuffers:
 
     def give_back(self, buffer: PinnedBuffer) -> None:
         self._free.setdefault((buffer.host.shape, buffer.host.dtype), []).append(buffer)
-
-
-def _start_copy(tensor: torch.Tensor) -> torch.Tensor:
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-    return host.copy_(tensor, non_blocking=True)
 
 
 # Copies of KV pages between device and host memory, next to the rounds.

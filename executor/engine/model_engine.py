@@ -80,11 +80,6 @@ class ModelEngine:
         context = ForwardContext(groups, self.spec, None, recurrent)
         return self.model.forward(token_ids, positions, context).index_select(0, wanted)
 
-    def keep_paths(self, windows: Windows, rows: torch.Tensor, lens: torch.Tensor) -> None:
-        """Moves the KV of the accepted rows of trees to the front of their windows: lens `[B]` of
-        rows `[B, D+1]`."""
-        self.attention.keep_paths(windows, rows, lens)
-
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """`[R, H]` -> `[R, V]` in the model's dtype, or this rank's columns."""
         return self.model.compute_logits(hidden)

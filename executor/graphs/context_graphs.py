@@ -14,7 +14,8 @@ from time import monotonic
 
 import torch
 
-from tllm_spec.attention.interface import AttentionBackend, ContextPlans, GroupAttention
+from tllm_spec.attention.flashinfer import FlashInferContexts
+from tllm_spec.attention.interface import AttentionBackend, GroupAttention
 from tllm_spec.executor.device.transfer import to_device
 from tllm_spec.executor.engine.memory_plan import DUMMY_PAGES
 from tllm_spec.executor.engine.model_engine import ModelEngine
@@ -45,7 +46,7 @@ class ContextGraphs:
         self,
         engine: ModelEngine,
         backend: AttentionBackend,
-        plans: ContextPlans,
+        plans: FlashInferContexts,
         sizes: tuple[int, ...],
         dummy_slot: int,
         pool: GraphPool,

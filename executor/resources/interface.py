@@ -175,16 +175,6 @@ class CacheStats:
     missed_pages: int = 0
     evicted_pages: int = 0
 
-    def add(
-        self, num_tokens: int, num_pages: int, cached_len: int, num_shared: int, num_copied: int
-    ) -> None:
-        """Counts a prompt."""
-        self.reused_tokens += cached_len
-        self.missed_tokens += num_tokens - cached_len
-        self.reused_pages += num_shared
-        self.copied_pages += num_copied
-        self.missed_pages += num_pages - num_shared - num_copied
-
 
 @dataclass(slots=True)
 class SequencePages:

@@ -255,15 +255,6 @@ class KVCacheManager(ResourceManager):
         self.cache.store(request.request_id, self._determining(request, num_tokens))
         self._write_rows(request)
 
-    def release(self, request: LlmRequest, num_tokens: int) -> None:
-        """Ends the sequence; the first `num_tokens` tokens stay cached for reuse.
-
-        Nothing of a failed request does: its KV may hold NaN."""
-        if self._rows.pop(request.request_id, None) is None:
-            return
-        num_tokens = num_tokens if request.error is None else 0
-        self.cache.free(request.request_id, self._determining(request, num_tokens))
-
     def prepare_resources(self, batch: ScheduledBatch) -> None:
         """Sends the pages that the scheduler took to the device, in one copy."""
         if self._states is not None:
@@ -313,7 +304,13 @@ class KVCacheManager(ResourceManager):
         self._settled = batch.shape, batch.generation_requests
 
     def free_resources(self, request: LlmRequest) -> None:
-        self.release(request, request.kv_len)
+        """Ends the sequence; its first `kv_len` tokens stay cached for reuse.
+
+        Nothing of a failed request does: its KV may hold NaN."""
+        if self._rows.pop(request.request_id, None) is None:
+            return
+        num_tokens = request.kv_len if request.error is None else 0
+        self.cache.free(request.request_id, self._determining(request, num_tokens))
 
     def check_integrity(self) -> None:
         self.cache.check_integrity()

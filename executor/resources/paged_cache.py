@@ -156,9 +156,13 @@ class PagedCache:
                 self.groups[group].copy_page(source.pages[group], own[-1])
         self.sequences[seq_id] = CachedSequence(groups, nodes, root)
         cached_len = len(nodes) * self.page_size + num_copied
-        reported = self.reported_len(cached_len, salt)
-        num_pages = self.pages_for(len(tokens))
-        self.stats.add(len(tokens), num_pages, reported, len(nodes), int(source is not None))
+        stats, reported = self.stats, self.reported_len(cached_len, salt)
+        num_copies = int(source is not None)
+        stats.reused_tokens += reported
+        stats.missed_tokens += len(tokens) - reported
+        stats.reused_pages += len(nodes)
+        stats.copied_pages += num_copies
+        stats.missed_pages += self.pages_for(len(tokens)) - len(nodes) - num_copies
         return cached_len
 
     def start_version(self, version: int) -> None:

@@ -139,21 +139,21 @@ class RoundRunner:
         wants_logprobs: bool,
     ) -> tuple[ToHost, DeviceSpan | None]:
         """One forward of the chunks and, after them, the windows, if there are any."""
-        ended, group, windows = batch.last_chunk_requests, None, None
+        ended, group, windows, read_rows = batch.last_chunk_requests, None, None, None
         if batch.generation_requests:
             group, windows = self.decode.batch_windows(batch)
-        rows = None if windows is None else windows.rows
-        hidden = self._forward(batch, chunks, rows, wants_logprobs=wants_logprobs)
+        hidden = self._forward(batch, chunks, windows, wants_logprobs=wants_logprobs)
         self._start_joining(batch)
-        if windows is not None and windows.shape.is_ragged:
-            windows, own = whole_windows(windows, hidden[len(ended) :])
+        if windows is not None and batch.shape.is_ragged:
+            windows, own, read_rows = whole_windows(windows, hidden[len(ended) :])
             hidden = torch.cat((hidden[: len(ended)], own))
         logits = self.engine.compute_logits(hidden)
         parts, result = list[SampledTokens](), None
         if ended:
             parts = [self._sample_first(ended, logits[: len(ended)], logprobs)]
         if group is not None and windows is not None:
-            result = self.decode.sample(group, windows, logits[len(ended) :], logprobs)
+            own = logits[len(ended) :]
+            result = self.decode.sample(group, windows, batch.shape, own, logprobs, read_rows)
             parts.append(result.sampled)
         return self._send_then_draft(batch, chunks, parts, result, logprobs)
 

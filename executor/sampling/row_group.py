@@ -286,7 +286,9 @@ class RowGroups:
             return Subset(own, parameters, indices, _indices(indices, own, all_rows.offsets))
 
         row_counts = [window] * len(requests) if counts is None else list(counts)
-        bias = _bias_entries(all_rules, row_counts, device)
+        bias = None
+        if any(rules.token_bias for rules in all_rules):
+            bias = _bias_entries(all_rules, row_counts, device)
         edited = [index for index, rules in enumerate(all_rules) if rules.needs_host_edits]
         penalised = subset(lambda rules: rules.has_penalties)
         early = subset(lambda rules: rules.min_tokens > 0)
@@ -295,8 +297,8 @@ class RowGroups:
             counts=row_counts,
             rows=all_rows,
             slots=slots,
-            sampled=subset(lambda rules: not rules.is_greedy),
-            filtered=any(rules.has_filters and not rules.is_greedy for rules in all_rules),
+            sampled=subset(lambda rules: rules.temperature > 0),
+            filtered=any(rules.temperature > 0 and rules.has_filters for rules in all_rules),
             penalised=penalised,
             early=early,
             bias=bias,
@@ -310,7 +312,7 @@ class RowGroups:
 
 def _bias_entries(
     all_rules: list[DecodingRules], counts: list[int], device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Logit bias and bad words of one token (-inf), as one sparse addition to the group's rows."""
     rows: list[int] = []
     tokens: list[int] = []
@@ -320,8 +322,6 @@ def _bias_entries(
             rows += [row] * len(rules.token_bias)
             tokens += rules.token_bias.keys()
             values += rules.token_bias.values()
-    if not rows:
-        return None
     return (
         to_device(rows, device),
         to_device(tokens, device),

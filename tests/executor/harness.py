@@ -38,7 +38,7 @@ class Harness:
         self.executor = built.executor
         self.parts = built.executor.parts
         self.queue = built.queue
-        self.max_draft_len = built.max_draft_len
+        self.max_draft_len = built.limits.max_draft_len
         spec = args.speculative_config
         self.text_search = None if spec is None else spec.text_search(args.max_batch_size)
         self.vocab_size = built.model_config.vocab_size

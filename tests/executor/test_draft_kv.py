@@ -143,7 +143,7 @@ def test_a_request_drafts_again_when_draft_pages_come_back(tiny: Path) -> None:
     while request.num_output_tokens < 30:
         harness.round()
     assert sum(request.counters.by_drafted[1:]) <= 2, "there were pages for a few tokens"
-    kv.release(hog, 0)
+    kv.free_resources(hog)
     harness.run()
     stats = request.counters.stats()
     assert stats.num_drafted_tokens - stats.num_accepted_tokens <= 3

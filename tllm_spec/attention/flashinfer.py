@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from tllm_spec.attention.geometry import AttentionGeometry, KVFormat, KVPool, PageList, WidePages
-from tllm_spec.attention.interface import AttentionMetadata, AttentionPlan, ContextPlans
+from tllm_spec.attention.interface import AttentionMetadata, AttentionPlan
 from tllm_spec.attention.triton import TritonAttention, TritonPlan
 from tllm_spec.kernels.attention.paged_prefill import (
     NUM_PLANS,
@@ -37,8 +37,9 @@ class FlashInferPlan(TritonPlan):
     """The pages of the chunks, if the pool has codes."""
 
 
-class FlashInferContexts(ContextPlans):
-    """A fixed number of chunks; their plan is updated in place."""
+class FlashInferContexts:
+    """A plan of a fixed number of context chunks in memory with fixed addresses, which is updated
+    in place, so that a CUDA graph can hold their forward."""
 
     def __init__(
         self, prefill: PrefillInPlace, limits: PrefillLimits, page_size: int, wide: WidePages | None
@@ -50,12 +51,16 @@ class FlashInferContexts(ContextPlans):
             self._page_list = wide.page_list(limits.num_chunks * limits.max_pages)
 
     def fits(self, kv_lens: Sequence[int]) -> bool:
+        """Whether chunks of requests with so many tokens can be planned."""
         if self._page_list is None:
             return True
         num_pages = sum(-(-length // self._page_size) for length in kv_lens)
         return num_pages <= len(self._page_list.pages)
 
     def update(self, lens: Sequence[int], kv_lens: Sequence[int], pages: torch.Tensor) -> None:
+        """The next replay runs chunks of `lens` tokens, as many as the limits say, and no windows.
+        kv_lens: as `context_kv_lens`. pages: int32, on the device: the pages that hold the first
+        chunk's request up to its length, then those of the second's, and so on."""
         assert len(lens) == self._limits.num_chunks
         rows = PrefillRows.of_pages(lens, kv_lens, pages, self._page_size)
         if self._wide is not None:
@@ -66,6 +71,8 @@ class FlashInferContexts(ContextPlans):
         self._plan = self._prefill.plan(rows)
 
     def for_graph(self, kv_slots: torch.Tensor) -> FlashInferPlan:
+        """The plan for capturing a forward of T rows; `kv_slots` `[T]` holds the slots of the rows
+        of each replay."""
         assert self._plan is not None
         parts = self._plan, self._page_list
         return FlashInferPlan(kv_slots, len(kv_slots), (), None, None, None, *parts)

@@ -6,9 +6,9 @@ Requests, scheduling and sampling are not known here, only rows, pages and lengt
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,6 +19,9 @@ from tllm_spec.kernels.attention.rotary_write import HeadWeights, Rotary, rotary
 from tllm_spec.kernels.attention.visible_keys import TreeMask
 from tllm_spec.kernels.slots.round_rows import RoundRows
 from tllm_spec.kernels.slots.row_copies import copy_rows
+
+if TYPE_CHECKING:
+    from tllm_spec.attention.flashinfer import FlashInferContexts
 
 # The target's hidden states that a draft head reads: which layers, and the buffer for them.
 #
@@ -132,23 +135,6 @@ class AttentionPlan:
     """[T] int64, as in the metadata."""
 
 
-class ContextPlans(Protocol):
-    """A plan of context chunks in memory with fixed addresses, so that a CUDA graph can hold their
-    forward."""
-
-    def fits(self, kv_lens: Sequence[int]) -> bool:
-        """Whether chunks of requests with so many tokens can be planned."""
-
-    def update(self, lens: Sequence[int], kv_lens: Sequence[int], pages: torch.Tensor) -> None:
-        """The next replay runs chunks of `lens` tokens, as many as the limits say, and no windows.
-        kv_lens: as `context_kv_lens`. pages: int32, on the device: the pages that hold the first
-        chunk's request up to its length, then those of the second's, and so on."""
-
-    def for_graph(self, kv_slots: torch.Tensor) -> AttentionPlan:
-        """The plan for capturing a forward of T rows; `kv_slots` `[T]` holds the slots of the rows
-        of each replay."""
-
-
 def slots_of(block_tables: torch.Tensor, keys: torch.Tensor, page_size: int) -> torch.Tensor:
     """Slots `[N, L]` of the tokens at positions `keys` `[N, L]` of requests with pages `[N, P]`."""
     return block_tables.gather(1, keys // page_size) * page_size + keys % page_size
@@ -173,7 +159,7 @@ class AttentionBackend(ABC):
     def __init__(self, pool: KVPool) -> None:
         self.pool = pool
 
-    def context_plans(self, limits: PrefillLimits) -> ContextPlans | None:
+    def context_plans(self, limits: PrefillLimits) -> FlashInferContexts | None:
         """Plans for CUDA graphs of context chunks; None if the plan of chunks depends on lengths on
         the host."""
         return None

@@ -67,7 +67,7 @@ class DraftShape:
         """Whether drafts of this shape have those of the other one, which may be fewer."""
         return other.depth <= self.depth and other.topk <= self.topk
 
-    @property
+    @cached_property
     def is_tree(self) -> bool:
         return self.topk > 1 or bool(self.choices)
 
