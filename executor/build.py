@@ -100,7 +100,10 @@ def _build(
     engines = _replayed(plan, build_engines(plan, _check(plan, tokenizer)), texts)
     slots = SlotState(plan.slots, plan.shapes, plan.device, counts_drafts=plan.counts_drafts)
     sampler = _sampler(plan, slots, engines, texts)
-    speculation = build_speculation(plan.spec, _surroundings(plan, engines, slots, sampler))
+    net, draft_kv = engines.net, engines.draft_kv
+    sizes = args.max_num_tokens, plan.max_len
+    surroundings = Surroundings(slots, sampler, *sizes, net, draft_kv, plan.corpus)
+    speculation = build_speculation(plan.spec, surroundings)
     recorder, of_states = _recorder(args, communicator, engines), None
     if recorder is not None and engines.recorded is not None:
         of_states = StateRecorder(engines.recorded, slots)
@@ -121,6 +124,9 @@ def _build(
     if events is not None:
         resources.append(events)
     scheduler = Scheduler(plan.limits, plan.slots, kv, resources)
+    iteration_stats = None
+    if args.enable_iter_perf_stats:
+        iteration_stats = IterationStats(args.max_stats_len, scheduler, kv.cache)
     logs_rounds = args.print_iter_log and communicator.mapping.rank == 0
     parts = ExecutorParts(
         queue=queue,
@@ -139,7 +145,7 @@ def _build(
         overlaps=plan.why_no_overlap is None,
         cpu_threads=num_threads,
         stream_interval=args.stream_interval,
-        iteration_stats=_iteration_stats(args, scheduler, kv),
+        iteration_stats=iteration_stats,
         round_log=RoundLog(scheduler) if logs_rounds else None,
         draft_weights=replaceable_weights(plan, engines, tokenizer),
         recorder=recorder,
@@ -268,14 +274,6 @@ def _longest_sequence(plan: BuildPlan, engines: Engines) -> int:
     return longest
 
 
-def _iteration_stats(
-    args: LlmArgs, scheduler: Scheduler, kv: KVCacheManager
-) -> IterationStats | None:
-    if not args.enable_iter_perf_stats:
-        return None
-    return IterationStats(args.max_stats_len, scheduler, kv.cache)
-
-
 def _recorder(
     args: LlmArgs, communicator: Communicator, engines: Engines
 ) -> TrafficRecorder | None:
@@ -289,20 +287,6 @@ def _recorder(
         path,
     )
     return TrafficRecorder(folder, engines.recorded, args.record_hidden_states)
-
-
-def _surroundings(
-    plan: BuildPlan, engines: Engines, slots: SlotState, sampler: Sampler
-) -> Surroundings:
-    return Surroundings(
-        slots,
-        sampler,
-        plan.args.max_num_tokens,
-        plan.max_len,
-        engines.net,
-        engines.draft_kv,
-        plan.corpus,
-    )
 
 
 def _sampler(

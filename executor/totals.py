@@ -148,7 +148,7 @@ class IterationStats:
             "kvCacheStats": self._kv_cache_stats(),
             "inflightBatchingStats": self._batching_stats(batch, outcome),
         }
-        if batch.draft_len:
+        if batch.shape.depth:
             stats["specDecodingStats"] = _speculation_stats(outcome)
         self._rounds.append(stats)
         self._num_rounds += 1
@@ -205,7 +205,7 @@ class RoundLog:
             len(batch.context_requests),
             len(batch.generation_requests),
             outcome.num_tokens,
-            batch.draft_len,
+            batch.shape.depth,
             sum(outcome.num_accepted),
             outcome.num_drafted,
         )

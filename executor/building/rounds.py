@@ -200,11 +200,11 @@ class WarmUp:
         host sees it; the device's slot is empty."""
         if num_rows <= 0:
             return
-        chunk_len = min(CHUNK_LEN, self._max_len)
+        chunk_len, own_len = min(CHUNK_LEN, self._max_len), min(window_len, self._max_len)
         chunks = [chunk_len] * (num_rows // chunk_len) + [num_rows % chunk_len]
         batch = ScheduledBatch(
-            [self._context(length, key) for length in chunks if length],
-            [self._generating(min(window_len, self._max_len), key) for _ in range(key.batch_size)],
+            [self._request(length, key, RequestState.CONTEXT) for length in chunks if length],
+            [self._request(own_len, key, RequestState.GENERATION) for _ in range(key.batch_size)],
             shape=key.shape if key.batch_size else NO_DRAFTS,
             new_shape=key.shape,
         )
@@ -218,24 +218,16 @@ class WarmUp:
             ) from error
         self._runner.discard_dummy_round()
 
-    def _context(self, length: int, key: GraphKey) -> LlmRequest:
-        request = self._request(length, key)
-        request.state, request.context_chunk = RequestState.CONTEXT, length
-        return request
-
-    def _generating(self, length: int, key: GraphKey) -> LlmRequest:
-        request = self._request(length, key)
-        request.state, request.py_draft_tokens = RequestState.GENERATION, [0] * key.draft_len
-        return request
-
-    def _request(self, length: int, key: GraphKey) -> LlmRequest:
-        rules = DecodingRules.from_params(
-            SamplingParams(temperature=float(key.sampled)), vocab_size=1, end_ids=(), encode=None
-        )
-        request = LlmRequest(
-            next(self._ids), [0] * length, rules, seed=0, draft_limit=key.draft_len
-        )
-        request.slot = self._dummy_slot
+    def _request(self, length: int, key: GraphKey, state: RequestState) -> LlmRequest:
+        sampled = SamplingParams(temperature=float(key.sampled))
+        rules = DecodingRules.from_params(sampled, vocab_size=1, end_ids=(), encode=None)
+        depth = key.shape.depth
+        request = LlmRequest(next(self._ids), [0] * length, rules, seed=0, draft_limit=depth)
+        request.slot, request.state = self._dummy_slot, state
+        if state is RequestState.CONTEXT:
+            request.context_chunk = length
+        else:
+            request.py_draft_tokens = [0] * depth
         return request
 
 

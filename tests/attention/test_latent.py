@@ -204,9 +204,9 @@ def test_every_phase_of_a_round_attends_as_the_planned_wrapper_would(
     )).plan(problem.metadata())  # fmt: skip
     windows = plan.windows
     assert windows is not None and plan.first == 0
-    starts = [index * windows.tables.rows.window for index in range(len(SEQ_LENS) + 1)]
+    starts = [index * windows.rows.window for index in range(len(SEQ_LENS) + 1)]
     assert starts == arguments.qo_indptr
-    assert windows.tables.kv_lens.tolist() == arguments.kv_len_arr
+    assert windows.kv_lens.tolist() == arguments.kv_len_arr
     expected = ragged_attention(problem, arguments)
     torch.testing.assert_close(problem.run(kind), expected, rtol=1e-4, atol=1e-5)
 

@@ -95,7 +95,7 @@ class ScriptedRunner(RoundRunner):
     ) -> tuple[ToHost, DeviceSpan | None]:
         self._start_joining(batch)
         number = len(batch.last_chunk_requests) + len(batch.generation_requests)
-        sampled = self._script.tokens(number, batch.draft_len)
+        sampled = self._script.tokens(number, batch.shape.depth)
         return self._send(sampled, logprobs), None
 
 

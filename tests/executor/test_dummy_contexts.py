@@ -97,7 +97,7 @@ def test_start_up_times_rounds_with_contexts_where_there_is_room_for_them(
     runner, controller = harness.parts.runner, harness.parts.controller
 
     def seconds(graphs: CudaGraphs, key: GraphKey, slots: Any = None, renew: Any = None) -> float:
-        return 1.0 + 0.1 * key.draft_len + (0.2 if slots is not None else 0.0)
+        return 1.0 + 0.1 * key.shape.depth + (0.2 if slots is not None else 0.0)
 
     monkeypatch.setattr(CudaGraphs, "seconds", seconds)
     for limits, added in ((LIMITS, 0.2), (ContextLimits(200, 10), 0.0)):  # the second: too short

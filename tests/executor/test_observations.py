@@ -242,7 +242,9 @@ def test_a_time_belongs_to_the_round_that_took_it_and_to_one_draft_length(
 
         def note() -> None:
             if len(told.rounds) > before:
-                is_pure.append(not batch.context_requests and batch.draft_len == told.rounds[-1][2])
+                is_pure.append(
+                    not batch.context_requests and batch.shape.depth == told.rounds[-1][2]
+                )
 
         return note
 

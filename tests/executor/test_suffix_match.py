@@ -58,7 +58,7 @@ def watch_drafts(
             drafts = slots.window[slot, 1 : 1 + min(number, batch.shape.num_nodes)].tolist()
             shared = others(request)
             if not request.tokens_in_flight and shared is not None:
-                ready = min(request.num_drafts_ready, batch.draft_len, request.draft_limit)
+                ready = min(request.num_drafts_ready, batch.shape.depth, request.draft_limit)
                 how = (3, search.max_match, 8 if slots.shapes.has_trees else 1, search.oldest)
                 paths, _ = paths_of(request.tokens, *how, shared)
                 assert drafts == expected_drafts(paths, ready, slots.shapes)
@@ -327,7 +327,7 @@ def test_a_changing_draft_length_leaves_the_texts_complete(tiny: Path) -> None:
 
 def test_graphs_are_captured_for_the_draft_lengths_that_are_asked_for(tiny: Path) -> None:
     keys = keys_of_build(tiny, **sa())
-    assert {key.draft_len for key in keys} == {0, 3}
+    assert {key.shape.depth for key in keys} == {0, 3}
 
 
 def test_the_memory_plan_counts_the_texts(tiny: Path, tmp_path: Path) -> None:

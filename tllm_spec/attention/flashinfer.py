@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from tllm_spec.attention.geometry import AttentionGeometry, KVFormat, KVPool, PageList, WidePages
+from tllm_spec.attention.geometry import AttentionGeometry, KVFormat, KVPool, WidePages
 from tllm_spec.attention.interface import AttentionMetadata, AttentionPlan
 from tllm_spec.attention.triton import TritonAttention, TritonPlan
 from tllm_spec.kernels.attention.paged_prefill import (
@@ -33,8 +33,8 @@ class FlashInferPlan(TritonPlan):
     """At least one chunk. They replace TRITON's chunks."""
 
     prefill: Any
-    page_list: PageList | None
-    """The pages of the chunks, if the pool has codes."""
+    page_list: tuple[torch.Tensor, torch.Tensor | None] | None
+    """The pages of the chunks and their count, as in `WidePages.fill`, if the pool has codes."""
 
 
 class FlashInferContexts:
@@ -55,7 +55,7 @@ class FlashInferContexts:
         if self._page_list is None:
             return True
         num_pages = sum(-(-length // self._page_size) for length in kv_lens)
-        return num_pages <= len(self._page_list.pages)
+        return num_pages <= len(self._page_list[0])
 
     def update(self, lens: Sequence[int], kv_lens: Sequence[int], pages: torch.Tensor) -> None:
         """The next replay runs chunks of `lens` tokens, as many as the limits say, and no windows.
@@ -64,9 +64,10 @@ class FlashInferContexts:
         assert len(lens) == self._limits.num_chunks
         rows = PrefillRows.of_pages(lens, kv_lens, pages, self._page_size)
         if self._wide is not None:
-            assert self._page_list is not None and self._page_list.count is not None
-            self._page_list.pages[: len(pages)].copy_(pages)
-            self._page_list.count.fill_(len(pages))
+            assert self._page_list is not None
+            own, count = self._page_list
+            own[: len(pages)].copy_(pages)
+            count.fill_(len(pages))
             rows = self._wide.rows(rows)
         self._plan = self._prefill.plan(rows)
 
@@ -121,7 +122,7 @@ class FlashInferAttention(TritonAttention):
         if self._wide is not None:
             if len(rows.pages) > self._wide.num_pages:
                 return super().plan(metadata)
-            rows, page_list = self._wide.rows(rows), PageList(rows.pages)
+            rows, page_list = self._wide.rows(rows), (rows.pages, None)
         windows, prefill = self._plan_windows(metadata), self._prefill.plan(rows)
         parts = (), None, windows, None, prefill, page_list
         return FlashInferPlan(metadata.kv_slots, rows.num_rows, *parts)
@@ -143,7 +144,7 @@ class FlashInferAttention(TritonAttention):
         keys_and_values = self._layers[layer]
         if self._wide is not None:
             assert plan.page_list is not None
-            self._wide.fill(keys_and_values, plan.page_list)
+            self._wide.fill(keys_and_values, *plan.page_list)
             keys_and_values = self._wide.layer
         q, _ = self.split(qkv)
         output = q.new_empty(q.shape)

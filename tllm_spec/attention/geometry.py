@@ -173,16 +173,6 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 MAX_TOKENS = 1 << 16
 
 
-@dataclass(frozen=True)
-class PageList:
-    """The pages that are copied."""
-
-    pages: torch.Tensor
-    """[N] int32, on the device."""
-    count: torch.Tensor | None = None
-    """[1] int32, on the device: how many; None: N."""
-
-
 class WidePages:
     """`layer` `[2, pages, page_size, Hkv, D]`: the copy of one layer."""
 
@@ -204,11 +194,12 @@ class WidePages:
         """The same rows over the copy of their pages."""
         return replace(rows, pages=self._numbers[: len(rows.pages)])
 
-    def fill(self, layer: torch.Tensor, own: PageList) -> None:
-        """layer: of the pool."""
-        widen_pages(layer, own.pages, own.count, self.layer)
+    def fill(self, layer: torch.Tensor, pages: torch.Tensor, count: torch.Tensor | None) -> None:
+        """Copies pages `[N]` int32 of a layer of the pool. count `[1]` int32: only so many; None:
+        all."""
+        widen_pages(layer, pages, count, self.layer)
 
-    def page_list(self, max_pages: int) -> PageList:
-        """A list with room for `max_pages`, or for as many as the copy has."""
+    def page_list(self, max_pages: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Pages and their count, with room for `max_pages`, or for as many as the copy has."""
         pages = torch.zeros_like(self._numbers[:max_pages])
-        return PageList(pages, pages.new_zeros(1))
+        return pages, pages.new_zeros(1)

@@ -49,15 +49,7 @@ class LatentInputs:
     """[H, N + V, R], contiguous: each head's projections of the latent to key and value."""
 
 
-@dataclass(frozen=True)
-class LatentWindows:
-    """All generation windows."""
-
-    tables: LatentTables
-    slots: torch.Tensor | None
-    """[B * L] int64: the pool's slots of all keys; None: the kernel reads the block tables."""
-    mask: torch.Tensor | None
-    """[B, 1, W * H, L], added to the scores; None as above."""
+Windows = tuple[LatentTables | None, torch.Tensor | None, torch.Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -66,7 +58,12 @@ class LatentPlan(AttentionPlan):
 
     first: int
     contexts: tuple[ExpandedPart, ...]
-    windows: LatentWindows | None
+    windows: LatentTables | None
+    slots: torch.Tensor | None
+    """[B * L] int64: the pool's slots of all keys of windows; None: the kernel reads the block
+    tables."""
+    mask: torch.Tensor | None
+    """[B, 1, W * H, L], added to the scores; None as above."""
 
 
 class LatentBackend(AttentionBackend):
@@ -86,9 +83,11 @@ class LatentBackend(AttentionBackend):
         return MAX_EXPANDED_TOKENS * (elements + geometry.entry_dim) * dtype.itemsize
 
     def plan(self, metadata: AttentionMetadata) -> AttentionPlan:
-        windows = self._plan_windows(metadata) if metadata.rows.num_requests else None
+        windows: Windows = None, None, None
+        if metadata.rows.num_requests:
+            windows = self._plan_windows(metadata)
         first, contexts = sum(metadata.context_lens), tuple(self._plan_contexts(metadata))
-        return LatentPlan(metadata.kv_slots, first, contexts, windows)
+        return LatentPlan(metadata.kv_slots, first, contexts, *windows)
 
     def run(
         self, layer: int, inputs: LatentInputs, rotary: Rotary, plan: AttentionPlan
@@ -108,7 +107,7 @@ class LatentBackend(AttentionBackend):
             keys, values = inputs.up.split_with_sizes((nope, geometry.value_dim), 1)
             absorbed = q.new_empty(geometry.num_heads, len(own), geometry.latent_dim)
             head_gemm(own[..., :nope], keys, absorbed.transpose(0, 1))
-            mixed = self._run_windows(layer, absorbed, own, plan.windows)
+            mixed = self._run_windows(layer, absorbed, own, plan, plan.windows)
             head_gemm(mixed.transpose(0, 1), values.mT, output[first:])
         return output.flatten(1)
 
@@ -131,11 +130,17 @@ class LatentBackend(AttentionBackend):
         return latent
 
     @abstractmethod
-    def _plan_windows(self, metadata: AttentionMetadata) -> LatentWindows: ...
+    def _plan_windows(self, metadata: AttentionMetadata) -> Windows:
+        """Tables, slots and mask as in the plan."""
 
     @abstractmethod
     def _run_windows(
-        self, layer: int, q_latent: torch.Tensor, q: torch.Tensor, plan: LatentWindows
+        self,
+        layer: int,
+        q_latent: torch.Tensor,
+        q: torch.Tensor,
+        plan: LatentPlan,
+        tables: LatentTables,
     ) -> torch.Tensor:
         """As `latent_attention`."""
 
@@ -198,13 +203,13 @@ class VanillaLatent(LatentBackend):
 
     def _stored(self, latent: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
         windows = plan.windows if isinstance(plan, LatentPlan) else None
-        if windows is None or windows.tables.rows.window == 1:
+        if windows is None or windows.rows.window == 1:
             return latent
         # A draft whose latent is NaN would spoil the rows before it, which mask it. Its own row is
         # NaN by its query.
         return latent.nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf)
 
-    def _plan_windows(self, metadata: AttentionMetadata) -> LatentWindows:
+    def _plan_windows(self, metadata: AttentionMetadata) -> Windows:
         rows, length = metadata.rows, metadata.max_kv_len
         batch, window = rows.num_requests, rows.window
         device, heads = metadata.kv_slots.device, self.geometry.num_heads
@@ -219,13 +224,18 @@ class VanillaLatent(LatentBackend):
             hidden = ~metadata.tree.visible(kv_lens, keys)
         mask = additive_mask(hidden, self.pool.kv_format.dtype)
         mask = mask[:, None, :, None].expand(batch, 1, window, heads, length).flatten(2, 3)
-        return LatentWindows(LatentTables(rows, block_tables, kv_lens), slots, mask)
+        return LatentTables(rows, block_tables, kv_lens), slots, mask
 
     def _run_windows(
-        self, layer: int, q_latent: torch.Tensor, q: torch.Tensor, plan: LatentWindows
+        self,
+        layer: int,
+        q_latent: torch.Tensor,
+        q: torch.Tensor,
+        plan: LatentPlan,
+        tables: LatentTables,
     ) -> torch.Tensor:
         assert plan.slots is not None and plan.mask is not None
-        (heads, _, rank), nope, rows = q_latent.shape, self.geometry.nope_dim, plan.tables.rows
+        (heads, _, rank), nope, rows = q_latent.shape, self.geometry.nope_dim, tables.rows
         queries = rows.padded(torch.cat((q_latent.transpose(0, 1), q[..., nope:]), -1))
         entries = self._layers[layer].flatten(0, 1).index_select(0, plan.slots)
         entries, scale = entries.to(q.dtype), self.pool.scales[layer].key
@@ -256,17 +266,22 @@ class TritonLatent(LatentBackend):
         partials = MAX_PARTIAL_ROWS * (geometry.latent_dim + 1) * torch.float32.itemsize
         return super().workspace_bytes(geometry, dtype) + partials
 
-    def _plan_windows(self, metadata: AttentionMetadata) -> LatentWindows:
+    def _plan_windows(self, metadata: AttentionMetadata) -> Windows:
         batch = metadata.rows.num_requests
         tables = LatentTables(
             metadata.rows, metadata.block_tables[-batch:], metadata.kv_lens[-batch:], metadata.tree
         )
-        return LatentWindows(tables, None, None)
+        return tables, None, None
 
     def _run_windows(
-        self, layer: int, q_latent: torch.Tensor, q: torch.Tensor, plan: LatentWindows
+        self,
+        layer: int,
+        q_latent: torch.Tensor,
+        q: torch.Tensor,
+        plan: LatentPlan,
+        tables: LatentTables,
     ) -> torch.Tensor:
         return latent_attention(
-            *(q_latent, q, self._layers[layer], plan.tables, self.geometry.scale, self._workspace),
+            *(q_latent, q, self._layers[layer], tables, self.geometry.scale, self._workspace),
             self.pool.scales[layer],
         )

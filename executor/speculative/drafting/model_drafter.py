@@ -166,7 +166,7 @@ class ModelDrafter(Drafter):
     def prepare_draft_tokens(
         self, scheduled_requests: ScheduledBatch, resource_manager: ResourceManager | None = None
     ) -> None:
-        batch, draft_len = scheduled_requests, scheduled_requests.draft_len
+        batch, draft_len = scheduled_requests, scheduled_requests.shape.depth
         wanting = [r for r in batch.generation_requests if _wants_drafts(r)] if draft_len else []
         batch.asked_draft_len = draft_len if wanting else 0
         drafting = self._kv.reserve(wanting, self._num_after(batch.shape), batch.shape.path)
@@ -221,10 +221,10 @@ class ModelDrafter(Drafter):
             keys = []
         draft = partial(self._draft_slots, max_kv_len=self._net.rows.max_len)
         self.graphs = rounds.for_same_slots(draft)
-        self.graphs.capture(key for key in keys if key.draft_len)
+        self.graphs.capture(key for key in keys if key.shape.depth)
 
     def seconds_before(self, key: GraphKey, dummy_slot: int, device: torch.device) -> float:
-        if not key.draft_len:
+        if not key.shape.depth:
             return 0.0
         if self.graphs is not None and key in self.graphs:
             return self.graphs.seconds(key)
