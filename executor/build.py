@@ -100,10 +100,8 @@ def _build(
     engines = _replayed(plan, build_engines(plan, _check(plan, tokenizer)), texts)
     slots = SlotState(plan.slots, plan.shapes, plan.device, counts_drafts=plan.counts_drafts)
     sampler = _sampler(plan, slots, engines, texts)
-    net, draft_kv = engines.net, engines.draft_kv
-    sizes = args.max_num_tokens, plan.max_len
-    surroundings = Surroundings(slots, sampler, *sizes, net, draft_kv, plan.corpus)
-    speculation = build_speculation(plan.spec, surroundings)
+    own = args.max_num_tokens, plan.max_len, engines.net, engines.draft_kv, plan.corpus
+    speculation = build_speculation(plan.spec, Surroundings(slots, sampler, *own))
     recorder, of_states = _recorder(args, communicator, engines), None
     if recorder is not None and engines.recorded is not None:
         of_states = StateRecorder(engines.recorded, slots)
@@ -124,9 +122,7 @@ def _build(
     if events is not None:
         resources.append(events)
     scheduler = Scheduler(plan.limits, plan.slots, kv, resources)
-    iteration_stats = None
-    if args.enable_iter_perf_stats:
-        iteration_stats = IterationStats(args.max_stats_len, scheduler, kv.cache)
+    stats = IterationStats(args.max_stats_len, scheduler, kv.cache)
     logs_rounds = args.print_iter_log and communicator.mapping.rank == 0
     parts = ExecutorParts(
         queue=queue,
@@ -145,7 +141,7 @@ def _build(
         overlaps=plan.why_no_overlap is None,
         cpu_threads=num_threads,
         stream_interval=args.stream_interval,
-        iteration_stats=iteration_stats,
+        iteration_stats=stats if args.enable_iter_perf_stats else None,
         round_log=RoundLog(scheduler) if logs_rounds else None,
         draft_weights=replaceable_weights(plan, engines, tokenizer),
         recorder=recorder,

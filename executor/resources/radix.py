@@ -25,11 +25,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from hashlib import blake2b
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import Protocol
 from weakref import WeakValueDictionary
-
-if TYPE_CHECKING:
-    from tllm_spec.executor.resources.kv_events import KVEventLog
 
 Key = tuple[int, ...]
 NO_PAGE = 0  # the dummy page, which no node has
@@ -70,12 +67,22 @@ class Node:
         self.child_keys: list[Key] = []
 
 
+class TreeLog(Protocol):
+    """Observes the changes of a tree."""
+
+    def changed(self, node: Node) -> None:
+        """The node is new, or a page of a group without all keys has come or gone."""
+
+    def left(self, node: Node) -> None:
+        """The node has left the tree."""
+
+
 class RadixTree:
     """Pages by the tokens that they hold, with LRU eviction of pages without references.
 
     keeps_all: of each group, whether it keeps all keys."""
 
-    log: "KVEventLog | None" = None
+    log: TreeLog | None = None
     on_leave: Callable[[Node], None] | None = None
     """Called with each node that leaves the tree."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 
@@ -19,9 +19,6 @@ from tllm_spec.kernels.attention.rotary_write import HeadWeights, Rotary, rotary
 from tllm_spec.kernels.attention.visible_keys import TreeMask
 from tllm_spec.kernels.slots.round_rows import RoundRows
 from tllm_spec.kernels.slots.row_copies import copy_rows
-
-if TYPE_CHECKING:
-    from tllm_spec.attention.flashinfer import FlashInferContexts
 
 # The target's hidden states that a draft head reads: which layers, and the buffer for them.
 #
@@ -159,9 +156,9 @@ class AttentionBackend(ABC):
     def __init__(self, pool: KVPool) -> None:
         self.pool = pool
 
-    def context_plans(self, limits: PrefillLimits) -> FlashInferContexts | None:
-        """Plans for CUDA graphs of context chunks; None if the plan of chunks depends on lengths on
-        the host."""
+    def context_plans(self, limits: PrefillLimits) -> Any:
+        """`FlashInferContexts` for CUDA graphs of context chunks; None if the plan of chunks
+        depends on lengths on the host."""
         return None
 
     @abstractmethod
