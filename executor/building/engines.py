@@ -251,14 +251,6 @@ class _Memory:
     rows: RowBuilder
     span: KeySpan | None
 
-    @property
-    def kv(self) -> KVGroup:
-        return KVGroup(self.pools, self.rows.table)
-
-    @property
-    def pages(self) -> PageGroup:
-        return PageGroup(self.pools[0].num_pages, self.copy_page, self.span)
-
     def copy_page(self, source: int, destination: int) -> None:
         for pool in self.pools:
             pool.copy_page(source, destination)
@@ -364,7 +356,7 @@ def _manager(
         copies = HostCopies([own.pools for own in memory], num_host_pages)
         host = HostPages(num_host_pages, copies)
     cache = PagedCache(
-        [own.pages for own in memory],
+        [PageGroup(own.pools[0].num_pages, own.copy_page, own.span) for own in memory],
         plan.page_size,
         enable_block_reuse=reuse.enable_block_reuse,
         enable_partial_reuse=reuse.enable_partial_reuse,
@@ -372,7 +364,8 @@ def _manager(
         snapshots=snapshots,
         host=host,
     )
-    return kind(cache, [own.kv for own in memory], plan.span_room, **options)
+    groups = [KVGroup(own.pools, own.rows.table) for own in memory]
+    return kind(cache, groups, plan.span_room, **options)
 
 
 # Which draft weights of an engine can be replaced while it runs.

@@ -50,24 +50,16 @@ def reject_chain(
         1, accepted.view(-1, 1, 1).expand(-1, 1, target_probs.shape[2])
     ).squeeze(1)
     if length:
-        final = torch.where(
-            _was_rejected(accepted, num_drafts, length).unsqueeze(1),
-            (final - _proposal_at(accepted, draft_probs, drafts, final)).clamp_min(0),
-            final,
-        )
+        was_rejected = accepted < (length if num_drafts is None else num_drafts)
+        proposal = _proposal_at(accepted, draft_probs, drafts, final)
+        rest = (final - proposal).clamp_min(0)
+        final = torch.where(was_rejected.unsqueeze(1), rest, final)
     position = positions.gather(1, accepted.unsqueeze(1)).squeeze(1)
     last = choose_best(final.log() + gumbel_noise(seeds, position, final.shape[1], RESIDUAL_DOMAIN))
     tokens = torch.cat((drafts, last.unsqueeze(1)), dim=1).scatter_(
         1, accepted.unsqueeze(1), last.unsqueeze(1)
     )
     return Accepted(tokens, accepted + 1)
-
-
-def _was_rejected(
-    accepted: torch.Tensor, num_drafts: torch.Tensor | None, length: int
-) -> torch.Tensor:
-    """Whether the first position that was not accepted had a proposed draft, `[N]` bool."""
-    return accepted < (length if num_drafts is None else num_drafts)
 
 
 def _proposal_at(
