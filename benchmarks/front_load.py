@@ -24,7 +24,7 @@ from typing import Any
 
 from benchmarks.harness.report import Options, Row, Subject, main, table
 from tllm_spec.child_command import module_command
-from tllm_spec.executor.request_limits import RequestLimits
+from tllm_spec.executor.request_wire import RequestLimits
 from tllm_spec.server.child import ChildSettings
 from tllm_spec.server.options import ServerOptions
 from tllm_spec.server.wire import new_unpacker, pack

@@ -54,11 +54,6 @@ class ScheduledBatch:
         )
 
     @property
-    def draft_len(self) -> int:
-        """Draft tokens in one window, padding included; for a tree, its depth."""
-        return self.shape.depth
-
-    @property
     def row_counts(self) -> list[int] | None:
         """Rows of each generating request in the forward; None: whole windows, or the device
         chooses."""

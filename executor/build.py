@@ -15,9 +15,8 @@ import torch
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.distributed.communicator import SINGLE, Communicator
 from tllm_spec.executor.building.draft_backend import check_draft_backend
-from tllm_spec.executor.building.engines import Engines, build_engines
+from tllm_spec.executor.building.engines import Engines, build_engines, replaceable_weights
 from tllm_spec.executor.building.plan import BuildPlan
-from tllm_spec.executor.building.replaceable_weights import replaceable_weights
 from tllm_spec.executor.building.rounds import (
     capture_graphs,
     graph_sizes,
@@ -26,29 +25,27 @@ from tllm_spec.executor.building.rounds import (
     warm_up,
 )
 from tllm_spec.executor.device.device_choice import cpu_threads, on_device, on_threads
-from tllm_spec.executor.draft_watch import DraftWatch
 from tllm_spec.executor.engine.memory_plan import TorchModel
 from tllm_spec.executor.engine.replayed_engine import ReplayedEngine, ReplayedSampler
-from tllm_spec.executor.executor_parts import ExecutorParts
-from tllm_spec.executor.py_executor import PyExecutor
+from tllm_spec.executor.py_executor import ExecutorParts, PyExecutor
 from tllm_spec.executor.ranks import agreed, queue_of, rank_facts
 from tllm_spec.executor.request import LlmRequest, Response
-from tllm_spec.executor.request_limits import RequestLimits
 from tllm_spec.executor.request_queue import RequestQueue
+from tllm_spec.executor.request_wire import RequestLimits
 from tllm_spec.executor.resources.kv_cache import KVCacheManager
 from tllm_spec.executor.resources.kv_events import KVEventPublisher, KVEvents
 from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.rounds.round_runner import RoundRunner
 from tllm_spec.executor.sampling.acceptance_rules import RelaxedAcceptance
+from tllm_spec.executor.sampling.row_group import SamplingState
 from tllm_spec.executor.sampling.sampler import Sampler
 from tllm_spec.executor.sampling.sharded_sampler import sampler_of
-from tllm_spec.executor.sampling.state import SamplingState
 from tllm_spec.executor.scheduler import Scheduler
 from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
 from tllm_spec.executor.speculative.drafting.loaded_draft import check_draft
 from tllm_spec.executor.speculative.drafting.state_recorder import StateRecorder
 from tllm_spec.executor.speculative.modes import Surroundings, build_drafter, check_code
-from tllm_spec.executor.totals import IterationStats, RoundLog
+from tllm_spec.executor.totals import DraftWatch, IterationStats, RoundLog
 from tllm_spec.executor.traffic_recorder import TrafficRecorder
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.token_map import DraftTokens
@@ -69,14 +66,6 @@ class BuiltExecutor:
     model_config: ModelConfig
     limits: RequestLimits
     kv_events: KVEvents | None  # with kv_events_config, on rank 0
-
-    @property
-    def max_seq_len(self) -> int:
-        return self.limits.max_seq_len
-
-    @property
-    def max_draft_len(self) -> int:
-        return self.limits.max_draft_len
 
 
 def build_executor(
@@ -111,7 +100,8 @@ def _build(
     engines = _replayed(plan, build_engines(plan, _check(plan, tokenizer)), texts)
     slots = SlotState(plan.slots, plan.shapes, plan.device, counts_drafts=plan.counts_drafts)
     sampler = _sampler(plan, slots, engines, texts)
-    drafter = build_drafter(plan.spec, _surroundings(plan, engines, slots, sampler))
+    own = args.max_num_tokens, plan.max_len, engines.net, engines.draft_kv, plan.corpus
+    drafter = build_drafter(plan.spec, Surroundings(slots, sampler, *own))
     recorder, of_states = _recorder(args, communicator, engines), None
     if recorder is not None and engines.recorded is not None:
         of_states = StateRecorder(engines.recorded, slots)
@@ -132,6 +122,7 @@ def _build(
     if events is not None:
         resources.append(events)
     scheduler = Scheduler(plan.limits, plan.slots, kv, resources)
+    stats = IterationStats(args.max_stats_len, scheduler, kv.cache)
     logs_rounds = args.print_iter_log and communicator.mapping.rank == 0
     parts = ExecutorParts(
         queue=queue,
@@ -150,7 +141,7 @@ def _build(
         overlaps=plan.why_no_overlap is None,
         cpu_threads=num_threads,
         stream_interval=args.stream_interval,
-        iteration_stats=_iteration_stats(args, scheduler, kv),
+        iteration_stats=stats if args.enable_iter_perf_stats else None,
         round_log=RoundLog(scheduler) if logs_rounds else None,
         draft_weights=replaceable_weights(plan, engines, tokenizer),
         recorder=recorder,
@@ -279,14 +270,6 @@ def _longest_sequence(plan: BuildPlan, engines: Engines) -> int:
     return longest
 
 
-def _iteration_stats(
-    args: LlmArgs, scheduler: Scheduler, kv: KVCacheManager
-) -> IterationStats | None:
-    if not args.enable_iter_perf_stats:
-        return None
-    return IterationStats(args.max_stats_len, scheduler, kv.cache)
-
-
 def _recorder(
     args: LlmArgs, communicator: Communicator, engines: Engines
 ) -> TrafficRecorder | None:
@@ -300,20 +283,6 @@ def _recorder(
         path,
     )
     return TrafficRecorder(folder, engines.recorded, args.record_hidden_states)
-
-
-def _surroundings(
-    plan: BuildPlan, engines: Engines, slots: SlotState, sampler: Sampler
-) -> Surroundings:
-    return Surroundings(
-        slots,
-        sampler,
-        plan.args.max_num_tokens,
-        plan.max_len,
-        engines.net,
-        engines.draft_kv,
-        plan.corpus,
-    )
 
 
 def _sampler(

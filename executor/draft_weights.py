@@ -17,10 +17,10 @@ from typing import Any
 import torch
 
 from tllm_spec.distributed.communicator import SINGLE, Communicator
-from tllm_spec.executor.faults import described
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.paged_cache import PagedCache
 from tllm_spec.models.config_file import read_config
+from tllm_spec.request_errors import described
 from tllm_spec.zoo.registry import resolve_model
 
 logger = logging.getLogger(__name__)
@@ -128,16 +128,13 @@ class DraftWeights:
         assert staged is not None
         return self.swap(staged, keep_cache=keep_cache)
 
-    def start(self, request: LlmRequest) -> None:
-        """Notes the weights that the request begins with."""
-        request.draft_version = self.version
-
     def add_end(self, request: LlmRequest) -> None:
         """Counts a request that has ended, for the weights that it began with."""
         if request.draft_limit:
             acceptance = self._of(request.draft_version)
-            acceptance.rounds += request.counters.rounds
-            acceptance.tokens += request.counters.num_emitted_tokens
+            stats = request.counters.stats()
+            acceptance.rounds += stats.rounds
+            acceptance.tokens += stats.num_emitted_tokens
 
     def state(self) -> dict[str, Any]:
         """`draft_weights` of `/server_info`: what is served, and the latest versions'

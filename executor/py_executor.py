@@ -15,7 +15,8 @@ drafts and launches. Elsewhere, with a grammar, the host reads between a round's
 forward and what follows."""
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from operator import attrgetter
 from time import monotonic
 from types import MappingProxyType
@@ -26,15 +27,61 @@ import torch
 from tllm_spec.config.draft_shape import NO_DRAFTS, DraftShape
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.device.device_choice import use_device
-from tllm_spec.executor.executor_parts import ExecutorParts, state_of
-from tllm_spec.executor.faults import described
+from tllm_spec.executor.draft_weights import DraftWeights
 from tllm_spec.executor.request import LlmRequest, RequestState, Response, response_of
-from tllm_spec.executor.rounds.round_reader import RoundClock, RoundOutcome, RoundReader
-from tllm_spec.executor.rounds.round_results import LaunchedRound
-from tllm_spec.executor.speculative.drafting.drafter import take_ready
-from tllm_spec.executor.totals import Totals
+from tllm_spec.executor.request_queue import RequestQueue
+from tllm_spec.executor.resources.interface import ResourceManager
+from tllm_spec.executor.resources.kv_cache import KVCacheManager
+from tllm_spec.executor.resources.slot_state import SlotState
+from tllm_spec.executor.rounds.round_reader import (
+    LaunchedRound,
+    RoundClock,
+    RoundOutcome,
+    RoundReader,
+)
+from tllm_spec.executor.rounds.round_runner import RoundRunner
+from tllm_spec.executor.sampling.sampler import Sampler
+from tllm_spec.executor.scheduler import Scheduler
+from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
+from tllm_spec.executor.speculative.drafting.drafter import Drafter, take_ready
+from tllm_spec.executor.totals import DraftWatch, IterationStats, RoundLog, Totals
+from tllm_spec.executor.traffic_recorder import TrafficRecorder
+from tllm_spec.request_errors import described
 
-_needs_host_tokens = attrgetter("needs_host_tokens")
+# The parts of an executor, and what they tell of it between two rounds.
+
+
+@dataclass
+class ExecutorParts:
+    """What `build.py` puts together."""
+
+    queue: RequestQueue
+    scheduler: Scheduler
+    kv: KVCacheManager
+    resources: list[ResourceManager]  # called in this order
+    slots: SlotState
+    runner: RoundRunner
+    drafter: Drafter
+    sampler: Sampler
+    controller: AdaptiveController  # of the draft length
+    # The tier (see `DraftShapes`) of a round with a number of generating requests.
+    tier_for: Callable[[int], int]
+    # The requests whose code or drafts caused the latest exception; None: not known.
+    blame: Callable[[], list[LlmRequest] | None]
+    draft_watch: DraftWatch
+    max_in_flight: int = 0  # rounds that are launched before the oldest is read: 1 with overlap
+    # Whether a round may be launched before the round before is read.
+    overlaps: bool = True
+    cpu_threads: int | None = None  # of torch in the executor's thread; None: torch's own number
+    stream_interval: int = 1
+    iteration_stats: IterationStats | None = None  # with enable_iter_perf_stats
+    round_log: RoundLog | None = None  # with print_iter_log, on rank 0
+    draft_weights: DraftWeights | None = None  # None: they cannot be replaced
+    recorder: TrafficRecorder | None = None  # with record_traffic, on rank 0
+    ranks: Sequence[Mapping[str, Any]] = ()  # all of them, as `state` shows them
+
+
+_needs_host_tokens, _draft_limit = attrgetter("needs_host_tokens"), attrgetter("draft_limit")
 
 
 class Load(NamedTuple):
@@ -57,6 +104,7 @@ class PyExecutor:
         self.resources = parts.resources
         self._respond = respond
         self._speculating = parts.slots.max_draft_len > 0
+        self._drafts_ahead = parts.drafter.drafts_ahead
         self._scheduled = ScheduledBatch()  # until it is launched
         self._reading = ScheduledBatch()  # while it is read
         self._latest_name: int | str | None = None  # of the latest round's shape
@@ -88,9 +136,12 @@ class PyExecutor:
         if self.scheduler.may_be_done():
             self._complete_rounds(0)
         generating = self.scheduler.generating()
-        shape = self.parts.slots.shapes.of(self._tier(generating))
+        wants_drafts = self._speculating and any(map(_draft_limit, generating))
+        tier = self._tier_for(generating) if wants_drafts else 0
+        shape = self.parts.slots.shapes.of(tier)
         needs_tokens = self._needs_all_tokens(shape.depth)
-        self._prepare_draft_requests(generating, shape.depth)
+        if self._speculating:
+            self._prepare_draft_requests(generating, shape.depth)
         batch = self._schedule(generating, shape)
         has_read = needs_tokens and self._complete_before(batch)
         if batch:
@@ -102,11 +153,12 @@ class PyExecutor:
         for manager in self.resources:
             manager.prepare_resources(batch)
         drafter = self.parts.drafter
-        if drafter.drafts_ahead:
+        if self._drafts_ahead:
             forced = drafter.knows_forced_text
             take_ready(batch, self.parts.slots, knows_forced_text=forced, narrows=self._narrows)
         drafter.prepare_draft_tokens(batch)
-        self._note_tiers(batch)
+        if self.parts.slots.shapes.further_tiers:
+            self._note_tiers(batch)
         launched = self.parts.runner.launch(batch)
         self._advance(batch, launched)
         self._in_flight.append(launched)
@@ -114,10 +166,11 @@ class PyExecutor:
         self._settle()
 
     def _note_tiers(self, batch: ScheduledBatch) -> None:
-        shapes, is_ahead = self.parts.slots.shapes, self.parts.drafter.drafts_ahead
-        made = self._made_shape if is_ahead else batch.shape
+        """Called where rounds choose between chains and trees."""
+        shapes = self.parts.slots.shapes
+        made = self._made_shape if self._drafts_ahead else batch.shape
         self._made_shape = batch.new_shape
-        if shapes.further_tiers and batch.generation_requests:
+        if batch.generation_requests:
             batch.is_transition = made != batch.shape
             batch.verified_tier = shapes.lower(made, batch.shape) if batch.made_draft_len else 0
 
@@ -155,11 +208,19 @@ class PyExecutor:
 
     def _settle(self) -> None:
         """Responds to what was read, and gives slots and pages back."""
+        interval = self.parts.stream_interval
         while self._unsettled:
             self._reading, responding = self._unsettled.pop(0)
             for manager in self.resources:
                 manager.update_resources(self._reading)
-            self._finish_round(responding)
+            growing = [
+                each
+                for each in responding
+                if each.streaming
+                and not each.is_finished
+                and each.num_output_tokens - each.num_responded >= interval
+            ]
+            self._end([each for each in responding if each.is_finished], growing)
             self._reading = ScheduledBatch()
 
     def _needs_all_tokens(self, draft_len: int) -> bool:
@@ -180,7 +241,7 @@ class PyExecutor:
             except ValueError as error:
                 request.finish("error", error=str(error))
                 self.totals.add_end(request)
-                self._send([request])
+                self._respond([response_of(request, speculating=self._speculating)])
         if cancelled:
             alive = {
                 request.request_id: request
@@ -188,13 +249,8 @@ class PyExecutor:
             }
             self._end([alive[i] for i in cancelled if i in alive], reasons=cancelled)
 
-    def _tier(self, generating: list[LlmRequest]) -> int:
-        """The controller's choice for the next round."""
-        if self._speculating and any(request.draft_limit for request in generating):
-            return self._tier_for(generating)
-        return 0
-
     def _tier_for(self, requests: list[LlmRequest]) -> int:
+        """The controller's choice for a round of these requests."""
         controller = self.parts.controller
         if controller.knows_contexts:
             num_tokens = sum(request.num_tokens_bound for request in requests)
@@ -212,14 +268,14 @@ class PyExecutor:
             request.py_num_draft_tokens = 0
 
     def _schedule(self, generating: list[LlmRequest], shape: DraftShape) -> ScheduledBatch:
-        is_ragged = self.parts.runner.is_ragged(generating, shape)
+        is_ragged = shape.num_nodes > 0 and self.parts.runner.is_ragged(generating, shape)
         batch, admitted = self.scheduler.schedule(generating, shape, is_ragged=is_ragged)
         self._scheduled = batch
         batch.joining, batch.context_len = admitted, self.parts.controller.context_len
         for request in admitted:
             if request.first_scheduled_time is None:
                 if self.parts.draft_weights is not None:
-                    self.parts.draft_weights.start(request)
+                    request.draft_version = self.parts.draft_weights.version
                 if self.parts.recorder is not None:
                     self.parts.recorder.start(request)
                 request.cached_tokens, request.first_scheduled_time = request.kv_len, monotonic()
@@ -260,7 +316,7 @@ class PyExecutor:
             recorder.add_round(launched, table, counts_drafts=self.parts.slots.counts_drafts)
         responding = self._reader.read(launched, table, logprobs, outcome)
         timed = None if batch.context_requests else outcome.seconds
-        self.totals.add_round(batch.draft_len, outcome.num_requests, outcome.num_tokens, timed)
+        self.totals.add_round(batch.shape.depth, outcome.num_requests, outcome.num_tokens, timed)
         shapes = self.parts.slots.shapes
         self._latest_name = shapes.name(shapes.tier_of(batch.shape))
         if self._speculating and batch.generation_requests:
@@ -272,18 +328,6 @@ class PyExecutor:
         if self.parts.round_log is not None:
             self.parts.round_log.add(batch, outcome)
         return responding
-
-    def _finish_round(self, requests: list[LlmRequest]) -> None:
-        """Sends responses; finished requests give their slots and pages back."""
-        interval = self.parts.stream_interval
-        growing = [
-            request
-            for request in requests
-            if request.streaming
-            and not request.is_finished
-            and request.num_output_tokens - request.num_responded >= interval
-        ]
-        self._end([request for request in requests if request.is_finished], growing)
 
     def _end(
         self,
@@ -309,13 +353,8 @@ class PyExecutor:
                     self.parts.draft_weights.add_end(request)
                 ended.append(request)
         finally:
-            self._send([*growing, *ended])
-
-    def _send(self, requests: list[LlmRequest]) -> None:
-        if requests:
-            self._respond(
-                [response_of(request, speculating=self._speculating) for request in requests]
-            )
+            if responding := [*growing, *ended]:
+                self._respond([response_of(r, speculating=self._speculating) for r in responding])
 
     @torch.inference_mode()
     def recover(self, error: BaseException) -> None:
@@ -372,4 +411,30 @@ class PyExecutor:
 
     def state(self) -> dict[str, Any]:
         """Queues, totals, cache and draft lengths as plain values. Between rounds only."""
-        return state_of(self.parts, self.totals)
+        parts, totals = self.parts, self.totals
+        queues, controller, slots = parts.scheduler, parts.controller, parts.slots
+        shape = slots.shapes.of(controller.tier_for(max(1, totals.latest_batch_size)))
+        own: dict[str, Any] = {}
+        if (weights := parts.draft_weights) is not None:
+            own["draft_weights"] = weights.state()
+        if parts.recorder is not None:
+            own["lost_records"] = parts.recorder.num_lost
+        return {
+            "num_requests_running": len(queues.running),
+            "num_requests_waiting": len(queues.waiting),
+            "num_preemptions": queues.num_preemptions,
+            "draft_len": shape.depth,
+            "draft_shape": {
+                "name": shape.name,
+                "depth": shape.depth,
+                "drafts": shape.num_nodes,
+                "topk": shape.topk,
+            },
+            "draft_warning": parts.draft_watch.warning,
+            "kv_cache": parts.kv.state(),
+            "totals": totals.state([*queues.running, *queues.waiting]),
+            "controller": controller.state(),
+            "ranks": list(parts.ranks),
+            **parts.drafter.state(),
+            **own,
+        }

@@ -1,21 +1,137 @@
-"""One request inside the executor: its tokens, its state, and when it is finished.
+"""One request inside the executor: how it is sampled and ends, its tokens and its state.
 
 Every field that a component keeps about a request is declared here. It knows no pages, devices or
 models. Names that begin with `py_` are TensorRT-LLM's."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Protocol
 
-from tllm_spec.executor.decoding_rules import DecodingRules
+from tllm_spec.config.option_checks import check_text
 from tllm_spec.grammar.grammar_state import GrammarState
+from tllm_spec.logits_processor import LogitsEdit
 from tllm_spec.outputs import Logprob, SpeculativeStats
+from tllm_spec.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from tllm_spec.executor.device.transfer import TextStates
+
+
+@dataclass(frozen=True)
+class DecodingRules:
+    """How one request is sampled and ends. Values that mean off: temperature 0 (greedy), top_k 0,
+    top_p 1, min_p 0, repetition 1, presence and frequency 0, logprobs None. What every round asks
+    for is cached."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition: float
+    presence: float
+    frequency: float
+    min_tokens: int
+    end_ids: frozenset[int]  # stop without a stop_reason; empty with ignore_eos
+    stop_token_ids: frozenset[int]
+    token_bias: dict[int, float]  # logit bias, and -inf for bad words of one token
+    bad_sequences: tuple[tuple[int, ...], ...]  # bad words of several tokens
+    edits: tuple[LogitsEdit, ...]  # the user's logits processors
+    logprobs: int | None
+    prompt_logprobs: int | None
+
+    @cached_property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0
+
+    @property
+    def has_filters(self) -> bool:
+        return bool(self.top_k or self.top_p < 1 or self.min_p)
+
+    @property
+    def has_penalties(self) -> bool:
+        return bool(self.repetition != 1 or self.presence or self.frequency)
+
+    @cached_property
+    def graph_samples(self) -> bool | None:
+        """Whether its CUDA graph must sample (False: greedy). None: no graph can follow its
+        rules, in which more than temperature and filters lies between logits and token, or log
+        probabilities are asked for."""
+        needs_more = self.has_penalties or self.min_tokens or self.token_bias
+        if needs_more or self.needs_host_edits or self.logprobs is not None:
+            return None
+        return self.temperature > 0
+
+    @cached_property
+    def needs_host_edits(self) -> bool:
+        return bool(self.edits or self.bad_sequences)
+
+    @classmethod
+    def from_params(
+        cls,
+        params: SamplingParams,
+        *,
+        vocab_size: int,
+        end_ids: Iterable[int],
+        encode: Callable[[str], list[int]] | None,
+    ) -> "DecodingRules":
+        """Raises ValueError for token ids outside the vocabulary, for words without a tokenizer,
+        and for words with lone surrogates."""
+        sequences = list(params.bad_sequences)
+        for word in params.bad_strings:
+            if encode is None:
+                raise ValueError(f"bad = {word!r} needs a tokenizer; use bad_token_ids")
+            check_text(word, "bad")
+            spelled = {tuple(encode(word)), tuple(encode(" " + word))}
+            # Tokens that a tokenizer has and the model lacks cannot be chosen anyway.
+            sequences += [each for each in spelled if max(each, default=0) < vocab_size]
+        bias = {token: float(value) for token, value in (params.logit_bias or {}).items()}
+        stop_token_ids = frozenset(params.stop_token_ids or ())
+        own_end = () if params.end_id is None else (params.end_id,) if params.end_id >= 0 else ()
+        _check_vocabulary("end_id", own_end, vocab_size)
+        end = frozenset(end_ids if params.end_id is None else own_end)
+        _check_vocabulary("logit_bias", bias, vocab_size)
+        _check_vocabulary("stop_token_ids", stop_token_ids, vocab_size)
+        _check_vocabulary(
+            "bad_token_ids", (token for sequence in sequences for token in sequence), vocab_size
+        )
+        bias |= {sequence[0]: float("-inf") for sequence in sequences if len(sequence) == 1}
+        if len(bias) == vocab_size and max(bias.values()) == float("-inf"):
+            raise ValueError("bad_token_ids and bad exclude every token of the vocabulary")
+        return cls(
+            temperature=params.effective_temperature,
+            top_k=min(params.top_k or 0, vocab_size),
+            top_p=1.0 if params.top_p is None else float(params.top_p),
+            min_p=float(params.min_p or 0),
+            repetition=float(params.repetition_penalty),
+            presence=float(params.presence_penalty),
+            frequency=float(params.frequency_penalty),
+            min_tokens=params.min_tokens,
+            end_ids=frozenset() if params.ignore_eos else end,
+            stop_token_ids=stop_token_ids,
+            token_bias=bias,
+            bad_sequences=tuple(sorted(sequence for sequence in sequences if len(sequence) > 1)),
+            edits=tuple(map(LogitsEdit.of, params.logits_processors)),
+            logprobs=params.logprobs,
+            prompt_logprobs=params.prompt_logprobs,
+        )
+
+
+def _check_vocabulary(name: str, tokens: Iterable[int], vocab_size: int) -> None:
+    for token in tokens:
+        if not 0 <= token < vocab_size:
+            raise ValueError(
+                f"{name} names token id {token}; the model has ids 0 to {vocab_size - 1}"
+            )
+
+
+def rules_of_sample(rules: DecodingRules, index: int) -> DecodingRules:
+    """The rules of a prompt's index-th sample. The first one brings the log probabilities of the
+    prompt, which are the same for all."""
+    return rules if index == 0 else replace(rules, prompt_logprobs=None)
+
 
 NO_TOKEN = -1  # stands for a token that could not be chosen
 MIN_SHARE = 0.1  # of a request's rounds with an accepted draft, below which it pauses drafting
@@ -68,10 +184,6 @@ class DraftCounters:
         self.num_unfinished = 0  # rounds whose bonus token was dropped: a stop came before it
 
     @property
-    def rounds(self) -> int:
-        return sum(self.rounds_by_outcome)
-
-    @property
     def by_drafted(self) -> list[int]:
         return [
             sum(self.rounds_by_outcome[i * self.width :][: self.width]) for i in range(self.width)
@@ -81,17 +193,14 @@ class DraftCounters:
     def by_accepted(self) -> list[int]:
         return [sum(self.rounds_by_outcome[i :: self.width]) for i in range(self.width)]
 
-    @property
-    def num_emitted_tokens(self) -> int:
-        accepted = sum(count * number for number, count in enumerate(self.by_accepted))
-        return accepted + self.rounds - self.num_unfinished
-
     def stats(self) -> SpeculativeStats:
         """The figures so far. A round of n drafts counts for positions 0 to n - 1."""
         by_drafted, by_accepted = self.by_drafted, self.by_accepted
+        rounds, num_lost = sum(by_drafted), self.num_unfinished
+        num_emitted = rounds - num_lost + sum(n * count for n, count in enumerate(by_accepted))
         drafted = tuple(sum(by_drafted[i + 1 :]) for i in range(len(by_drafted) - 1))
         accepted = tuple(sum(by_accepted[i + 1 :]) for i in range(len(by_accepted) - 1))
-        return SpeculativeStats(self.rounds, self.num_emitted_tokens, drafted, accepted)
+        return SpeculativeStats(rounds, num_emitted, drafted, accepted)
 
 
 class RequestPause:
@@ -109,14 +218,9 @@ class RequestPause:
         # patience.
         self._keep = MIN_SHARE ** (1 / ((patience or 1) - 0.5))
         self._next_pause = patience or 0
-        self.rounds_left = 0  # of a pause
+        self.rounds_left = 0  # of a pause, in which rounds should have no drafts
         self.num_pauses = 0  # that have begun
         self.share = 1.0
-
-    @property
-    def is_on(self) -> bool:
-        """Whether the request's next round should have no drafts."""
-        return self.rounds_left > 0
 
     def observe(self, num_drafted: int, num_accepted: int) -> None:
         """What a round brought; called once a round. Outside a pause a round without drafts says
@@ -198,6 +302,8 @@ class LlmRequest:
     graph_samples: bool | None = None
     needs_host_tokens: bool = False
     may_pause: bool = False
+    # Not for prompt log probabilities, which need every position of the prompt computed.
+    reuses_prefix: bool = True
 
     def __post_init__(self) -> None:
         self.prompt_len = len(self.tokens)
@@ -205,6 +311,7 @@ class LlmRequest:
         self.graph_samples = self.rules.graph_samples
         self.needs_host_tokens = self.rules.needs_host_edits
         self.may_pause = self.draft_pause.patience is not None
+        self.reuses_prefix = self.rules.prompt_logprobs is None
 
     # TensorRT-LLM's names, for drafters that were written for it.
 
@@ -268,16 +375,11 @@ class LlmRequest:
         return self.state is RequestState.FINISHED
 
     @property
-    def reuses_prefix(self) -> bool:
-        """False for prompt log probabilities, which need every position of the prompt computed."""
-        return self.rules.prompt_logprobs is None
-
-    @property
     def num_drafts_wanted(self) -> int:
         """Drafts worth proposing in this round: at most the placeholders, the request's limit and
         what can be emitted next to the target's own token. 0 while speculation is paused for the
         request, because its drafts keep being rejected."""
-        if self.draft_pause.is_on:
+        if self.draft_pause.rounds_left:
             return 0
         wanted = self.max_tokens - self.num_output_tokens - 1
         # Every round asks it of every request, and `min` and `max` take longer than comparing.
@@ -288,25 +390,22 @@ class LlmRequest:
         return wanted if wanted > 0 else 0
 
     def append_run(self, run: list[int]) -> None:
-        """Appends the tokens of one round, up to the one that finishes the request."""
+        """Appends the tokens of one round and applies the stop rules after each, up to the one that
+        finishes the request."""
         for token in run:
-            if self.append_token(token):
+            self.tokens.append(token)
+            match = self.stop_checker.feed(token) if self.stop_checker else None
+            if token in self.rules.end_ids:
+                self.finish("stop")
+            elif token in self.rules.stop_token_ids:
+                self.finish("stop", token)
+            elif match is not None and self.num_output_tokens > self.rules.min_tokens:
+                self.stop_match = match
+                self.finish("stop", match.stop)
+            elif self.num_output_tokens >= self.max_tokens:
+                self.finish("length")
+            if self.is_finished:
                 return
-
-    def append_token(self, token: int) -> bool:
-        """Appends a token and applies the stop rules. True when it finishes the request."""
-        self.tokens.append(token)
-        match = self.stop_checker.feed(token) if self.stop_checker else None
-        if token in self.rules.end_ids:
-            self.finish("stop")
-        elif token in self.rules.stop_token_ids:
-            self.finish("stop", token)
-        elif match is not None and self.num_output_tokens > self.rules.min_tokens:
-            self.stop_match = match
-            self.finish("stop", match.stop)
-        elif self.num_output_tokens >= self.max_tokens:
-            self.finish("length")
-        return self.is_finished
 
     def finish(
         self, reason: str, stop_reason: int | str | None = None, *, error: str | None = None

@@ -22,7 +22,7 @@ class RequestQueue:
         self._cancelled: dict[int, str] = {}  # with the finish reason
         self._calls: list[Call] = []
         self._open = True  # until the executor's thread has ended
-        self._closed = False
+        self.closed = False
 
     def put(self, requests: list[LlmRequest]) -> bool:
         """Queues the requests of one prompt. False when the executor has ended and will never take
@@ -69,7 +69,7 @@ class RequestQueue:
 
     def close(self) -> None:
         with self._changed:
-            self._closed = True
+            self.closed = True
             self._changed.notify()
 
     def announce_swap(self, folder: str, *, keep_cache: bool) -> None:
@@ -82,17 +82,12 @@ class RequestQueue:
     def end(self, failure: str | None) -> None:
         """Closes the queue: the executor has ended."""
 
-    @property
-    def closed(self) -> bool:
-        return self._closed
-
     def wait(self, seconds: float | None = None) -> bool:
         """Waits until something arrives or the queue is closed. False after a timeout."""
         with self._changed:
-            return self._changed.wait_for(self._is_ready, seconds)
-
-    def _is_ready(self) -> bool:
-        return bool(self._new or self._cancelled or self._calls or self._closed)
+            return self._changed.wait_for(
+                lambda: bool(self._new or self._cancelled or self._calls or self.closed), seconds
+            )
 
 
 # Requests that wait for a slot, and whose turn is next.

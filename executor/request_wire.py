@@ -1,17 +1,36 @@
-"""Requests as plain data, for another process: of one prompt's samples, which differ in id, seed
-and `rules_of_sample`. No message can make the other side run code."""
+"""Requests, and what they are checked against before they are queued, as plain data for another
+process: of one prompt's samples, which differ in id, seed and `rules_of_sample`. No message can
+make the other side run code."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Any
 
-from tllm_spec.executor.decoding_rules import DecodingRules, rules_of_sample
-from tllm_spec.executor.request import DraftCounters, LlmRequest, RequestPause
-from tllm_spec.executor.request_limits import RequestLimits
+from tllm_spec.executor.request import (
+    DecodingRules,
+    DraftCounters,
+    LlmRequest,
+    RequestPause,
+    rules_of_sample,
+)
 from tllm_spec.grammar.grammar_state import GrammarState
 from tllm_spec.sampling_params import RequestOptions
+
+
+@dataclass(frozen=True)
+class RequestLimits:
+    """What a request is checked against. end_ids: of the model; the tokenizer's is one more.
+    max_seq_len: the longest sequence that the engine can run, in tokens of prompt and output: the
+    context, or what the KV cache has room for. pause_patience: as `RequestPause`."""
+
+    vocab_size: int
+    end_ids: tuple[int, ...]
+    max_seq_len: int
+    max_draft_len: int
+    pause_patience: int | None
+
 
 SETS = frozenset({"end_ids", "stop_token_ids"})
 # User's functions cannot be sent, and come from Python only.

@@ -64,7 +64,7 @@ class Scheduler:
     def add(self, request: LlmRequest) -> None:
         """Queues the request. Raises ValueError when it can never run."""
         if not request.num_preemptions:
-            self.check_can_ever_run(request)
+            self._check_can_ever_run(request)
         self.waiting.add(request)
 
     def remove(self, request: LlmRequest) -> None:
@@ -94,7 +94,7 @@ class Scheduler:
         """Whether the rounds in flight may finish every running request, and none can join.
 
         Another round might then be empty, and would delay the next request's first token."""
-        may_join = self.waiting and self._slots.num_free
+        may_join = self.waiting and self._slots.free
         return not may_join and all(map(_may_have_ended, self.running))
 
     def schedule(
@@ -184,7 +184,7 @@ class Scheduler:
         if not Shares(self.running).is_above(victim, request):
             return
         claims = self._claims(self.running)
-        if self._slots.num_free and self._fits(request, claims):
+        if self._slots.free and self._fits(request, claims):
             return
         if self._fits(request, list(map(sub, claims, self._kv.held(victim)))):
             self._num_fair_rounds = 0
@@ -211,10 +211,10 @@ class Scheduler:
     def _admit_waiting(self, budget: int, batch: ScheduledBatch) -> list[LlmRequest]:
         """Lets waiting requests join, up to the first one that does not fit."""
         admitted: list[LlmRequest] = []
-        if not (self.waiting and self._slots.num_free and budget > 0):
+        if not (self.waiting and self._slots.free and budget > 0):
             return admitted
         reserved = self._claims(self.running)
-        while self.waiting and self._slots.num_free and budget > 0:
+        while self.waiting and self._slots.free and budget > 0:
             request = self.waiting.next(self.running)
             # A preempted request cannot be prefilled before its tokens in flight are known.
             if request.tokens_in_flight or not self._fits(request, reserved):
@@ -258,13 +258,13 @@ class Scheduler:
         """Pages of each group that running requests may come to need. MAX_UTILIZATION: one page of
         each, or a request that joins would be preempted again at once."""
         if self.limits.may_preempt:
-            return [len(requests)] * self._kv.num_groups
+            return [len(requests)] * len(self._kv.groups)
         return self._kv.claims(requests, self._last_token)
 
     def _last_token(self, request: LlmRequest) -> int:
         return request.prompt_len + request.max_tokens + self.limits.overshoot
 
-    def check_can_ever_run(self, request: LlmRequest) -> None:
+    def _check_can_ever_run(self, request: LlmRequest) -> None:
         """Raises ValueError if not even an empty engine could run the request: whoever sends it has
         not heeded `RequestLimits`. Thread-safe."""
         prompt_len, longest = request.prompt_len, self.max_seq_len

@@ -18,10 +18,9 @@ from weakref import WeakSet
 import torch
 
 from tllm_spec.attention.interface import SpecMetadata
-from tllm_spec.executor.decoding_rules import DecodingRules
 from tllm_spec.executor.device.transfer import TextStates
-from tllm_spec.executor.request import LlmRequest
-from tllm_spec.executor.rounds.round_results import LaunchedRound
+from tllm_spec.executor.request import DecodingRules, LlmRequest
+from tllm_spec.executor.rounds.round_reader import LaunchedRound
 from tllm_spec.grammar.guided_decoding import compiler_name
 from tllm_spec.recording.hidden_states import HiddenStates
 from tllm_spec.recording.traffic_folder import TrafficFolder

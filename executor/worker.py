@@ -10,10 +10,9 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
-from tllm_spec.executor.faults import described
 from tllm_spec.executor.py_executor import PyExecutor
 from tllm_spec.executor.request_queue import RequestQueue
-from tllm_spec.request_errors import RequestError
+from tllm_spec.request_errors import RequestError, described
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tllm_spec.executor.request_limits import RequestLimits
+from tllm_spec.executor.request_wire import RequestLimits
 from tllm_spec.grammars import end_ids_of
 from tllm_spec.llm import LLM
 from tllm_spec.sampling_params import SamplingParams

@@ -11,7 +11,7 @@ from torch import Tensor
 from tests.short_llm import llm as llm
 from tllm_spec import RequestError, llmapi
 from tllm_spec.config.llm_args import LlmArgs
-from tllm_spec.executor.request_limits import RequestLimits
+from tllm_spec.executor.request_wire import RequestLimits
 from tllm_spec.intake import Intake
 from tllm_spec.llm import LLM
 from tllm_spec.sampling_params import GREEDY_BELOW_TEMPERATURE, LARGEST_FACTOR, SamplingParams

@@ -11,7 +11,7 @@ from tests.decoding_options import eagle3, ngram, speculate
 from tllm_spec import llmapi
 from tllm_spec.config.llm_args import KvCacheConfig, LlmArgs
 from tllm_spec.config.speculative_config import NGramDecodingConfig, UserProvidedDecodingConfig
-from tllm_spec.executor.request_limits import RequestLimits
+from tllm_spec.executor.request_wire import RequestLimits
 from tllm_spec.intake import Intake
 from tllm_spec.sampling_params import SamplingParams
 

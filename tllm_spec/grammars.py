@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from tllm_spec.config.llm_args import LlmArgs
-from tllm_spec.executor.request_limits import RequestLimits
+from tllm_spec.executor.request_wire import RequestLimits
 from tllm_spec.grammar.grammar_state import CompiledGrammar, GrammarState
 from tllm_spec.grammar.grammar_text import compiled, forces_much
 from tllm_spec.grammar.guided_decoding import GrammarSource

@@ -15,9 +15,15 @@ from typing import Any, NamedTuple
 
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.config.option_checks import check_text, shown
-from tllm_spec.executor.decoding_rules import DecodingRules, rules_of_sample
-from tllm_spec.executor.request import DraftCounters, LlmRequest, RequestPause, StopOptions
-from tllm_spec.executor.request_limits import RequestLimits
+from tllm_spec.executor.request import (
+    DecodingRules,
+    DraftCounters,
+    LlmRequest,
+    RequestPause,
+    StopOptions,
+    rules_of_sample,
+)
+from tllm_spec.executor.request_wire import RequestLimits
 from tllm_spec.grammar.grammar_state import GrammarState
 from tllm_spec.grammars import end_ids_of
 from tllm_spec.request_errors import ContextLengthExceeded

@@ -29,16 +29,15 @@ from tllm_spec.distributed.communicator import SINGLE, Communicator
 from tllm_spec.distributed.mpirun import find_mpiexec, undo_default_binding
 from tllm_spec.distributed.rank_checks import checkpoints, mismatch, versions
 from tllm_spec.executor.build import BuiltExecutor, build_executor
-from tllm_spec.executor.faults import described
 from tllm_spec.executor.ranks import FollowerQueue, RanksEnded
 from tllm_spec.executor.request import LlmRequest, Response, StopOptions
-from tllm_spec.executor.request_limits import RequestLimits
-from tllm_spec.executor.request_wire import unpack_requests
+from tllm_spec.executor.request_wire import RequestLimits, unpack_requests
 from tllm_spec.executor.worker import recover
 from tllm_spec.grammar.grammar_state import GrammarState
 from tllm_spec.grammar.guided_decoding import GrammarSource
 from tllm_spec.grammars import Grammars
 from tllm_spec.models.registry import check_shards
+from tllm_spec.request_errors import described
 from tllm_spec.text.stop_strings import StopStringChecker
 from tllm_spec.text.tokenizer import Tokenizer, tokenizer_of
 from tllm_spec.zoo.registry import resolve_model

@@ -1,4 +1,7 @@
-"""Errors of single requests that a caller may want to tell apart from other mistakes."""
+"""Errors of single requests that a caller may want to tell apart from other mistakes, and the
+messages of exceptions."""
+
+from traceback import TracebackException
 
 # A compilation does not tell that a grammar leads nowhere: the request fails later.
 NO_GUIDED_TOKEN = (
@@ -22,3 +25,11 @@ class GrammarsUnavailable(RuntimeError):
 
 class ContextLengthExceeded(RequestError):
     """The prompt is longer than the model's context."""
+
+
+def described(error: BaseException) -> str:
+    """For example `KeyError: 'x'`, or the message of a request's own mistake. Safe for a user's
+    exception whose `__str__` raises."""
+    if isinstance(error, RequestError):
+        return str(error)
+    return f"{type(error).__name__}: {TracebackException(type(error), error, None)}"

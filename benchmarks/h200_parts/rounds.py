@@ -152,7 +152,7 @@ def _round_figure(
     timings = [engine.timed(setup.scale.rounds) for _ in range(3)]
     timed = sorted(timings, key=lambda each: each.round_ms)[1]
     tokens = statistics.mean(each.tokens_per_round for each in timings)
-    batch_size, draft_len = len(engine.requests), engine.built.max_draft_len
+    batch_size, draft_len = len(engine.requests), engine.built.limits.max_draft_len
     details = {"tok/s": batch_size * tokens / timed.round_ms * 1e3, "context": timed.context}
     if draft_len:
         details["tokens a round"] = tokens

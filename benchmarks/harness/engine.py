@@ -19,14 +19,13 @@ from unittest import mock
 
 import torch
 
-from tllm_spec.attention.kv_pool import KVPool
+from tllm_spec.attention.geometry import KVPool
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.distributed.communicator import SINGLE, Communicator
 from tllm_spec.executor import build
 from tllm_spec.executor.building import engines
-from tllm_spec.executor.decoding_rules import DecodingRules
 from tllm_spec.executor.device.transfer import ToHost
-from tllm_spec.executor.request import DraftCounters, LlmRequest, RequestState
+from tllm_spec.executor.request import DecodingRules, DraftCounters, LlmRequest, RequestState
 from tllm_spec.executor.rounds.round_runner import RoundRunner
 from tllm_spec.grammar.grammar_state import GrammarState
 from tllm_spec.models.formats.plain import CudaWeight
@@ -109,7 +108,7 @@ class Rounds:
         `params`: SamplingParams of the last request; the others are greedy. `grammars`: of the
         first requests."""
         self.stop()
-        max_tokens = self.built.max_seq_len - prompt_len
+        max_tokens = self.built.limits.max_seq_len - prompt_len
         self.requests = [
             self._request(next(self._ids), prompt_len, max_tokens, grammar)
             for grammar in [*grammars, *[None] * (batch_size - len(grammars))]
@@ -212,7 +211,7 @@ class Rounds:
         grammar: GrammarState | None = None,
         **params: Any,
     ) -> LlmRequest:
-        vocab_size, draft_len = self.built.model_config.vocab_size, self.built.max_draft_len
+        vocab_size, draft_len = self.built.model_config.vocab_size, self.built.limits.max_draft_len
         sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, **params)
         rules = DecodingRules.from_params(sampling, vocab_size=vocab_size, end_ids=(), encode=None)
         return LlmRequest(

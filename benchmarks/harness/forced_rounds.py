@@ -122,7 +122,7 @@ class ForcedRounds(Rounds):
         super().__init__(model, **options)
         self._script = script
         self._plain = AdaptiveController.fixed(0)
-        self._expected_tokens = [1.0] * (1 + self.built.max_draft_len)
+        self._expected_tokens = [1.0] * (1 + self.built.limits.max_draft_len)
         self._filled_with = (0, 0)
 
     @property
@@ -152,7 +152,8 @@ class ForcedRounds(Rounds):
     def has_room(self, rounds: float) -> bool:
         """Whether every request can go on for so many rounds if all drafts are accepted."""
         longest = max(request.num_tokens for request in self.requests)
-        return longest + (rounds + 4) * (1 + self.built.max_draft_len) < self.built.max_seq_len
+        limits = self.built.limits
+        return longest + (rounds + 4) * (1 + limits.max_draft_len) < limits.max_seq_len
 
     def refill(self) -> None:
         """Replaces the requests by new ones, as `start` put them."""
@@ -178,7 +179,8 @@ class ForcedRounds(Rounds):
             for _ in range(number):
                 self.executor.step()
             block.seconds += time.perf_counter() - start
-            if not self.built.max_draft_len:  # plain decoding has no controller that observes
+            # Plain decoding has no controller that observes.
+            if not self.built.limits.max_draft_len:
                 counting.count(len(self.requests), 0, number)
         return block
 

@@ -10,8 +10,9 @@ from unittest import mock
 import torch
 
 from tllm_spec.executor.resources.slot_state import SlotState
-from tllm_spec.kernels.slots.accept import Accepted, Drafts
+from tllm_spec.kernels.slots.accept import Accepted, Drafts, SlotTables
 from tllm_spec.kernels.slots.choose_rows import features_of
+from tllm_spec.kernels.slots.slot_windows import advance
 
 CONCENTRATION = 2.0  # of Beta(1.2, 0.8), whose mean is 0.6
 NOISE = 1.0  # of the drafter's log odds
@@ -85,24 +86,24 @@ def scripted_tokens(script: TokenScript) -> Iterator[None]:
             slots.values.features[slot_ids, : said.shape[1]] = features_of(said)
 
     def accept(
-        slots: SlotState,
+        tables: SlotTables,
         slot_ids: torch.Tensor,
         kv_lens: torch.Tensor,
         targets: torch.Tensor,
         *_: object,
     ) -> Accepted:
         number = targets.shape[1] - 1
-        drafts = slots.window.index_select(0, slot_ids)[:, 1 : 1 + number]
-        num_drafts = slots.num_drafts.index_select(0, slot_ids).clamp_max(number)
+        drafts = tables.window.index_select(0, slot_ids)[:, 1 : 1 + number]
+        num_drafts = tables.num_drafts.index_select(0, slot_ids).clamp_max(number)
         lens = script.accept(slot_ids, drafts, num_drafts)
         is_draft = torch.arange(number, device=slot_ids.device) < (lens - 1).unsqueeze(1)
         tokens = torch.cat((torch.where(is_draft, drafts, targets[:, :-1]), targets[:, -1:]), 1)
         accepted = Accepted(tokens, lens)
-        slots.advance(slot_ids, kv_lens, accepted)
+        advance(tables, slot_ids, kv_lens, accepted)
         return accepted
 
     with (
         mock.patch.object(SlotState, "write", write_scripted),
-        mock.patch.object(SlotState, "accept", accept),
+        mock.patch("tllm_spec.executor.sampling.sampler.accept_windows", accept),
     ):
         yield

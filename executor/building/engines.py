@@ -1,5 +1,7 @@
 """Loads models and builds engines around them: KV pools, caches, attention."""
 
+from __future__ import annotations
+
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,18 +10,17 @@ from time import monotonic
 from typing import Any, TypeVar
 
 from tllm_spec.attention.choice import create_backend, create_batch_invariant
-from tllm_spec.attention.geometry import LayerGroup
+from tllm_spec.attention.geometry import KVPool, LayerGroup
 from tllm_spec.attention.interface import AttentionBackend, SpecMetadata, default_capture_layers
-from tllm_spec.attention.kv_pool import KVPool
 from tllm_spec.attention.recurrent import RecurrentMemory
 from tllm_spec.draft_network.network import ExternalDraft, ExternalHead
 from tllm_spec.executor.building.draft_backend import check_pool, load_head_network, load_network
 from tllm_spec.executor.building.kv_formats import check_kv_cache, draft_format, target_format
 from tllm_spec.executor.building.memory import check_free_memory, reserved_bytes
 from tllm_spec.executor.building.plan import BuildPlan
-from tllm_spec.executor.device.device_choice import pick_dtype
+from tllm_spec.executor.device.device_choice import on_device, pick_dtype
 from tllm_spec.executor.device.transfer import HostCopies
-from tllm_spec.executor.engine.attention_groups import AttentionGroups, PagedGroup
+from tllm_spec.executor.draft_weights import DraftWeights
 from tllm_spec.executor.engine.memory_plan import (
     DUMMY_PAGES,
     GroupPlan,
@@ -32,11 +33,11 @@ from tllm_spec.executor.engine.memory_plan import (
     with_draft,
 )
 from tllm_spec.executor.engine.model_engine import ModelEngine
-from tllm_spec.executor.engine.rows import RowBuilder
+from tllm_spec.executor.engine.rows import AttentionGroups, PagedGroup, RowBuilder
 from tllm_spec.executor.resources.host_pages import HostPages
+from tllm_spec.executor.resources.interface import BlockTable, PageGroup, Snapshots
 from tllm_spec.executor.resources.kv_cache import KVCacheManager, KVGroup
 from tllm_spec.executor.resources.paged_cache import PagedCache
-from tllm_spec.executor.resources.pages import BlockTable, PageGroup, Snapshots
 from tllm_spec.executor.speculative.drafting.draft_net import (
     DraftNet,
     ExternalHeadNet,
@@ -45,6 +46,7 @@ from tllm_spec.executor.speculative.drafting.draft_net import (
 from tllm_spec.executor.speculative.drafting.heads import DraftPlan, draft_folder
 from tllm_spec.executor.speculative.drafting.loaded_draft import (
     LoadedDraft,
+    check_draft,
     keep_tokens,
     load_head,
 )
@@ -55,6 +57,7 @@ from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.draft_head import DraftHead, HeadSource
 from tllm_spec.models.registry import LoadFormat, load_model
 from tllm_spec.models.token_map import DraftTokens
+from tllm_spec.text.tokenizer import Tokenizer
 from tllm_spec.zoo.registry import resolve_model
 
 logger = logging.getLogger(__name__)
@@ -120,7 +123,7 @@ def build_engines(plan: BuildPlan, tokens: DraftTokens | None) -> Engines:
     draft_kv = None
     if draft is not None and net is None:
         net = _draft_net(plan, draft, memory[number:])
-        options = {"extra_kv_tokens": plan.extra_kv_tokens.own_pages, "has_draft_layers": True}
+        options = {"extra_kv_tokens": plan.extra_kv_tokens, "has_draft_layers": True}
         lookahead = net.lookahead
         options["num_host_pages"] = num_host_pages
         draft_kv = _manager(DraftKVManager, plan, memory[number:], lookahead, **options)
@@ -248,14 +251,6 @@ class _Memory:
     rows: RowBuilder
     span: KeySpan | None
 
-    @property
-    def kv(self) -> KVGroup:
-        return KVGroup(self.pools, self.rows.table)
-
-    @property
-    def pages(self) -> PageGroup:
-        return PageGroup(self.pools[0].num_pages, self.copy_page, self.span)
-
     def copy_page(self, source: int, destination: int) -> None:
         for pool in self.pools:
             pool.copy_page(source, destination)
@@ -296,7 +291,7 @@ def _build_target(
         memory,
         lookahead=0 if net is None else net.lookahead,
         num_host_pages=num_host_pages,
-        extra_kv_tokens=plan.extra_kv_tokens.target_pages,
+        extra_kv_tokens=0 if net is None else plan.extra_kv_tokens,
         has_draft_layers=net is not None,
         states=states,
     )
@@ -361,7 +356,7 @@ def _manager(
         copies = HostCopies([own.pools for own in memory], num_host_pages)
         host = HostPages(num_host_pages, copies)
     cache = PagedCache(
-        [own.pages for own in memory],
+        [PageGroup(own.pools[0].num_pages, own.copy_page, own.span) for own in memory],
         plan.page_size,
         enable_block_reuse=reuse.enable_block_reuse,
         enable_partial_reuse=reuse.enable_partial_reuse,
@@ -369,4 +364,28 @@ def _manager(
         snapshots=snapshots,
         host=host,
     )
-    return kind(cache, [own.kv for own in memory], plan.span_room, **options)
+    groups = [KVGroup(own.pools, own.rows.table) for own in memory]
+    return kind(cache, groups, plan.span_room, **options)
+
+
+# Which draft weights of an engine can be replaced while it runs.
+
+
+def replaceable_weights(
+    plan: BuildPlan, engines: Engines, tokenizer: Tokenizer | None
+) -> DraftWeights | None:
+    """tokenizer: the target's. Returns None where the weights cannot be replaced: there are none,
+    they are the target's, or they are outside torch."""
+    draft, target = engines.draft, engines.target.model
+    if draft is None or draft.plan.path is None or draft.plan.backend != "torch":
+        return None
+    of_draft = draft.plan
+
+    def load(folder: str) -> Any:
+        new = of_draft.from_folder(folder)
+        tokens = check_draft(new, tokenizer, plan.config)
+        with on_device(plan.device):
+            return load_draft(plan, target, new, tokens).model
+
+    manager = engines.draft_kv or engines.kv
+    return DraftWeights(load, draft.model, manager.cache, draft.plan.path, plan.communicator)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from tllm_spec.attention.kv_pool import KVFormat
+from tllm_spec.attention.geometry import KVFormat
 from tllm_spec.config.engine_config import KVCacheType
 from tllm_spec.draft_network.network import ExternalDraft
 from tllm_spec.executor.building.plan import BuildPlan

@@ -113,7 +113,7 @@ def _graph_bytes(plan: BuildPlan, draft: LoadedDraft | None) -> int:
         if draft.plan.shares_pages:
             num_graphs += len({key.batch_size for key in keys})
         else:
-            num_graphs += len([key for key in keys if key.draft_len])
+            num_graphs += len([key for key in keys if key.shape.depth])
     is_guided = plan.args.guided_decoding_backend is not None
     num_graphs += len(keys) * ((not splits_rounds) + (splits_rounds or is_guided))
     num_rows = max((key.num_tokens for key in keys), default=0)

@@ -4,7 +4,6 @@ of the executor that it makes is the slots."""
 import logging
 from collections.abc import Callable, Iterable
 from math import gcd
-from typing import NamedTuple
 
 from tllm_spec.attention.choice import choose_backend
 from tllm_spec.attention.recurrent import RecurrentGeometry
@@ -35,15 +34,6 @@ from tllm_spec.text.tokenizer import Tokenizer
 from tllm_spec.zoo.registry import resolve_model
 
 logger = logging.getLogger(__name__)
-
-
-class ExtraKVTokens(NamedTuple):
-    """KV entries of a request after those of its tokens that a draft network takes to draft (see
-    docs/drafting.md): on the target's pages, of drafts after the first one (of beams, those of
-    every step), or on pages of its own, where accepted tokens may be others than it has drafted."""
-
-    target_pages: int
-    own_pages: int
 
 
 class BuildPlan:
@@ -81,6 +71,19 @@ class BuildPlan:
             )
         self.shapes = self.spec.shapes if self.spec else DraftShapes.chains(0)
         self.draft_plan = draft_plan_of(self.spec)
+        # Every generating request has at least one row in every round.
+        self.slots = SeqSlotManager(min(args.max_batch_size, args.max_num_tokens))
+        search = self.spec.text_search(self.slots.max_batch_size) if self.spec else None
+        self._looks_in_texts = search is not None
+        # Rounds launched before the oldest is read.
+        self.max_in_flight = int(not args.disable_overlap_scheduler)
+        # Whether only the device knows how many drafts a round verifies.
+        self.counts_drafts = self.shapes.are_ragged
+        # Rejected rounds after which a request pauses; None where drafts are part of the round.
+        self.pause_patience = None
+        if self.spec is not None:
+            self.counts_drafts |= self.spec.counts_on_device
+            self.pause_patience = self.spec.max_rejected_rounds if self.spec.may_pause else None
         self.dtype = pick_dtype(args.dtype, self.config.dtype, self.device)
         self.config = self.config.within(self.max_len)
         self.attention = choose_backend(
@@ -88,15 +91,12 @@ class BuildPlan:
         )
         self.why_no_overlap = args.why_no_overlap
         self.page_size = args.kv_cache_config.tokens_per_block
-        # Every generating request has at least one row in every round.
         every = args.kv_cache_config.state_snapshot_tokens
         if self.config.delta is not None and every % self.page_size:
             raise ValueError(
                 f"kv_cache_config.state_snapshot_tokens = {every} must be a multiple of "
                 f"tokens_per_block, which is {self.page_size}"
             )
-        self.slots = SeqSlotManager(min(args.max_batch_size, args.max_num_tokens))
-        search = self.spec.text_search(self.slots.max_batch_size) if self.spec else None
         corpus = search.corpus if search is not None else None
         self.corpus = rows_of(read_corpus(corpus, tokenizer, self.config.vocab_size))
         self._log()
@@ -115,12 +115,6 @@ class BuildPlan:
             logger.info("layers with latent attention (MLA) run TRITON, as with attn_backend: auto")
         if self.why_no_overlap:
             logger.info("rounds do not overlap: %s", self.why_no_overlap)
-
-    @property
-    def counts_drafts(self) -> bool:
-        """Whether only the device knows how many drafts a round verifies."""
-        on_device = self.spec is not None and self.spec.counts_on_device
-        return on_device or self.shapes.are_ragged
 
     @property
     def recurrent(self) -> RecurrentGeometry | None:
@@ -145,28 +139,21 @@ class BuildPlan:
         return self.slots.max_batch_size if reuses and self.recurrent is not None else 0
 
     @property
-    def max_in_flight(self) -> int:
-        """Rounds that may be launched, or scheduled, before the oldest is read."""
-        return int(not self.args.disable_overlap_scheduler)
-
-    @property
-    def looks_in_texts(self) -> bool:
-        """Whether drafts are looked up in texts."""
-        spec, max_batch_size = self.spec, self.args.max_batch_size
-        return spec is not None and spec.text_search(max_batch_size) is not None
-
-    @property
-    def extra_kv_tokens(self) -> ExtraKVTokens:
+    def extra_kv_tokens(self) -> int:
+        """KV entries of a request after those of its tokens that a draft network takes to draft
+        (see docs/drafting.md): on the target's pages, of drafts after the first one (of beams,
+        those of every step), or on pages of its own, where accepted tokens may be others than it
+        has drafted."""
         plan, longest = self.draft_plan, self.shapes.longest
         if plan is None:
-            return ExtraKVTokens(0, 0)
+            return 0
         if plan.shares_pages:
-            return ExtraKVTokens(longest.num_read + plan.rows_before, 0)
+            return longest.num_read + plan.rows_before
         if plan.drafts_at_once:
-            return ExtraKVTokens(0, 2 * longest.depth - 1)  # the longest run, and mask rows
-        if self.shapes.has_trees or self.looks_in_texts:
-            return ExtraKVTokens(0, max(longest.num_read, longest.path) + 1)
-        return ExtraKVTokens(0, 0)
+            return 2 * longest.depth - 1  # the longest run, and mask rows
+        if self.shapes.has_trees or self._looks_in_texts:
+            return max(longest.num_read, longest.path) + 1
+        return 0
 
     def controller(
         self,
@@ -181,13 +168,6 @@ class BuildPlan:
             max_num_tokens=self.args.max_num_tokens,
             max_batch_size=self.slots.max_batch_size,
         )
-
-    @property
-    def pause_patience(self) -> int | None:
-        """Rejected rounds after which a request pauses drafting; None where drafts are made inside
-        the target's round, which costs the same for a request that pauses."""
-        spec = self.spec
-        return spec.max_rejected_rounds if spec is not None and spec.may_pause else None
 
     @property
     def graph_sizes(self) -> tuple[int, ...]:
@@ -227,9 +207,9 @@ class BuildPlan:
         more whole round where a round is scheduled before the previous one is read."""
         longest = self.shapes.longest
         in_flight = longest.path if self.max_in_flight else 0
-        extra = self.extra_kv_tokens
-        after = longest.num_nodes, longest.depth + extra.target_pages, extra.own_pages
-        return in_flight + max(after)
+        shares_pages = self.draft_plan is not None and self.draft_plan.shares_pages
+        extra = self.extra_kv_tokens + (longest.depth if shares_pages else 0)
+        return in_flight + max(longest.num_nodes, extra)
 
     @property
     def span_room(self) -> SpanRoom:

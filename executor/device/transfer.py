@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from tllm_spec.attention.kv_pool import KVPool
+from tllm_spec.attention.geometry import KVPool
 from tllm_spec.kernels.dispatch import has_kernels
 from tllm_spec.kernels.slots.row_copies import send_results
 
@@ -67,13 +67,18 @@ class ToHost:
     ) -> None:
         self._buffer: PinnedBuffer | None = None
         self._buffers: PinnedBuffers | None = PinnedBuffers() if buffers is None else buffers
-        if tensors and tensors[0].is_cuda:
+        is_cuda = bool(tensors) and tensors[0].is_cuda
+        hosts = [
+            torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=is_cuda)
+            for tensor in (tensors[1:] if is_cuda else tensors)
+        ]
+        if is_cuda:
             self._buffer = self._buffers.take(tensors[0].shape, tensors[0].dtype)
-            first = self._buffer.host.copy_(tensors[0], non_blocking=True)
-            self._host = [first, *map(_start_copy, tensors[1:])]
+            hosts.insert(0, self._buffer.host)
+        pairs = zip(hosts, tensors, strict=True)
+        self._host = [host.copy_(tensor, non_blocking=True) for host, tensor in pairs]
+        if self._buffer is not None:
             self._buffer.arrived.record()
-        else:
-            self._host = [_start_copy(tensor) for tensor in tensors]
 
     @property
     def is_here(self) -> bool:
@@ -115,11 +120,6 @@ class PinnedBuffers:
         self._free.setdefault((buffer.host.shape, buffer.host.dtype), []).append(buffer)
 
 
-def _start_copy(tensor: torch.Tensor) -> torch.Tensor:
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-    return host.copy_(tensor, non_blocking=True)
-
-
 # Copies of KV pages between device and host memory, next to the rounds.
 #
 # On CUDA the host's memory is pinned and the slow part, over PCIe, runs on a stream of its own,
@@ -128,7 +128,9 @@ def _start_copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class HostCopies:
-    """groups: the pools of each layer group, whose pages have the same numbers."""
+    """Between a place in host memory and a page of each layer group. Copies take effect in the
+    order of the calls, and before the next forward. groups: the pools of each layer group, whose
+    pages have the same numbers."""
 
     def __init__(self, groups: Sequence[Sequence[KVPool]], num_places: int) -> None:
         self._groups = groups

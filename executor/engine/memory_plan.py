@@ -12,15 +12,14 @@ from pathlib import Path
 
 import torch
 
-from tllm_spec.attention.geometry import Geometry, LayerGroup
-from tllm_spec.attention.kv_pool import KVFormat, KVPool
+from tllm_spec.attention.geometry import Geometry, KVFormat, KVPool, LayerGroup
 from tllm_spec.config.draft_shape import NO_DRAFTS
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.distributed.communicator import SINGLE, Communicator
 from tllm_spec.draft_network.network import ExternalDraft
 from tllm_spec.executor.resources.kv_cache import SpanRoom
 from tllm_spec.executor.sampling.grammar_masks import mask_words
-from tllm_spec.executor.sampling.logprobs import BYTES_PER_LOGIT, SAMPLING_BYTES
+from tllm_spec.executor.sampling.logits import BYTES_PER_LOGIT, SAMPLING_BYTES
 from tllm_spec.kernels.attention.visible_keys import KeySpan
 from tllm_spec.kernels.gemm.scaled_linear import MAX_BYTES as MAX_SLICE_BYTES
 from tllm_spec.models.causal_lm import CausalLM
@@ -124,19 +123,16 @@ class GroupPlan:
 
 
 def own_groups(layers: Sequence[LayerGroup], kv_format: KVFormat) -> list[GroupPlan]:
-    """The groups of a target: one for each layer group."""
-    return [GroupPlan((_pool_plan(own, kv_format),), own.geometry.span) for own in layers]
+    """The groups of a target: one for each layer group. kv_format: of all layers of the model."""
+    formats = [kv_format.of_layers(own.layers) for own in layers]
+    pools = [PoolPlan(own.geometry, each) for own, each in zip(layers, formats, strict=True)]
+    return [GroupPlan((pool,), pool.geometry.span) for pool in pools]
 
 
 def draft_group(layers: Sequence[LayerGroup], kv_format: KVFormat) -> GroupPlan:
     """The group of a draft network: all layers have the same pages and keep them, since the network
     may have read much less than the target."""
-    return GroupPlan(tuple(_pool_plan(own, kv_format) for own in layers), None)
-
-
-def _pool_plan(own: LayerGroup, kv_format: KVFormat) -> PoolPlan:
-    """kv_format: of all layers of the model."""
-    return PoolPlan(own.geometry, kv_format.of_layers(own.layers))
+    return GroupPlan(tuple(own.pools[0] for own in own_groups(layers, kv_format)), None)
 
 
 def with_draft(groups: list[GroupPlan], draft: GroupPlan) -> list[GroupPlan]:

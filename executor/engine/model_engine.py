@@ -10,8 +10,8 @@ from dataclasses import replace
 
 import torch
 
+from tllm_spec.attention.geometry import KVPool
 from tllm_spec.attention.interface import ForwardContext, GroupAttention, SpecMetadata
-from tllm_spec.attention.kv_pool import KVPool
 from tllm_spec.attention.recurrent import RecurrentRows
 from tllm_spec.draft_network.network import (
     ALIGNMENT,
@@ -25,8 +25,7 @@ from tllm_spec.draft_network.network import (
     pool_inputs,
 )
 from tllm_spec.executor.device.transfer import to_device
-from tllm_spec.executor.engine.attention_groups import AttentionGroups
-from tllm_spec.executor.engine.rows import ContextChunk, RowBuilder, Windows
+from tllm_spec.executor.engine.rows import AttentionGroups, ContextChunk, RowBuilder, Windows
 from tllm_spec.models.causal_lm import CausalLM
 
 
@@ -81,11 +80,6 @@ class ModelEngine:
             return self.model.forward(token_ids, positions, context)
         context = ForwardContext(groups, self.spec, None, recurrent)
         return self.model.forward(token_ids, positions, context).index_select(0, wanted)
-
-    def keep_paths(self, windows: Windows, rows: torch.Tensor, lens: torch.Tensor) -> None:
-        """Moves the KV of the accepted rows of trees to the front of their windows: lens `[B]` of
-        rows `[B, D+1]`."""
-        self.attention.keep_paths(windows, rows, lens)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """`[R, H]` -> `[R, V]` in the model's dtype, or this rank's columns."""

@@ -14,12 +14,12 @@ from time import monotonic
 
 import torch
 
-from tllm_spec.attention.interface import AttentionBackend, ContextPlans, GroupAttention
+from tllm_spec.attention.flashinfer import FlashInferContexts
+from tllm_spec.attention.interface import AttentionBackend, GroupAttention
 from tllm_spec.executor.device.transfer import to_device
-from tllm_spec.executor.engine.attention_groups import AttentionGroups
 from tllm_spec.executor.engine.memory_plan import DUMMY_PAGES
 from tllm_spec.executor.engine.model_engine import ModelEngine
-from tllm_spec.executor.engine.rows import ContextChunk
+from tllm_spec.executor.engine.rows import AttentionGroups, ContextChunk
 from tllm_spec.executor.graphs.slot_graphs import Captured, GraphPool
 from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.kernels.attention.paged_prefill import PrefillLimits
@@ -46,7 +46,7 @@ class ContextGraphs:
         self,
         engine: ModelEngine,
         backend: AttentionBackend,
-        plans: ContextPlans,
+        plans: FlashInferContexts,
         sizes: tuple[int, ...],
         dummy_slot: int,
         pool: GraphPool,

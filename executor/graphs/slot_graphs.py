@@ -73,23 +73,10 @@ class GraphPool:
             self._graphs.pop().reset()
 
 
-def replay_seconds(
-    replay: Callable[[], None],
-    in_a_row: float,
-    before: Callable[[], None] | None = None,
-    agree: Callable[[int], int] = int,
-) -> float:
-    """The device's time of one replay, in a row of replays that takes `in_a_row` seconds. Another
-    such row runs first, since the device's clock is lower under load than after a pause. `before`
-    is called before each replay. `agree`: as `GraphPool`; a replay waits for the other ranks'."""
-    number = agree(max(1, round(in_a_row / _row_seconds(replay, 1, before))))
-    _row_seconds(replay, number, before)
-    return _row_seconds(replay, number, before) / number
-
-
 def _row_seconds(
     replay: Callable[[], None], number: int, before: Callable[[], None] | None
 ) -> float:
+    """The device's time of so many replays in a row; `before` is called before each."""
     span = DeviceSpan()
     for _ in range(number):
         if before is not None:
@@ -113,10 +100,6 @@ class GraphKey:
     batch_size: int
     shape: DraftShape
     sampled: bool
-
-    @property
-    def draft_len(self) -> int:
-        return self.shape.depth
 
     @property
     def num_tokens(self) -> int:
@@ -228,7 +211,10 @@ class SlotGraphs(Generic[Result]):
         before each. slots: those that take part; None: the dummy slot only. No round may be in
         flight: its results would be overwritten."""
         replay = self.ready(key, slots)
-        return replay_seconds(replay, TIMED_SECONDS, renew, self._pool.agree)
+        number = self._pool.agree(max(1, round(TIMED_SECONDS / _row_seconds(replay, 1, renew))))
+        # The device's clock is lower after a pause than under load, so one row warms it up.
+        _row_seconds(replay, number, renew)
+        return _row_seconds(replay, number, renew) / number
 
     def ready(self, key: GraphKey, slots: list[int] | None = None) -> Callable[[], None]:
         """A function that replays the graph of a key for these slots."""

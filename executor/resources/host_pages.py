@@ -7,25 +7,17 @@ given to another page when all are taken."""
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
-from typing import Any, Protocol
+from typing import Any
 
+from tllm_spec.executor.device.transfer import HostCopies
 from tllm_spec.executor.resources.radix import Key, Node, RadixTree
-
-
-class PageCopies(Protocol):
-    """Copies between a place in host memory and a page of each layer group. They take effect in
-    the order of the calls, and before the next forward."""
-
-    def save(self, pages: Sequence[int], place: int) -> None: ...
-
-    def load(self, place: int, pages: Sequence[int]) -> None: ...
 
 
 class HostPages:
     """Which place has which page. A page is named by a hash of 128 bits of its key and of all keys
     before it, which is kept in the node."""
 
-    def __init__(self, num_places: int, copies: PageCopies) -> None:
+    def __init__(self, num_places: int, copies: HostCopies) -> None:
         self.num_places = num_places
         self._copies = copies
         self._free = list(range(num_places - 1, -1, -1))

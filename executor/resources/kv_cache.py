@@ -7,14 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tllm_spec.attention.kv_pool import KVPool
+from tllm_spec.attention.geometry import KVPool
 from tllm_spec.attention.recurrent import RecurrentMemory
 from tllm_spec.config.draft_shape import NO_DRAFTS, DraftShape
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.request import LlmRequest, RequestState
-from tllm_spec.executor.resources.interface import ResourceManager
+from tllm_spec.executor.resources.interface import BlockTable, ResourceManager, SequencePages
 from tllm_spec.executor.resources.paged_cache import PagedCache
-from tllm_spec.executor.resources.pages import BlockTable, SequencePages
 from tllm_spec.kernels.attention.visible_keys import KeySpan
 
 # While a round is in flight, a request takes and keeps pages for so many rounds ahead.
@@ -91,10 +90,6 @@ class KVCacheManager(ResourceManager):
         return {**self.cache.state(), "dtype": dtype, "bytes_per_token": num_bytes}
 
     @property
-    def num_groups(self) -> int:
-        return len(self.groups)
-
-    @property
     def longest_request(self) -> int | None:
         """Tokens that the pages of an empty cache have room for; None: any number."""
         own = [
@@ -106,7 +101,7 @@ class KVCacheManager(ResourceManager):
 
     def available(self) -> list[int]:
         """Pages of each group that can be taken now."""
-        return [self.cache.available(group) for group in range(self.num_groups)]
+        return [self.cache.available(group) for group in range(len(self.groups))]
 
     def promisable(self) -> list[int]:
         """Pages of each group that `claims` are compared with."""
@@ -121,9 +116,9 @@ class KVCacheManager(ResourceManager):
         """Pages of each group that the requests may come to hold up to their last tokens: in
         addition to what they hold, or in total where they release pages, since pages that two
         requests share become free only when both release them."""
-        claims = [0] * self.num_groups
+        claims = [0] * len(self.groups)
         for request in requests:
-            end, held = self.pages_for(last_token(request)), self.held(request)
+            end, held = self.cache.pages_for(last_token(request)), self.held(request)
             for group, own in enumerate(self.cache.groups):
                 if own.span is None:
                     claims[group] += max(0, end - held[group])
@@ -143,9 +138,6 @@ class KVCacheManager(ResourceManager):
         drafter adds."""
         return max(shape.num_nodes, shape.depth + self.extra_kv_tokens)
 
-    def pages_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self._page_size)
-
     def new_pages_needed(self, request: LlmRequest, num_tokens: int) -> list[int]:
         """Pages of each group by which starting a request and growing it to `num_tokens` tokens
         would lower `available`, at most; where it releases pages, those that it holds at once."""
@@ -153,12 +145,12 @@ class KVCacheManager(ResourceManager):
         needed = self.cache.new_pages_needed(tokens, num_tokens, request.cache_salt)
         for group, own in enumerate(self.cache.groups):
             if own.span is not None:
-                needed[group] = min(self.pages_for(num_tokens), self._most_pages(own.span))
+                needed[group] = min(self.cache.pages_for(num_tokens), self._most_pages(own.span))
         return needed
 
     def restore(self, request: LlmRequest) -> None:
         """Brings pages of the request's prompt back from host memory."""
-        if request.reuses_prefix:
+        if self.cache.host is not None and request.reuses_prefix:
             self.cache.restore(request.tokens, request.cache_salt)
 
     def match(self, request: LlmRequest) -> int:
@@ -169,7 +161,8 @@ class KVCacheManager(ResourceManager):
 
     def held(self, request: LlmRequest) -> list[int]:
         """How many pages of each group the request holds."""
-        return [len(own.pages) - own.first for own in self.cache.groups_of(request.request_id)]
+        groups = self.cache.sequences[request.request_id].groups
+        return [len(own.pages) - own.first for own in groups]
 
     def num_shared(self, request: LlmRequest) -> int:
         """Tokens in the request's cached pages."""
@@ -184,7 +177,7 @@ class KVCacheManager(ResourceManager):
         cached_len = self.cache.add_sequence(
             request.request_id, request.tokens, request.cache_salt, reuse=request.reuses_prefix
         )
-        self._rows[request.request_id] = self.cache.groups_of(request.request_id)[0]
+        self._rows[request.request_id] = self.cache.sequences[request.request_id].groups[0]
         self._write_rows(request)
         if self._states is not None and cached_len:
             node = self.cache.cached_end(request.request_id, cached_len)
@@ -202,13 +195,13 @@ class KVCacheManager(ResourceManager):
             end = min(end, first + snapshots.every - first % snapshots.every)
         return self._states.geometry.chunk_end(end, request.prompt_len) - first
 
-    def _take_snapshots(self, batch: ScheduledBatch) -> None:
+    def _take_snapshots(self, batch: ScheduledBatch, states: RecurrentMemory) -> None:
         """Copies the states of prompts that have come to where a prefix may be reused up to.
 
         The chunk before was launched, and the device works in order, so its pages can be cached
         before it is read."""
-        snapshots, states = self.cache.snapshots, self._states
-        if snapshots is None or states is None:
+        snapshots = self.cache.snapshots
+        if snapshots is None:
             return
         for request in batch.context_requests:
             if request.kv_len == 0 or request.kv_len % snapshots.every:
@@ -262,18 +255,10 @@ class KVCacheManager(ResourceManager):
         self.cache.store(request.request_id, self._determining(request, num_tokens))
         self._write_rows(request)
 
-    def release(self, request: LlmRequest, num_tokens: int) -> None:
-        """Ends the sequence; the first `num_tokens` tokens stay cached for reuse.
-
-        Nothing of a failed request does: its KV may hold NaN."""
-        if self._rows.pop(request.request_id, None) is None:
-            return
-        num_tokens = num_tokens if request.error is None else 0
-        self.cache.free(request.request_id, self._determining(request, num_tokens))
-
     def prepare_resources(self, batch: ScheduledBatch) -> None:
         """Sends the pages that the scheduler took to the device, in one copy."""
-        self._take_snapshots(batch)
+        if self._states is not None:
+            self._take_snapshots(batch, self._states)
         self.flush()
 
     def flush(self) -> None:
@@ -319,7 +304,13 @@ class KVCacheManager(ResourceManager):
         self._settled = batch.shape, batch.generation_requests
 
     def free_resources(self, request: LlmRequest) -> None:
-        self.release(request, request.kv_len)
+        """Ends the sequence; its first `kv_len` tokens stay cached for reuse.
+
+        Nothing of a failed request does: its KV may hold NaN."""
+        if self._rows.pop(request.request_id, None) is None:
+            return
+        num_tokens = request.kv_len if request.error is None else 0
+        self.cache.free(request.request_id, self._determining(request, num_tokens))
 
     def check_integrity(self) -> None:
         self.cache.check_integrity()
@@ -335,7 +326,7 @@ class KVCacheManager(ResourceManager):
 
     def _write_rows(self, request: LlmRequest) -> None:
         """Brings the request's block-table rows up to date; nothing to do in most rounds."""
-        rows = self.cache.groups_of(request.request_id)
+        rows = self.cache.sequences[request.request_id].groups
         for row, group in zip(rows, self.groups, strict=True):
             if row.num_known < len(row.pages):
                 self._settled = NO_DRAFTS, ()

@@ -11,8 +11,7 @@ from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from tllm_spec.executor.resources.host_pages import HostPages, restore
-from tllm_spec.executor.resources.kv_events import KVEventLog
-from tllm_spec.executor.resources.pages import (
+from tllm_spec.executor.resources.interface import (
     CachedSequence,
     CacheStats,
     PageGroup,
@@ -20,6 +19,7 @@ from tllm_spec.executor.resources.pages import (
     Snapshots,
     check_pages,
 )
+from tllm_spec.executor.resources.kv_events import KVEventLog
 from tllm_spec.executor.resources.radix import NO_PAGE, Key, Node, RadixTree, num_unreferenced
 
 
@@ -65,6 +65,7 @@ class PagedCache:
         self.lookahead = lookahead
         self.stats = CacheStats()
         self._spans = [(i, own.span) for i, own in enumerate(groups) if own.span is not None]
+        self.has_spans = bool(self._spans)  # whether some group releases pages
         self._reuse = enable_block_reuse
         self._partial_reuse = enable_block_reuse and enable_partial_reuse and snapshots is None
         self._free_pages = [list(range(own.num_pages - 1, 0, -1)) for own in groups]
@@ -72,9 +73,10 @@ class PagedCache:
         self.snapshots = snapshots
         if snapshots is not None:
             self._tree.on_leave = snapshots.drop
-        self._sequences: dict[int, CachedSequence] = {}
+        # Live: set `num_known` of their pages, change nothing else.
+        self.sequences: dict[int, CachedSequence] = {}
         self._log: KVEventLog | None = None
-        self._host = host
+        self.host = host
         assert host is None or not (self._spans or snapshots)
 
     def log_events(self) -> KVEventLog:
@@ -83,11 +85,6 @@ class PagedCache:
         log = KVEventLog(self.page_size, self._tree.is_current, self.lookahead, spans)
         self._tree.log = self._log = log
         return log
-
-    @property
-    def has_spans(self) -> bool:
-        """Whether some group releases pages."""
-        return bool(self._spans)
 
     def available(self, group: int = 0) -> int:
         """Pages that can be allocated now: free ones, and cached ones without references."""
@@ -112,8 +109,8 @@ class PagedCache:
         """Brings pages of the tokens' beginning back from host memory, as far as other cached pages
         make room. `match` finds them then, and what `add_sequence` and `extend` need is the
         same."""
-        if self._host is not None and self._reuse:
-            restore(self._host, self._tree, self._tree.root_of(salt), tokens, self._new_node)
+        if self.host is not None and self._reuse:
+            restore(self.host, self._tree, self._tree.root_of(salt), tokens, self._new_node)
 
     def _new_node(self, parent: Node, key: Key) -> Node | None:
         """A node with new pages; None if a group has none."""
@@ -132,7 +129,7 @@ class PagedCache:
 
         Matched pages without references count: holding them makes them unavailable."""
         nodes, source, _, firsts = self._find_prefix(tokens, self._tree.root_of(salt))
-        num_new = max(self._pages_for(num_tokens) - len(nodes), int(source is not None))
+        num_new = max(self.pages_for(num_tokens) - len(nodes), int(source is not None))
         return [
             num_new + num_unreferenced(nodes[first:], group) for group, first in enumerate(firsts)
         ]
@@ -144,7 +141,7 @@ class PagedCache:
 
         It has at most `len(tokens) - 1` tokens, since the last one's logits are wanted. A partly
         matching page is copied."""
-        assert seq_id not in self._sequences, f"sequence {seq_id} exists"
+        assert seq_id not in self.sequences, f"sequence {seq_id} exists"
         root = self._tree.root_of(salt)
         nodes, source, num_copied, firsts = self._find_prefix(tokens if reuse else (), root)
         self._tree.hold(nodes, firsts)  # before an eviction could take the pages just matched
@@ -157,11 +154,15 @@ class PagedCache:
             if source is not None:
                 own += self._take_pages(group, 1)
                 self.groups[group].copy_page(source.pages[group], own[-1])
-        self._sequences[seq_id] = CachedSequence(groups, nodes, root)
+        self.sequences[seq_id] = CachedSequence(groups, nodes, root)
         cached_len = len(nodes) * self.page_size + num_copied
-        reported = self.reported_len(cached_len, salt)
-        num_pages = self._pages_for(len(tokens))
-        self.stats.add(len(tokens), num_pages, reported, len(nodes), int(source is not None))
+        stats, reported = self.stats, self.reported_len(cached_len, salt)
+        num_copies = int(source is not None)
+        stats.reused_tokens += reported
+        stats.missed_tokens += len(tokens) - reported
+        stats.reused_pages += len(nodes)
+        stats.copied_pages += num_copies
+        stats.missed_pages += self.pages_for(len(tokens)) - len(nodes) - num_copies
         return cached_len
 
     def start_version(self, version: int) -> None:
@@ -175,8 +176,8 @@ class PagedCache:
     def extend(self, seq_id: int, num_tokens: int) -> bool:
         """Takes pages for the first `num_tokens` tokens; False, and nothing changed, if there are
         too few."""
-        sequence = self._sequences[seq_id]
-        missing = self._pages_for(num_tokens) - sequence.num_pages
+        sequence = self.sequences[seq_id]
+        missing = self.pages_for(num_tokens) - sequence.num_pages
         if missing <= 0:
             return True
         if missing > self.num_available:
@@ -188,7 +189,7 @@ class PagedCache:
     def rewind(self, seq_id: int, num_tokens: int) -> int:
         """Keeps the pages of the first `num_tokens` tokens; returns how many it frees in each
         group."""
-        sequence, keep = self._sequences[seq_id], self._pages_for(num_tokens)
+        sequence, keep = self.sequences[seq_id], self.pages_for(num_tokens)
         assert num_tokens >= len(sequence.nodes) * self.page_size, (
             f"a rewind of {seq_id} cuts into shared pages"
         )
@@ -205,7 +206,7 @@ class PagedCache:
     def slide(self, seq_id: int, position: int) -> None:
         """Releases the pages that no query from `position` on sees. Those in the tree stay
         cached."""
-        sequence = self._sequences[seq_id]
+        sequence = self.sequences[seq_id]
         for group, span in self._spans:
             own = sequence.groups[group]
             first = span.first_key(position) // self.page_size
@@ -226,7 +227,7 @@ class PagedCache:
         before it. Costs only the pages not stored yet. Where an equal page is cached already, the
         sequence moves to it and frees its own: a holder of a node must hold the node's ancestors
         (see radix.py)."""
-        sequence, size = self._sequences[seq_id], self.page_size
+        sequence, size = self.sequences[seq_id], self.page_size
         num_stored = len(tokens) - self.lookahead
         assert num_stored <= sequence.num_pages * size, (
             f"sequence {seq_id} has no pages for {num_stored} tokens"
@@ -241,7 +242,7 @@ class PagedCache:
         """Ends the sequence. The KV of `tokens` is stored first (see `store`), a last partial page
         included."""
         self.store(seq_id, tokens)
-        sequence = self._sequences.pop(seq_id)
+        sequence = self.sequences.pop(seq_id)
         start = len(sequence.nodes)
         tail = tuple(tokens[start * self.page_size :])
         if 0 < len(tail) - self.lookahead < self.page_size and self._partial_reuse:
@@ -252,29 +253,25 @@ class PagedCache:
                 start += 1
         for group, own in enumerate(sequence.groups):
             self._free_pages[group].extend(own.pages[max(start, own.first) :])
-        self._tree.release(sequence.nodes, sequence.firsts)
+        self._tree.release(sequence.nodes, [own.first for own in sequence.groups])
 
     def cached_end(self, seq_id: int, num_tokens: int) -> Node | None:
         """The node that the sequence's first `num_tokens` tokens end with; None: they are not
         cached."""
-        nodes, number = self._sequences[seq_id].nodes, num_tokens // self.page_size
+        nodes, number = self.sequences[seq_id].nodes, num_tokens // self.page_size
         return nodes[number - 1] if 0 < number <= len(nodes) else None
-
-    def groups_of(self, seq_id: int) -> list[SequencePages]:
-        """The sequence's pages in each group. Live: set `num_known`, change nothing else."""
-        return self._sequences[seq_id].groups
 
     def pages(self, seq_id: int, group: int = 0) -> list[int]:
         """The sequence's pages in one group, in order. The live list: do not change it."""
-        return self._sequences[seq_id].groups[group].pages
+        return self.sequences[seq_id].groups[group].pages
 
     def num_shared(self, seq_id: int) -> int:
         """Tokens of the sequence's pages in the tree."""
-        return len(self._sequences[seq_id].nodes) * self.page_size
+        return len(self.sequences[seq_id].nodes) * self.page_size
 
     def private_pages(self, seq_id: int, group: int = 0) -> list[int]:
         """The pages after those in the tree: only this sequence reads or writes them."""
-        return self._sequences[seq_id].private_pages(group)
+        return self.sequences[seq_id].private_pages(group)
 
     def state(self) -> dict[str, Any]:
         """Page counts and counters as plain values. A page that a sequence holds counts as used,
@@ -282,7 +279,7 @@ class PagedCache:
         several groups `groups` has all of them."""
         counts = [self._counts(group) for group in range(len(self.groups))]
         scarcest = min(counts, key=lambda own: 1 - own["used"] / own["num_pages"])
-        host = {} if self._host is None else {"host": self._host.state()}
+        host = {} if self.host is None else {"host": self.host.state()}
         state = {**scarcest, "page_size": self.page_size, **asdict(self.stats), **host}
         return state if len(counts) == 1 else {**state, "groups": counts}
 
@@ -297,25 +294,26 @@ class PagedCache:
         for group in range(len(self.groups)):
             while self._tree.num_evictable(group):
                 self._give_back(self._tree.evict(group))
-        if self._host is not None:
-            self._host.clear()
+        if self.host is not None:
+            self.host.clear()
         if self._log is not None and self._tree.is_empty:
             self._log.clear()
 
     def check_integrity(self) -> None:
         """Raises AssertionError with a sentence about a page that is lost, listed twice or
         miscounted."""
-        check_pages(self.groups, self._free_pages, self._tree, self._sequences)
+        check_pages(self.groups, self._free_pages, self._tree, self.sequences)
         if self.snapshots is not None:
             self.snapshots.check_integrity(self._tree.nodes())
-        if self._host is not None:
-            self._host.check_integrity()
+        if self.host is not None:
+            self.host.check_integrity()
 
     def _find_prefix(self, tokens: Sequence[int], root: Node) -> _Prefix:
         """The longest cached prefix from which every group can go on."""
         limit = max(len(tokens) - 1, 0)
         nodes = self._tree.match(root, tokens, limit) if self._reuse else []
-        del nodes[self._num_resumable(nodes) :]
+        if self._spans or self.snapshots is not None:
+            del nodes[self._num_resumable(nodes) :]
         end = nodes[-1] if nodes else root
         source, num_copied = self._find_source(tokens, end, len(nodes) * self.page_size, limit)
         firsts = self._firsts(len(nodes) * self.page_size + num_copied)
@@ -330,10 +328,7 @@ class PagedCache:
     def _num_resumable(self, nodes: list[Node]) -> int:
         """The largest number of the nodes after which every group has the pages that the next query
         sees, and the states of all tokens so far are there."""
-        snapshots = self.snapshots
-        if not self._spans and snapshots is None:
-            return len(nodes)
-        found, size = 0, self.page_size
+        found, size, snapshots = 0, self.page_size, self.snapshots
         runs = [0] * len(self._spans)  # pages in a row up to the latest node
         for number, node in enumerate(nodes, 1):
             enough = snapshots is None or node in snapshots
@@ -382,8 +377,8 @@ class PagedCache:
         while len(free) < number:
             self.stats.evicted_pages += 1
             node = self._tree.next_evicted(group)
-            if self._host is not None and self._tree.is_full(node):
-                self._host.save(node)
+            if self.host is not None and self._tree.is_full(node):
+                self.host.save(node)
             self._give_back(self._tree.evict(group))
         num_kept = len(free) - number
         taken = free[: num_kept - 1 if num_kept else None : -1]  # as if taken one by one
@@ -396,5 +391,5 @@ class PagedCache:
             if page != NO_PAGE:
                 free.append(page)
 
-    def _pages_for(self, num_tokens: int) -> int:
+    def pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)

@@ -121,7 +121,10 @@ class RadixTree:
 
     def root_of(self, salt: str | None) -> Node:
         """The empty prefix of the requests with this salt. It is never held and never evicted."""
-        return self._roots.setdefault((self._version, salt), self._new_root(salt))
+        root = self._roots.get((self._version, salt))
+        if root is None:
+            root = self._roots[self._version, salt] = self._new_root(salt)
+        return root
 
     def _new_root(self, salt: str | None) -> Node:
         root = Node((), [NO_PAGE] * len(self._keeps_all), None, salt)

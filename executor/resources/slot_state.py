@@ -14,14 +14,11 @@ import torch
 from tllm_spec.config.draft_shape import DraftShape, DraftShapes
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.interface import SeqSlotManager
-from tllm_spec.kernels.drafts.path_trees import path_ranks
 from tllm_spec.kernels.slots import slot_windows
 from tllm_spec.kernels.slots.accept import (
-    Accepted,
     Drafts,
     DraftTree,
     SlotTables,
-    SyntheticRates,
     TreeTables,
 )
 from tllm_spec.kernels.slots.choose_rows import DraftValues, choose_rows, features_of, learn_values
@@ -92,10 +89,10 @@ class SlotState:
         self._steps = torch.arange(max_draft_len + 1, device=device).unsqueeze(1)
         # Where drafts may be trees: how the rows of each window follow each other.
         size = shapes.longest.window, device
-        self._trees = _new_trees(num_rows, *size) if shapes.has_trees else None
+        self.trees = _new_trees(num_rows, *size) if shapes.has_trees else None
         self._chain = _chain_tree(*size) if shapes.has_trees else None
         own = self.kv_lens, self.window, self.num_drafts, self.previous_token
-        self._tables = SlotTables(*own, self._trees)
+        self.tables = SlotTables(*own, self.trees)
         self._expected = torch.zeros(
             (num_rows, len(shapes.budgets)), dtype=torch.int64, device=device
         )
@@ -128,18 +125,16 @@ class SlotState:
             self.values.features[slot_ids, : features.shape[1]] = features
         if self._chain is not None and not isinstance(drafts, DraftTree):
             drafts = _as_tree(drafts, self._chain)
-        slot_windows.write_drafts(self._tables, slot_ids, drafts, self._draft_limits)
+        slot_windows.write_drafts(self.tables, slot_ids, drafts, self._draft_limits)
 
-    def num_verified(self, slot_ids: torch.Tensor, shape: DraftShape) -> torch.Tensor | None:
-        """How many real drafts the windows of this shape of slots `[B]` have, `[B]`; None: the host
-        knows. Before the slots advance."""
-        if not self.counts_drafts:
-            return None
+    def num_verified(self, slot_ids: torch.Tensor, shape: DraftShape) -> torch.Tensor:
+        """How many real drafts the windows of this shape of slots `[B]` have, `[B]`, before the
+        slots advance."""
         return gather_rows(self.num_drafts, slot_ids).clamp_max(shape.num_nodes)
 
     def num_real(self, slot_ids: torch.Tensor, shape: DraftShape) -> torch.Tensor:
-        """As `num_verified`, also where the host knows it; for trees, on the longest path."""
-        numbers = gather_rows(self.num_drafts, slot_ids).clamp_max(shape.num_nodes)
+        """As `num_verified`; for trees, on the longest path."""
+        numbers = self.num_verified(slot_ids, shape)
         return self._on_longest_path(slot_ids, numbers, shape)
 
     def _on_longest_path(
@@ -147,24 +142,23 @@ class SlotState:
     ) -> torch.Tensor:
         """How many of the first `numbers` `[B]` drafts of slots `[B]` are on the longest path that
         windows of this shape verify. A tree that was drafted for another shape may be deeper."""
-        if self._trees is None:
+        if self.trees is None:
             return numbers
-        depths = self._trees.depths[slot_ids, numbers]  # nodes are ordered by depth
+        depths = self.trees.depths[slot_ids, numbers]  # nodes are ordered by depth
         return depths.clamp_max(shape.depth)
 
-    def tree(self, slot_ids: torch.Tensor, shape: DraftShape) -> WindowTree | None:
-        """The trees in windows of this shape of slots `[B]`; None: they are chains."""
-        if self._trees is None or not shape.num_nodes:
-            return None
-        depths = gather_rows(self._trees.depths[:, : shape.window], slot_ids)
-        bits = gather_rows(self._trees.bits[:, : shape.window], slot_ids)
+    def tree(self, slot_ids: torch.Tensor, shape: DraftShape) -> WindowTree:
+        """The trees in windows of this shape of slots `[B]`, where drafts may be trees."""
+        assert self.trees is not None
+        depths = gather_rows(self.trees.depths[:, : shape.window], slot_ids)
+        bits = gather_rows(self.trees.bits[:, : shape.window], slot_ids)
         return WindowTree(shape.depth, depths, bits)
 
     def parents(self, slot_ids: torch.Tensor, width: int) -> torch.Tensor:
         """`[B, W]`: of the rows of trees in windows of slots `[B]`; -1 for the root and for rows
         that are padding."""
-        assert self._trees is not None
-        parents = self._trees.parents.index_select(0, slot_ids)[:, :width]
+        assert self.trees is not None
+        parents = self.trees.parents.index_select(0, slot_ids)[:, :width]
         last = self.num_drafts.index_select(0, slot_ids).unsqueeze(1)
         return parents.masked_fill(torch.arange(width, device=self.device) > last, -1)
 
@@ -181,11 +175,11 @@ class SlotState:
         self.num_drafts.index_fill_(0, slot_ids, 0)
         self.previous_token[slot_ids] = context_tail
 
-    def limit_drafts(self, slot_ids: torch.Tensor, rows: RoundRows) -> None:
-        """Only drafts that have a row in this round are verified, of slots `[B]` with `rows`."""
-        if rows.offsets is not None:
-            num_drafts = self.num_drafts.index_select(0, slot_ids)
-            self.num_drafts[slot_ids] = torch.minimum(num_drafts, rows.offsets.diff() - 1)
+    def limit_drafts(self, slot_ids: torch.Tensor, offsets: torch.Tensor) -> None:
+        """Only drafts that have a row in this round are verified, of slots `[B]` whose rows have
+        these offsets."""
+        num_drafts = self.num_drafts.index_select(0, slot_ids)
+        self.num_drafts[slot_ids] = torch.minimum(num_drafts, offsets.diff() - 1)
 
     def choose_rows(self, slot_ids: torch.Tensor, shape: DraftShape, num_rows: int) -> RoundRows:
         """The rows of a round's windows of slots `[B]`. Drafts without a row are not verified."""
@@ -215,36 +209,6 @@ class SlotState:
         """A round of slots `[B]` has verified as many drafts and emitted as many tokens."""
         if self.values is not None:
             learn_values(self.values, num_verified, slot_ids, new_lens)
-
-    def accept(
-        self,
-        slot_ids: torch.Tensor,
-        kv_lens: torch.Tensor,
-        targets: torch.Tensor,
-        tree: WindowTree | None,
-        synthetic: SyntheticRates | None,
-    ) -> Accepted:
-        """See `accept_windows`. kv_lens `[B]`, the target's tokens `[B, W]` and trees, if the
-        windows have any, of slots `[B]`. Device work only."""
-        depth = None if tree is None else tree.depth
-        own = slot_ids, kv_lens, targets, depth, synthetic
-        return slot_windows.accept_windows(self._tables, *own)
-
-    def path_ranks(
-        self,
-        slot_ids: torch.Tensor,
-        num_drafts: torch.Tensor,
-        accepted: Accepted,
-        width: int,
-    ) -> torch.Tensor:
-        """See `kernels.path_ranks`."""
-        assert self._trees is not None and accepted.rows is not None
-        rows = accepted.rows, accepted.lens
-        return path_ranks(self._trees.parents, slot_ids, num_drafts, *rows, width)
-
-    def advance(self, slot_ids: torch.Tensor, kv_lens: torch.Tensor, accepted: Accepted) -> None:
-        """The rounds of slots `[B]` have emitted what was accepted by another rule."""
-        slot_windows.advance(self._tables, slot_ids, kv_lens, accepted)
 
 
 def _as_tree(drafts: Drafts, chain: TreeTables) -> DraftTree:

@@ -5,7 +5,7 @@ A round is split where its drafts are made in launches of their own, where the h
 grammars between the two, where a request's rules need more than a graph knows (then the tail is
 eager), and where no graph fits (then both are)."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from operator import attrgetter
 
 import torch
@@ -17,8 +17,8 @@ from tllm_spec.executor.engine.rows import TreeRows, Windows
 from tllm_spec.executor.graphs.slot_graphs import CudaGraphs, GraphKey, GraphPool, WindowGraphs
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.slot_state import WindowTree
-from tllm_spec.executor.sampling.logprobs import LogprobRows
-from tllm_spec.executor.sampling.row_group import RowGroup
+from tllm_spec.executor.sampling.logits import LogprobRows
+from tllm_spec.executor.sampling.row_group import RowGroup, RowPositions
 from tllm_spec.executor.sampling.sampler import Sampler
 from tllm_spec.executor.speculative.drafting.drafter import (
     ContextResult,
@@ -32,17 +32,6 @@ from tllm_spec.kernels.slots.round_rows import RoundRows
 from tllm_spec.kernels.slots.row_copies import gather_rows
 
 _graph_samples, _slot = attrgetter("graph_samples"), attrgetter("slot")
-
-
-@dataclass(frozen=True)
-class SlotWindows:
-    """The windows of slots, with drafts of one shape. `tree`: None for chains. `read_rows`: see
-    `WindowResult`."""
-
-    rows: Windows
-    shape: DraftShape
-    tree: WindowTree | None
-    read_rows: torch.Tensor | None = None
 
 
 class DecodeRounds:
@@ -62,6 +51,7 @@ class DecodeRounds:
         self.engine = engine
         self.sampler = sampler
         self.drafter = drafter
+        self.drafts_ahead = drafter.drafts_ahead
         self.graphs: WindowGraphs | None = None
         self._recorder = recorder
         self._slots, self._groups = sampler.slots, sampler.groups
@@ -73,28 +63,33 @@ class DecodeRounds:
 
     def run(self, batch: ScheduledBatch, logprobs: LogprobRows) -> SampledTokens:
         """The batch's windows: one graph, two, or what no graph holds kernel by kernel."""
-        replayed = self._replay(batch)
-        if isinstance(replayed, SampledTokens):
-            return replayed
-        group, shape = self.group(batch), batch.shape
-        if replayed is None:
-            windows = self.batch_windows(batch, group)
-            hidden = self.engine.forward([], windows.rows)
-        else:
-            part = self._chosen_part(len(group.slots), shape, len(replayed))
-            windows = self._windows(group.slots, shape, batch.max_kv_len, part)
+        graphs, shape, hidden = self.graphs, batch.shape, None
+        if graphs is not None and batch.row_counts is None:
+            replayed = self._replay(graphs, batch)
+            if isinstance(replayed, SampledTokens):
+                return replayed
             hidden = replayed
-        windows, hidden = whole_windows(windows, hidden)
-        result = self.sample(group, windows, self.engine.compute_logits(hidden), logprobs)
+        if hidden is None:
+            group, windows = self.batch_windows(batch)
+            hidden = self.engine.forward([], windows)
+        else:
+            group = self._groups.get(batch.generation_requests, shape.window)
+            part = self._chosen_part(len(group.slots), shape, len(hidden))
+            windows = self._windows(group.slots, shape, batch.max_kv_len, part)
+        read_rows = None
+        if shape.is_ragged:
+            windows, hidden, read_rows = whole_windows(windows, hidden)
+        logits = self.engine.compute_logits(hidden)
+        result = self.sample(group, windows, shape, logits, logprobs, read_rows)
         self.draft(None, result, group, batch.new_shape)
         return result.sampled
 
-    def _replay(self, batch: ScheduledBatch) -> SampledTokens | torch.Tensor | None:
+    def _replay(
+        self, graphs: WindowGraphs, batch: ScheduledBatch
+    ) -> SampledTokens | torch.Tensor | None:
         """The round's results; hidden states `[T, H]` where only the forward has a graph; None
         where no graph fits."""
-        requests, shape, graphs = batch.generation_requests, batch.shape, self.graphs
-        if graphs is None or batch.row_counts is not None:
-            return None
+        requests, shape = batch.generation_requests, batch.shape
         slots, is_sampled = list(map(_slot, requests)), _way_of_sampling(requests)
         if is_sampled is not None and not self._masks.has_windows:
             sampled = graphs.whole.replay(slots, shape, is_sampled)
@@ -109,7 +104,7 @@ class DecodeRounds:
             sampled = graphs.tails.replay(slots, shape, is_sampled)
             assert sampled is not None, "each forward has its tails"
             return sampled
-        return forward.result if shape.is_ragged else forward.result[: batch.num_window_rows]
+        return forward.result[: None if shape.is_ragged else batch.num_window_rows]
 
     def draft(
         self,
@@ -123,7 +118,7 @@ class DecodeRounds:
         windows."""
         drafter = self.drafter
         if drafter.when is not When.HOST:
-            if contexts is None and drafter.drafts_ahead:
+            if contexts is None and self.drafts_ahead:
                 group = self._groups.one_row_each(group)
             drafts = drafter.propose(contexts, windows, group, shape)
             if drafts is not None:
@@ -137,7 +132,7 @@ class DecodeRounds:
         """Called after the sampling of a forward with context chunks. windows: those of the same
         forward."""
         drafting = batch.last_chunk_requests
-        if windows is not None and self.drafter.drafts_ahead:
+        if windows is not None and self.drafts_ahead:
             drafting = drafting + batch.generation_requests
         is_wanted = windows is not None or batch.drafts_after_contexts
         shape = batch.new_shape if is_wanted else NO_DRAFTS
@@ -183,7 +178,7 @@ class DecodeRounds:
         self._slots.reset_dummy()
         part = self._choose_part(slot_ids, shape, shape.num_rows(len(slot_ids)))
         windows = self._windows(slot_ids, shape, max_kv_len or self.max_len, part)
-        return self._end(windows, self.engine.forward([], windows.rows), is_sampled)
+        return self._end(windows, shape, self.engine.forward([], windows), is_sampled)
 
     def _forward(self, slot_ids: torch.Tensor, shape: DraftShape, is_sampled: bool) -> torch.Tensor:
         """Hidden states of the slots' windows, `[T, H]`: the same for every way of sampling."""
@@ -191,7 +186,7 @@ class DecodeRounds:
         part = self._choose_part(slot_ids, shape, shape.num_rows(len(slot_ids)))
         self._keep_offsets(part)
         windows = self._windows(slot_ids, shape, self.max_len, part)
-        hidden = self.engine.forward([], windows.rows)
+        hidden = self.engine.forward([], windows)
         return self._hidden[: len(hidden)].copy_(hidden)
 
     def _tail(self, slot_ids: torch.Tensor, shape: DraftShape, is_sampled: bool) -> SampledTokens:
@@ -200,7 +195,7 @@ class DecodeRounds:
         hidden = self._hidden[: shape.num_rows(len(slot_ids))]
         part = self._chosen_part(len(slot_ids), shape, len(hidden))
         windows = self._windows(slot_ids, shape, self.max_len, part)
-        return self._end(windows, hidden, is_sampled, is_masked=True)
+        return self._end(windows, shape, hidden, is_sampled, is_masked=True)
 
     def _prepare_dummy_tail(self, key: GraphKey) -> None:
         """Prepares the slots for a tail of dummy requests that no forward came before."""
@@ -214,22 +209,25 @@ class DecodeRounds:
 
     def _end(
         self,
-        windows: SlotWindows,
+        windows: Windows,
+        shape: DraftShape,
         hidden: torch.Tensor,
         is_sampled: bool,
         *,
         is_masked: bool = False,
     ) -> SampledTokens:
         """is_masked: by the masks that were sent."""
-        if self.drafter.reads_whole_windows:
-            windows, hidden = whole_windows(windows, hidden)
-        slot_ids, part = windows.rows.slots, windows.rows.part
-        group = self._groups.of_slots(slot_ids, windows.shape.window, sampled=is_sampled, rows=part)
+        read_rows = None
+        if self.drafter.reads_whole_windows and shape.is_ragged:
+            windows, hidden, read_rows = whole_windows(windows, hidden)
+        group = self._groups.of_slots(
+            windows.slots, shape.window, sampled=is_sampled, rows=windows.part
+        )
         logits = self.engine.compute_logits(hidden)
         if is_masked:
             self._masks.apply_sent(logits, group)
-        result = self.sample(group, windows, logits, LogprobRows())
-        self.draft(None, result, group, windows.shape)
+        result = self.sample(group, windows, shape, logits, LogprobRows(), read_rows)
+        self.draft(None, result, group, shape)
         return result.sampled
 
     @property
@@ -237,13 +235,14 @@ class DecodeRounds:
         """The KV length of the longest request that there can be."""
         return self.engine.rows.max_len
 
-    def group(self, batch: ScheduledBatch) -> RowGroup:
-        return self._groups.get(batch.generation_requests, batch.shape.window, batch.row_counts)
-
-    def batch_windows(self, batch: ScheduledBatch, group: RowGroup) -> SlotWindows:
-        """The windows of the batch's group."""
-        part = self._choose_part(group.slots, batch.shape, batch.num_window_rows) or group.rows
-        return self._windows(group.slots, batch.shape, batch.max_kv_len, part)
+    def batch_windows(self, batch: ScheduledBatch) -> tuple[RowGroup, Windows]:
+        """The batch's generating requests as a group, and their windows."""
+        shape = batch.shape
+        group = self._groups.get(batch.generation_requests, shape.window, batch.row_counts)
+        part: RoundRows | None = group.rows
+        if shape.is_ragged:
+            part = self._choose_part(group.slots, shape, batch.num_window_rows)
+        return group, self._windows(group.slots, shape, batch.max_kv_len, part)
 
     def _choose_part(
         self, slot_ids: torch.Tensor, shape: DraftShape, num_rows: int
@@ -271,48 +270,63 @@ class DecodeRounds:
         shape: DraftShape,
         max_kv_len: int,
         part: RoundRows | None = None,
-    ) -> SlotWindows:
+    ) -> Windows:
         """part: see `Windows`."""
-        tree, width = self._slots.tree(slot_ids, shape), shape.window
-        rows = Windows(
+        width, tree = shape.window, None
+        if width > 1 and self._slots.shapes.has_trees:
+            own = self._slots.tree(slot_ids, shape)
+            tree = TreeRows(own.depths, TreeMask(own.bits, width))
+        return Windows(
             slots=slot_ids,
             first=gather_rows(self._slots.kv_lens, slot_ids),
             token_ids=gather_rows(self._slots.window[:, :width], slot_ids),
             max_kv_len=max_kv_len,
-            tree=None if tree is None else TreeRows(tree.depths, TreeMask(tree.bits, width), 0),
+            tree=tree,
             part=part,
         )
-        return SlotWindows(rows, shape, tree)
 
     def sample(
-        self, group: RowGroup, windows: SlotWindows, logits: torch.Tensor, logprobs: LogprobRows
+        self,
+        group: RowGroup,
+        windows: Windows,
+        shape: DraftShape,
+        logits: torch.Tensor,
+        logprobs: LogprobRows,
+        read_rows: torch.Tensor | None = None,
     ) -> WindowResult:
-        """Accepts drafts and advances the slots. logits `[T, V]`: of the windows' rows."""
-        self._slots.limit_drafts(group.slots, group.rows)
-        probs, rows = self.drafter.draft_probs(group), windows.rows
-        num_verified = self._slots.num_verified(rows.slots, windows.shape)
-        sampled = self.sampler.sample_windows(
-            group, logits, rows.first, probs, logprobs, windows.tree
-        )
+        """Accepts drafts of this shape and advances the slots. logits `[T, V]`: of the windows'
+        rows. read_rows: see `WindowResult`."""
+        slots, slot_ids, probs, num_verified = self._slots, windows.slots, None, None
+        if group.rows.offsets is not None:
+            slots.limit_drafts(group.slots, group.rows.offsets)
+        if self.sampler.rejection:
+            probs = self.drafter.draft_probs(group)
+        if slots.counts_drafts:
+            num_verified = slots.num_verified(slot_ids, shape)
+        tree = None
+        if windows.tree is not None:
+            tree = WindowTree(shape.depth, windows.tree.depths, windows.tree.mask.bits)
+        at = RowPositions(windows.first, 1, tree)
+        sampled = self.sampler.sample(group, logits, at, probs, logprobs)
         if sampled.rows is not None:
-            self.engine.keep_paths(rows, sampled.rows, sampled.new_lens)
+            self.engine.attention.keep_paths(windows, sampled.rows, sampled.new_lens)
         if num_verified is not None:
-            self._slots.learn(rows.slots, num_verified, sampled.new_lens)
-            columns = self._slots.reported(rows.slots, num_verified, windows.shape)
+            slots.learn(slot_ids, num_verified, sampled.new_lens)
+            columns = slots.reported(slot_ids, num_verified, shape)
             sampled = replace(sampled, num_drafts=columns)
-        return WindowResult(rows, sampled, windows.shape, windows.read_rows)
+        return WindowResult(windows, sampled, shape, read_rows)
 
 
-def whole_windows(windows: SlotWindows, hidden: torch.Tensor) -> tuple[SlotWindows, torch.Tensor]:
+def whole_windows(
+    windows: Windows, hidden: torch.Tensor
+) -> tuple[Windows, torch.Tensor, torch.Tensor]:
     """Pads windows and the hidden states `[T, H]` of their rows to whole windows, for groups with
     rules that only the host knows. Rows that the device gave to other requests are filled with
-    copies of the request's last row; no draft there is accepted."""
-    part = windows.rows.part
-    if not windows.shape.is_ragged or part is None or part.offsets is None:
-        return windows, hidden
-    rows = replace(windows.rows, part=None)
-    read_rows = part.padded_rows.flatten()
-    return replace(windows, rows=rows, read_rows=read_rows), hidden.index_select(0, read_rows)
+    copies of the request's last row; no draft there is accepted. The third is `read_rows` of
+    `WindowResult`."""
+    assert windows.part is not None
+    read_rows = windows.part.padded_rows.flatten()
+    return replace(windows, part=None), hidden.index_select(0, read_rows), read_rows
 
 
 def _way_of_sampling(requests: list[LlmRequest]) -> bool | None:

@@ -1,22 +1,68 @@
-"""What the host learns when it reads a round: the new tokens of each request, which requests have
-ended, and how many drafts were accepted.
+"""The results of a round: on their way to the host, and what the host learns when it reads them.
 
 Most requests of most rounds only grow by their run of tokens. That is the short way through the
 loop over windows, which takes most of the host's time for a round."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from time import monotonic, perf_counter
 
-from tllm_spec.executor.batch import ScheduledBatch
-from tllm_spec.executor.device.transfer import DeviceSpan
-from tllm_spec.executor.faults import described
+import torch
+
+from tllm_spec.executor.batch import SampledTokens, ScheduledBatch
+from tllm_spec.executor.device.transfer import DeviceSpan, ToHost
 from tllm_spec.executor.request import NO_TOKEN, LlmRequest, RequestState
-from tllm_spec.executor.rounds.round_results import LaunchedRound
+from tllm_spec.executor.sampling.logits import LogprobRows
 from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
 from tllm_spec.executor.speculative.draft_length.decisions import ObservedRound
 from tllm_spec.kernels.slots.choose_rows import EXPECTED_SCALE
 from tllm_spec.outputs import Logprob
+from tllm_spec.request_errors import described
+
+
+def joined(parts: Sequence[SampledTokens], width: int, device: torch.device) -> SampledTokens:
+    """The results of all requests as one, rows padded to `width` tokens."""
+    if len(parts) == 1 and parts[0].new_tokens.shape[1] == width and parts[0].ranks is None:
+        return parts[0]
+    if not parts:  # chunks of contexts only, and none of them the last
+        empty = torch.empty((0, width), dtype=torch.int64, device=device)
+        return SampledTokens(empty, empty[:, 0])
+    lens = torch.cat([p.new_lens for p in parts])
+    tokens = [
+        torch.nn.functional.pad(p.new_tokens, (0, width - p.new_tokens.shape[1])) for p in parts
+    ]
+    counts = [part.num_drafts for part in parts if part.num_drafts is not None]
+    num_drafts = None
+    if counts:  # contexts had none
+        none = counts[0].new_zeros((len(lens) - len(counts[0]), counts[0].shape[1]))
+        num_drafts = torch.cat((none, *counts))
+    return SampledTokens(torch.cat(tokens), lens, num_drafts=num_drafts)
+
+
+# A round that was launched on the device, and the way to its results.
+
+
+@dataclass(frozen=True)
+class LaunchedRound:
+    """A round that runs on the device, until `wait`."""
+
+    batch: ScheduledBatch
+    ended_contexts: list[LlmRequest]
+    num_drafts: list[int]  # really proposed as far as the host knows, per generating request
+    to_host: ToHost
+    logprob_rows: LogprobRows
+    # When the results were on the host, by perf_counter; None: not before they are waited for.
+    ended_at: float | None
+    # What the device does after sending the results; None: nothing.
+    post_send: DeviceSpan | None
+
+    def wait(self) -> tuple[list[list[int]], dict[int, list[dict[int, Logprob]]]]:
+        """Waits for the device. A row for every ended context, then every generating request: how
+        many tokens are new, then the tokens. And log probabilities by request id."""
+        table, *logprobs = self.to_host.wait()
+        found = self.logprob_rows.per_request(logprobs) if logprobs else {}
+        return table.tolist(), found
+
 
 # How long rounds take, as the host sees it: from the end of one round to the end of the next.
 #
@@ -72,7 +118,7 @@ class RoundOutcome:
     def report_to(self, controller: AdaptiveController, batch: ScheduledBatch) -> None:
         """The time counts only if the whole round belongs to one draft length: no context chunks,
         drafts made and verified of the same length, and no catching up of a draft model."""
-        is_pure = batch.draft_len == batch.made_draft_len and not batch.is_transition
+        is_pure = batch.shape.depth == batch.made_draft_len and not batch.is_transition
         is_pure = is_pure and not batch.catches_up
         has_time = is_pure and not batch.context_requests
         observed = ObservedRound(
@@ -184,7 +230,8 @@ class RoundReader:
                 counters.rounds_by_outcome[num_drafts * counters.width + num_accepted] += 1
                 if num_emitted < num_new:
                     counters.num_unfinished += 1
-                if request.draft_limit and not (request.may_pause and request.draft_pause.is_on):
+                pauses = request.may_pause and request.draft_pause.rounds_left > 0
+                if request.draft_limit and not pauses:
                     outcome.num_accepted.append(num_new - 1)
                     if shows_ranks:
                         outcome.ranks.append(row[1 + path :])

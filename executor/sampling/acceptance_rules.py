@@ -8,8 +8,7 @@ import torch
 from tllm_spec.config.speculative_base import RelaxedRule
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.slot_state import SlotState
-from tllm_spec.executor.sampling.row_group import RowGroup
-from tllm_spec.executor.sampling.state import SamplingState
+from tllm_spec.executor.sampling.row_group import RowGroup, SamplingState
 from tllm_spec.kernels.sampling.choose_token import choose_best
 from tllm_spec.kernels.sampling.gumbel import COIN_DOMAIN, RESIDUAL_DOMAIN, gumbel_noise, uniform
 from tllm_spec.kernels.slots.accept import Accepted, SyntheticRates, descend
@@ -51,24 +50,16 @@ def reject_chain(
         1, accepted.view(-1, 1, 1).expand(-1, 1, target_probs.shape[2])
     ).squeeze(1)
     if length:
-        final = torch.where(
-            _was_rejected(accepted, num_drafts, length).unsqueeze(1),
-            (final - _proposal_at(accepted, draft_probs, drafts, final)).clamp_min(0),
-            final,
-        )
+        was_rejected = accepted < (length if num_drafts is None else num_drafts)
+        proposal = _proposal_at(accepted, draft_probs, drafts, final)
+        rest = (final - proposal).clamp_min(0)
+        final = torch.where(was_rejected.unsqueeze(1), rest, final)
     position = positions.gather(1, accepted.unsqueeze(1)).squeeze(1)
     last = choose_best(final.log() + gumbel_noise(seeds, position, final.shape[1], RESIDUAL_DOMAIN))
     tokens = torch.cat((drafts, last.unsqueeze(1)), dim=1).scatter_(
         1, accepted.unsqueeze(1), last.unsqueeze(1)
     )
     return Accepted(tokens, accepted + 1)
-
-
-def _was_rejected(
-    accepted: torch.Tensor, num_drafts: torch.Tensor | None, length: int
-) -> torch.Tensor:
-    """Whether the first position that was not accepted had a proposed draft, `[N]` bool."""
-    return accepted < (length if num_drafts is None else num_drafts)
 
 
 def _proposal_at(
@@ -227,7 +218,7 @@ class RelaxedAcceptance:
         num_drafts = self._slots.num_drafts.index_select(0, slots).unsqueeze(1)
         may_relax = phases(self.is_thinking.index_select(0, slots), window, self._rule)[:, :-1]
         may_relax &= torch.arange(width - 1, device=slots.device) < num_drafts
-        if not group.sampled.is_empty:
+        if group.sampled is not None:
             may_relax &= self._state.gather(slots).column("temperature") == 0
         drafts = window[:, 1:]
         rows = group.rows.padded(logits)[:, :-1]

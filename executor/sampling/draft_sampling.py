@@ -10,7 +10,7 @@ from tllm_spec.executor.sampling.row_group import RowGroup
 from tllm_spec.executor.sampling.sampler import Sampler
 from tllm_spec.kernels.drafts.top_tokens import top_tokens
 from tllm_spec.kernels.sampling.choose_token import choose_best, choose_draft
-from tllm_spec.kernels.sampling.gumbel import DRAFT_DOMAIN, TARGET_DOMAIN
+from tllm_spec.kernels.sampling.gumbel import DRAFT_DOMAIN, TARGET_DOMAIN, gumbel_noise
 
 
 class DraftSampling:
@@ -45,17 +45,25 @@ class DraftSampling:
             logits = logits.to(torch.float32).nan_to_num()
         elif logits.is_cuda:
             return self._choose_fused(group, step, logits, first), None
-        if group.sampled.is_empty or self._mode == "greedy":
+        if (sampled := group.sampled) is None or self._mode == "greedy":
             tokens = choose_best(logits).clamp_min(0)
             return self._target_ids(tokens), _one_hot(tokens, logits) if self.keeps_probs else None
-        scaled = self._scaled(group, logits)
-        drawn = choose_best(scaled + self._noise(group, step, first, logits.shape[1]))
-        tokens = group.sampled.put_requests(choose_best(logits), drawn).clamp_min(0)
+        parameters = sampled.parameters.each_of(sampled.own)
+        temperature, seeds = parameters.column("temperature"), parameters.integer("seed")
+        scaled = self._sampler.scaled(group, sampled.take_requests(logits), parameters)
+        domain = DRAFT_DOMAIN if self.keeps_probs else TARGET_DOMAIN
+        noise = gumbel_noise(seeds, sampled.take_requests(first + step), self._vocab_size, domain)
+        if group.mixed:
+            noise = noise * (temperature > 0)
+        if self._token_map is not None:
+            noise = noise.index_select(1, self._token_map)
+        drawn = choose_best(scaled + noise[:, : logits.shape[1]])
+        tokens = sampled.put_requests(choose_best(logits), drawn).clamp_min(0)
         if not self.keeps_probs:
             return self._target_ids(tokens), None
-        probs = group.sampled.put_requests(_one_hot(tokens, logits), scaled.softmax(-1))
+        probs = sampled.put_requests(_one_hot(tokens, logits), scaled.softmax(-1))
         if group.mixed:
-            probs = torch.where(self._sampler.is_greedy(group), _one_hot(tokens, logits), probs)
+            probs = torch.where(temperature == 0, _one_hot(tokens, logits), probs)
         return self._target_ids(tokens), probs
 
     def best(
@@ -66,13 +74,11 @@ class DraftSampling:
         logits `[N * n, V_draft]`: n rows for each request; positions `[N]`: of the tokens. Coupled
         drafts are the best by logits / temperature + noise."""
         logits, sampled = logits[:, : self._vocab_size], group.sampled
-        if sampled.is_empty or self._mode == "greedy":
+        if sampled is None or self._mode == "greedy":
             return top_tokens(logits, topk, self._token_map)
-        assert group.sampled_parameters is not None
         each = len(logits) // len(group.slots)
-        parameters = group.sampled_parameters.each_of(sampled.own)
         subset = sampled.with_rows(each)
-        rows = subset.take(logits)
+        parameters, rows = subset.parameters, subset.take(logits)
         drawn = top_tokens(
             rows,
             topk,
@@ -82,7 +88,7 @@ class DraftSampling:
             sampled.take_requests(positions),
             self._sampler.cut(group, rows, parameters.repeated(each)) if group.filtered else None,
         )
-        if subset.is_all:
+        if subset.rows is None:
             return drawn
         probs, tokens = top_tokens(logits, topk, self._token_map)
         return subset.put(probs, drawn[0]), subset.put(tokens, drawn[1])
@@ -92,22 +98,20 @@ class DraftSampling:
     ) -> torch.Tensor:
         """The same in kernels that make noise for the draft's own ids only, and write no noise to
         memory."""
-        if group.sampled.is_empty or self._mode == "greedy":
+        if (sampled := group.sampled) is None or self._mode == "greedy":
             return choose_draft(logits, self._token_map)
-        assert group.sampled_parameters is not None
-        parameters = group.sampled_parameters.each_of(group.sampled.own)
-        rows = group.sampled.take_requests(logits)
+        parameters, rows = sampled.parameters.each_of(sampled.own), sampled.take_requests(logits)
         drawn = choose_draft(
             rows,
             self._token_map,
             parameters.column("temperature").squeeze(1),
             parameters.integer("seed"),
-            group.sampled.take_requests(first) + step,
+            sampled.take_requests(first) + step,
             self._sampler.cut(group, rows, parameters),
         )
-        if group.sampled.is_all:
+        if sampled.requests is None:
             return drawn
-        return group.sampled.put_requests(choose_draft(logits, self._token_map), drawn)
+        return sampled.put_requests(choose_draft(logits, self._token_map), drawn)
 
     def spread(self, probs: torch.Tensor) -> torch.Tensor:
         """Distributions over the draft's ids `[..., width]` as distributions over the target's,
@@ -119,19 +123,6 @@ class DraftSampling:
 
     def _target_ids(self, tokens: torch.Tensor) -> torch.Tensor:
         return tokens if self._token_map is None else self._token_map.index_select(0, tokens)
-
-    def _scaled(self, group: RowGroup, logits: torch.Tensor) -> torch.Tensor:
-        assert group.sampled_parameters is not None
-        parameters = group.sampled_parameters.each_of(group.sampled.own)
-        return self._sampler.scaled(group, group.sampled.take_requests(logits), parameters)
-
-    def _noise(self, group: RowGroup, step: int, first: torch.Tensor, width: int) -> torch.Tensor:
-        """`[M, width]` for the sampled requests."""
-        domain = DRAFT_DOMAIN if self.keeps_probs else TARGET_DOMAIN
-        noise = self._sampler.noise_at(group, first + step, domain)
-        if self._token_map is not None:
-            return noise.index_select(1, self._token_map)
-        return noise[:, :width]
 
 
 def _one_hot(tokens: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:

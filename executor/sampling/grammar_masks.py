@@ -68,7 +68,7 @@ class GrammarMasks:
         launched."""
         guided = [r for r in batch.generation_requests if r.grammar is not None]
         self._windows, self.has_windows = None, bool(guided)
-        if guided and batch.draft_len:
+        if guided and batch.shape.depth:
             self._index = {request.request_id: i for i, request in enumerate(guided)}
             slot_ids = to_device([request.slot for request in guided], self._slots.device)
             windows = self._slots.window[:, : batch.shape.window].index_select(0, slot_ids)
@@ -79,11 +79,9 @@ class GrammarMasks:
 
     def apply(self, group: RowGroup, logits: torch.Tensor) -> None:
         """Masks the rows of the group's requests with grammars, in place. logits `[T, V]`."""
-        if group.is_guided:
-            filled = self._fill(group.requests, group.counts, len(logits))
-            numbers = filled.to(logits.device, non_blocking=True)
-            of_rows, masks = self._parts(numbers, len(logits))
-            self._mask(logits, of_rows, masks)
+        filled = self._fill(group.requests, group.counts, len(logits))
+        numbers = filled.to(logits.device, non_blocking=True)
+        self._mask(logits, *self._parts(numbers, len(logits)))
 
     def make_room(self, max_rows: int) -> None:
         """Allocates the masks of graphs of at most so many rows. Called before captures."""

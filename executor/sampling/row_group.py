@@ -1,7 +1,9 @@
-"""Which rows of the logits belong to which requests, and which steps of sampling they need.
+"""Which rows of the logits belong to which requests, with which sampling parameters, and which
+steps of sampling they need.
 
 A group is N requests with at most W rows each: the windows of a round (W = K+1), or its finished
-contexts (W = 1). `RowGroups` keeps a group for as long as the same requests run."""
+contexts (W = 1). `RowGroups` keeps a group for as long as the same requests run. Parameters are on
+the device, by slot: written when a request starts, gathered by slot."""
 
 from __future__ import annotations
 
@@ -11,53 +13,147 @@ from itertools import accumulate
 
 import torch
 
-from tllm_spec.executor.decoding_rules import DecodingRules
 from tllm_spec.executor.device.transfer import to_device
-from tllm_spec.executor.request import LlmRequest
+from tllm_spec.executor.request import DecodingRules, LlmRequest
+from tllm_spec.executor.resources.interface import SeqSlotManager
 from tllm_spec.executor.resources.slot_state import WindowTree
-from tllm_spec.executor.sampling.state import RowParameters, SamplingState
 from tllm_spec.kernels.slots.round_rows import RoundRows
+
+_FLOATS = ("temperature", "top_p", "min_p", "repetition", "presence", "frequency")
+_INTEGERS = ("seed", "top_k", "min_position")
+
+
+@dataclass(frozen=True)
+class RowParameters:
+    """The parameters of R rows; floats `[R, 1]` float32, integers `[R]` int64."""
+
+    floats: torch.Tensor
+    integers: torch.Tensor
+
+    def column(self, name: str) -> torch.Tensor:
+        index = _FLOATS.index(name)
+        return self.floats[:, index : index + 1]
+
+    def integer(self, name: str) -> torch.Tensor:
+        return self.integers[:, _INTEGERS.index(name)]
+
+    def each_of(self, rows: RoundRows) -> RowParameters:
+        """One row per request, where these are the parameters of the requests' `rows`."""
+        return RowParameters(rows.column(self.floats, 0), rows.column(self.integers, 0))
+
+    def repeated(self, times: int) -> RowParameters:
+        """Each row `times` times in a row."""
+        return RowParameters(
+            self.floats.repeat_interleave(times, dim=0),
+            self.integers.repeat_interleave(times, dim=0),
+        )
+
+
+class SamplingState:
+    """`floats` `[S, 6]`, `integers` `[S, 3]`, `stop_ids` `[S, E]`, and the token counts of
+    penalised requests."""
+
+    def __init__(self, slots: SeqSlotManager, vocab_size: int, device: torch.device) -> None:
+        num_rows = slots.dummy_slot + 1
+        self.vocab_size = vocab_size
+        self.device = device
+        self.floats = torch.zeros((num_rows, len(_FLOATS)), dtype=torch.float32, device=device)
+        self.integers = torch.zeros((num_rows, len(_INTEGERS)), dtype=torch.int64, device=device)
+        # Padding rows sample free slots: these are greedy and have no filters.
+        self.floats[:, _FLOATS.index("top_p")] = 1.0
+        self.integers[:, _INTEGERS.index("top_k")] = vocab_size
+        self.stop_ids = torch.full((num_rows, 1), -1, dtype=torch.int64, device=device)
+        self.counts = TokenCounts(num_rows, vocab_size, device)
+
+    def start(self, request: LlmRequest) -> None:
+        """Writes the row of a request that got a slot (again after a preemption)."""
+        rules = request.rules
+        floats = (
+            rules.temperature,
+            rules.top_p,
+            rules.min_p,
+            rules.repetition,
+            rules.presence,
+            rules.frequency,
+        )
+        min_tokens = min(rules.min_tokens, request.max_tokens)  # a user's may exceed 64 bits
+        integers = (request.seed, rules.top_k or self.vocab_size, request.prompt_len + min_tokens)
+        self.floats[request.slot] = to_device(floats, self.device)
+        self.integers[request.slot] = to_device(integers, self.device)
+        if rules.min_tokens:
+            self._write_stop_ids(request)
+        if rules.has_penalties:
+            self.counts.start(request)
+
+    def _write_stop_ids(self, request: LlmRequest) -> None:
+        ids = sorted(request.rules.end_ids | request.rules.stop_token_ids)
+        if not ids:
+            self.stop_ids[request.slot].fill_(-1)
+            return
+        width = self.stop_ids.shape[1]
+        if len(ids) > width:
+            more = self.stop_ids[:, :1].expand(-1, len(ids) - width)
+            self.stop_ids = torch.cat((self.stop_ids, more), dim=1)
+        ids += ids[:1] * (self.stop_ids.shape[1] - len(ids))
+        self.stop_ids[request.slot] = to_device(ids, self.device)
+
+    def gather(self, slots: torch.Tensor) -> RowParameters:
+        return RowParameters(
+            self.floats.index_select(0, slots), self.integers.index_select(0, slots)
+        )
+
+
+class TokenCounts:
+    """How often each token occurs, for penalties. Only penalised requests have a row; the rows
+    double when there are too few."""
+
+    def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
+        self.row_of_slot = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        self.output = torch.zeros((0, vocab_size), dtype=torch.int32, device=device)
+        self.prompt = torch.zeros((0, vocab_size), dtype=torch.bool, device=device)
+        self._rows: dict[int, int] = {}  # slot -> row; a row stays with its slot
+
+    def start(self, request: LlmRequest) -> None:
+        row = self._rows.setdefault(request.slot, len(self._rows))
+        if row >= len(self.output):
+            self.output = torch.cat(
+                (self.output, self.output.new_zeros((max(8, row), self.output.shape[1])))
+            )
+            self.prompt = torch.cat(
+                (self.prompt, self.prompt.new_zeros((max(8, row), self.prompt.shape[1])))
+            )
+        device = self.output.device
+        # Filled, not assigned: assigning copies from pageable memory, and the host waits for that.
+        self.row_of_slot[request.slot].fill_(row)
+        self.prompt[row].fill_(False).index_fill_(
+            0, to_device(request.tokens[: request.prompt_len], device), True
+        )
+        output = torch.tensor(request.tokens[request.prompt_len :], dtype=torch.int64)
+        counts = torch.bincount(output, minlength=self.output.shape[1]).to(torch.int32)
+        self.output[row] = to_device(counts, device)
+
+    def add(self, slots: torch.Tensor, tokens: torch.Tensor, valid: torch.Tensor) -> None:
+        """Counts the emitted tokens `[N, W]` where `valid` `[N, W]`."""
+        rows = self.row_of_slot[slots].unsqueeze(1).expand_as(tokens)
+        self.output.index_put_((rows, tokens.clamp_min(0)), valid.to(torch.int32), accumulate=True)
 
 
 @dataclass(frozen=True)
 class Subset:
-    """No (`NO_REQUESTS`), all or some of a group's requests, and their rows. Only a subset of some
-    requests has indices."""
+    """All or some of a group's requests, and their rows. Only a subset of some requests has
+    indices."""
 
     own: RoundRows  # whose the rows are
+    parameters: RowParameters  # of the rows
     requests: torch.Tensor | None = None  # [M]
     rows: torch.Tensor | None = None  # [T]: their indices in the group's rows
 
-    @classmethod
-    def all_of(cls, rows: RoundRows) -> Subset:
-        """All requests of a group with these rows."""
-        return cls(rows)
-
-    @classmethod
-    def some(
-        cls, requests: torch.Tensor, own: RoundRows, offsets: torch.Tensor | None = None
-    ) -> Subset:
-        """Requests `[M]` with these rows, in a group with these offsets, or in a rectangle."""
-        if offsets is None or own.offsets is None:
-            columns = torch.arange(own.window, device=requests.device)
-            return cls(own, requests, (requests.unsqueeze(1) * own.window + columns).flatten())
-        shifts = offsets.index_select(0, requests) - own.offsets[:-1]
-        rows = own.expand(shifts) + torch.arange(own.num_rows, device=requests.device)
-        return cls(own, requests, rows)
-
-    @property
-    def is_empty(self) -> bool:
-        return self.own.num_requests == 0
-
-    @property
-    def is_all(self) -> bool:
-        return self.requests is None and not self.is_empty
-
     def with_rows(self, each: int) -> Subset:
-        """The same requests of a group with `each` rows per request."""
-        if self.requests is None:
-            return self
-        return Subset.some(self.requests, RoundRows.rectangle(len(self.requests), each))
+        """The same requests of a group with `each` rows per request, and one row of parameters."""
+        own, rows = RoundRows.rectangle(self.own.num_requests, each), None
+        if self.requests is not None:
+            rows = _indices(self.requests, own, None)
+        return Subset(own, self.parameters.each_of(self.own), self.requests, rows)
 
     def take(self, logits: torch.Tensor) -> torch.Tensor:
         """These requests' rows of `[T, V]` of the group."""
@@ -76,37 +172,36 @@ class Subset:
         return rows if self.rows is None else logits.index_copy_(0, self.rows, rows)
 
 
-NO_REQUESTS = Subset(RoundRows.rectangle(0, 1))
+def _indices(requests: torch.Tensor, own: RoundRows, offsets: torch.Tensor | None) -> torch.Tensor:
+    """Of the rows `own` of requests `[M]`, in a group with these offsets, or in a rectangle."""
+    if offsets is None or own.offsets is None:
+        columns = torch.arange(own.window, device=requests.device)
+        return (requests.unsqueeze(1) * own.window + columns).flatten()
+    shifts = offsets.index_select(0, requests) - own.offsets[:-1]
+    return own.expand(shifts) + torch.arange(own.num_rows, device=requests.device)
 
 
-@dataclass
+@dataclass(frozen=True)
 class RowGroup:
-    """N requests and their rows. The step of an empty subset is skipped."""
+    """N requests and their rows. The step of a subset that is None is skipped."""
 
     requests: list[LlmRequest]  # empty in a graph's group
     counts: list[int]  # rows of each of these
     rows: RoundRows
     slots: torch.Tensor  # [N]
-    sampled: Subset  # temperature > 0, or all if the group is mixed
-    filtered: bool  # any of them uses top_k, top_p or min_p
-    penalised: Subset
-    early: Subset  # min_tokens
-    bias: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None  # row, token, value
-    with_logprobs: Subset
-    num_logprobs: int
-    edited: list[int]  # indices of requests that `HostEdits` edits
-    is_guided: bool  # any of them has a grammar
-    sampled_parameters: RowParameters | None = None  # of the sampled rows
-    penalties: RowParameters | None = None  # of the penalised rows
+    sampled: Subset | None = None  # temperature > 0, or all if the group is mixed
+    filtered: bool = False  # any of them uses top_k, top_p or min_p
+    penalised: Subset | None = None
+    early: Subset | None = None  # min_tokens
+    bias: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None  # row, token, value
+    with_logprobs: Subset | None = None
+    num_logprobs: int = 0
+    edited: list[int] = field(default_factory=list)  # indices of those that `HostEdits` edits
+    is_edited: bool = False  # whether anything changes logits before temperature and filters
+    is_guided: bool = False  # any of them has a grammar
     # A graph's group: all rows are sampled, and a temperature of 0 makes one greedy.
     mixed: bool = False
     parts: list[RowGroup] = field(default_factory=list)  # see `RowGroups.parts`
-
-    @property
-    def is_edited(self) -> bool:
-        """Whether anything changes the logits before temperature and filters."""
-        has_subsets = not (self.penalised.is_empty and self.early.is_empty)
-        return has_subsets or self.bias is not None or bool(self.edited)
 
 
 class RowGroups:
@@ -134,35 +229,18 @@ class RowGroups:
     ) -> RowGroup:
         """A group of the slots' owners at the time of its use: all parameters are read on the
         device. slots `[N]`. rows: None for whole windows."""
-        rows = rows or RoundRows.rectangle(len(slots), window)
-        group = RowGroup(
-            requests=[],
-            counts=[],
-            rows=rows,
-            slots=slots,
-            sampled=Subset.all_of(rows) if sampled else NO_REQUESTS,
-            filtered=sampled,
-            penalised=NO_REQUESTS,
-            early=NO_REQUESTS,
-            bias=None,
-            with_logprobs=NO_REQUESTS,
-            num_logprobs=0,
-            edited=[],
-            is_guided=False,
-            mixed=sampled,
-        )
-        if not group.sampled.is_empty:
-            group.sampled_parameters = self._parameters(group, group.sampled)
-        return group
+        rows, own = rows or RoundRows.rectangle(len(slots), window), None
+        if sampled:
+            own = Subset(rows, self._state.gather(rows.expand(slots)))
+        return RowGroup([], [], rows, slots, own, filtered=sampled, mixed=sampled)
 
     def one_row_each(self, group: RowGroup) -> RowGroup:
         """The group with one row per request, to draw drafts for."""
         if group.requests:
             return self.get(group.requests, 1)
         rows = RoundRows.rectangle(len(group.slots), 1)
-        parameters = group.sampled_parameters and group.sampled_parameters.each_of(group.rows)
-        sampled = NO_REQUESTS if group.sampled.is_empty else Subset.all_of(rows)
-        return replace(group, rows=rows, sampled=sampled, sampled_parameters=parameters, parts=[])
+        sampled = group.sampled and group.sampled.with_rows(1)
+        return replace(group, rows=rows, sampled=sampled, parts=[])
 
     def parts(self, group: RowGroup, size: int) -> list[RowGroup]:
         """The group cut into groups of at most `size` requests, which is the same in every call."""
@@ -195,44 +273,46 @@ class RowGroups:
             return RoundRows(len(indices), window, ends[-1], offsets)
 
         all_rows = rows_of(range(len(requests)))
+        slots = to_device([request.slot for request in requests], device)
 
-        def subset(wanted: Callable[[DecodingRules], bool]) -> Subset:
+        def subset(wanted: Callable[[DecodingRules], bool]) -> Subset | None:
             chosen = [index for index, rules in enumerate(all_rules) if wanted(rules)]
             if not chosen:
-                return NO_REQUESTS
+                return None
             if len(chosen) == len(all_rules):
-                return Subset.all_of(all_rows)
-            return Subset.some(to_device(chosen, device), rows_of(chosen), all_rows.offsets)
+                return Subset(all_rows, state.gather(all_rows.expand(slots)))
+            own, indices = rows_of(chosen), to_device(chosen, device)
+            parameters = state.gather(own.expand(slots.index_select(0, indices)))
+            return Subset(own, parameters, indices, _indices(indices, own, all_rows.offsets))
 
         row_counts = [window] * len(requests) if counts is None else list(counts)
-        group = RowGroup(
+        bias = None
+        if any(rules.token_bias for rules in all_rules):
+            bias = _bias_entries(all_rules, row_counts, device)
+        edited = [index for index, rules in enumerate(all_rules) if rules.needs_host_edits]
+        penalised = subset(lambda rules: rules.has_penalties)
+        early = subset(lambda rules: rules.min_tokens > 0)
+        return RowGroup(
             requests=requests,
             counts=row_counts,
             rows=all_rows,
-            slots=to_device([request.slot for request in requests], device),
-            sampled=subset(lambda rules: not rules.is_greedy),
-            filtered=any(rules.has_filters and not rules.is_greedy for rules in all_rules),
-            penalised=subset(lambda rules: rules.has_penalties),
-            early=subset(lambda rules: rules.min_tokens > 0),
-            bias=_bias_entries(all_rules, row_counts, device),
+            slots=slots,
+            sampled=subset(lambda rules: rules.temperature > 0),
+            filtered=any(rules.temperature > 0 and rules.has_filters for rules in all_rules),
+            penalised=penalised,
+            early=early,
+            bias=bias,
             with_logprobs=subset(lambda rules: rules.logprobs is not None),
             num_logprobs=max((rules.logprobs or 0 for rules in all_rules), default=0),
-            edited=[index for index, rules in enumerate(all_rules) if rules.needs_host_edits],
+            edited=edited,
+            is_edited=bool(penalised or early or bias or edited),
             is_guided=any(request.grammar is not None for request in requests),
         )
-        if not group.sampled.is_empty:
-            group.sampled_parameters = self._parameters(group, group.sampled)
-        if not group.penalised.is_empty:
-            group.penalties = self._parameters(group, group.penalised)
-        return group
-
-    def _parameters(self, group: RowGroup, subset: Subset) -> RowParameters:
-        return self._state.gather(subset.own.expand(subset.take_requests(group.slots)))
 
 
 def _bias_entries(
     all_rules: list[DecodingRules], counts: list[int], device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Logit bias and bad words of one token (-inf), as one sparse addition to the group's rows."""
     rows: list[int] = []
     tokens: list[int] = []
@@ -242,8 +322,6 @@ def _bias_entries(
             rows += [row] * len(rules.token_bias)
             tokens += rules.token_bias.keys()
             values += rules.token_bias.values()
-    if not rows:
-        return None
     return (
         to_device(rows, device),
         to_device(tokens, device),

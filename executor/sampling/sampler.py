@@ -22,23 +22,28 @@ from tllm_spec.executor.sampling.acceptance_rules import (
 from tllm_spec.executor.sampling.grammar_masks import GrammarMasks
 from tllm_spec.executor.sampling.logits import (
     HostEdits,
+    LogprobRows,
     apply_penalties,
+    log_probabilities,
     mask_stop_ids,
     one_hot_of_best,
-)
-from tllm_spec.executor.sampling.logprobs import (
-    LogprobRows,
-    bytes_per_row,
-    log_probabilities,
     rows_at_once,
 )
-from tllm_spec.executor.sampling.row_group import RowGroup, RowGroups, RowPositions, Subset
-from tllm_spec.executor.sampling.state import RowParameters, SamplingState
+from tllm_spec.executor.sampling.row_group import (
+    RowGroup,
+    RowGroups,
+    RowParameters,
+    RowPositions,
+    SamplingState,
+    Subset,
+)
+from tllm_spec.kernels.drafts.path_trees import path_ranks
 from tllm_spec.kernels.sampling.choose_token import choose_best, choose_token
 from tllm_spec.kernels.sampling.gumbel import gumbel_noise
 from tllm_spec.kernels.sampling.logit_filters import filter_cut
 from tllm_spec.kernels.slots.accept import Accepted
 from tllm_spec.kernels.slots.row_copies import gather_rows
+from tllm_spec.kernels.slots.slot_windows import accept_windows, advance
 
 
 class Sampler:
@@ -79,33 +84,7 @@ class Sampler:
             self._relaxed.start(request)
         self.groups.forget()
 
-    def sample_contexts(
-        self, group: RowGroup, logits: torch.Tensor, tails: torch.Tensor, logprobs: LogprobRows
-    ) -> SampledTokens:
-        """Samples the first token of contexts that ended. logits `[C, V]`; tails `[C]`: the last
-        context tokens. Writes the next round's inputs to the slot state, where `kv_lens` is written
-        already."""
-        at = RowPositions(self.slots.kv_lens.index_select(0, group.slots), 0)
-        sampled = self._sample(group, logits, at, None, logprobs)
-        self.slots.start_generation(group.slots, tails, sampled.new_tokens[:, 0])
-        return sampled
-
-    def sample_windows(
-        self,
-        group: RowGroup,
-        logits: torch.Tensor,
-        kv_lens: torch.Tensor,
-        draft_probs: torch.Tensor | None,
-        logprobs: LogprobRows,
-        tree: WindowTree | None = None,
-    ) -> SampledTokens:
-        """Samples windows and accepts drafts. logits `[T, V]`: of the windows' rows; kv_lens `[B]`:
-        the slots'; draft_probs `[B, K, V]`: for rejection sampling, what the drafts were drawn
-        from; tree: of the windows, None where they are chains. Writes the next round's inputs to
-        the slot state."""
-        return self._sample(group, logits, RowPositions(kv_lens, 1, tree), draft_probs, logprobs)
-
-    def _sample(
+    def sample(
         self,
         group: RowGroup,
         logits: torch.Tensor,
@@ -113,9 +92,10 @@ class Sampler:
         draft_probs: torch.Tensor | None,
         logprobs: LogprobRows,
     ) -> SampledTokens:
-        """Samples a group, in parts where its rows need more memory than there is for sampling. The
-        slots of windows advance."""
-        max_rows = rows_at_once(bytes_per_row(group, logits, rejection=self.rejection))
+        """Samples a group, in parts where its rows need more memory than there is for sampling.
+        Windows accept drafts, and their slots advance. logits `[T, V]`; draft_probs `[B, K, V]`:
+        for rejection sampling, what the drafts of windows were drawn from."""
+        max_rows = rows_at_once(group, logits, rejection=self.rejection)
         if len(logits) <= max_rows:
             return self._sample_part(group, logits, at, draft_probs, logprobs)
         parts = self.groups.parts(group, max(1, max_rows // group.rows.window))
@@ -146,18 +126,20 @@ class Sampler:
         draft_probs: torch.Tensor | None,
         logprobs: LogprobRows,
     ) -> SampledTokens:
-        """`_sample` of as many requests as one part may have."""
+        """`sample` of as many requests as one part may have."""
         raw = None
-        if not group.with_logprobs.is_empty:
+        if group.with_logprobs is not None:
             raw = log_probabilities(group.with_logprobs.take(logits))
-        logits = self._edit(group, logits, at)
-        self.grammar_masks.apply(group, logits)
+        if group.is_edited:
+            logits = self._edit(group, logits, at)
+        if group.is_guided:
+            self.grammar_masks.apply(group, logits)
         sampled = self._emit(group, logits, at, draft_probs)
         if self._relaxed is not None:
             self._relaxed.note(group.slots, sampled.new_tokens, sampled.new_lens)
-        if not group.penalised.is_empty:
+        if group.penalised is not None:
             self._count(group, group.penalised, sampled)
-        if raw is not None:
+        if raw is not None and group.with_logprobs is not None:
             logprobs.add(group, raw, group.with_logprobs, sampled)
         return sampled
 
@@ -175,17 +157,20 @@ class Sampler:
         if self.rejection:
             accepted = self._reject(group, logits, at, draft_probs)
             if at.ahead:
-                self.slots.advance(slots, kv_lens, accepted)
+                advance(self.slots.tables, slots, kv_lens, accepted)
         else:
             targets = group.rows.padded(self._choose(group, logits, at))
             if not at.ahead:
                 return SampledTokens(targets, torch.ones_like(kv_lens))
             if self._relaxed is not None:
                 targets = self._relaxed.relax(group, logits, targets)
-            accepted = self.slots.accept(slots, kv_lens, targets, at.tree, self._synthetic)
-        ranks = None
-        if num_drafts is not None:
-            ranks = self.slots.path_ranks(slots, num_drafts, accepted, group.rows.window)
+            depth = None if at.tree is None else at.tree.depth
+            own = slots, kv_lens, targets, depth, self._synthetic
+            accepted = accept_windows(self.slots.tables, *own)
+        ranks, trees = None, self.slots.trees
+        if num_drafts is not None and trees is not None and accepted.rows is not None:
+            found = num_drafts, accepted.rows, accepted.lens
+            ranks = path_ranks(trees.parents, slots, *found, group.rows.window)
         return SampledTokens(*accepted, ranks)
 
     def _drafts(self, group: RowGroup) -> torch.Tensor:
@@ -195,23 +180,21 @@ class Sampler:
     def _edit(self, group: RowGroup, logits: torch.Tensor, at: RowPositions) -> torch.Tensor:
         """Applies what changes logits before temperature, at each position as if it were decoded
         alone."""
-        if not group.is_edited:
-            return logits
         logits = logits.to(torch.float32)
-        if not group.penalised.is_empty:
+        if group.penalised is not None:
             logits = group.penalised.put(
                 logits, self._penalise(group, group.penalised, logits, at.tree)
             )
         if group.bias is not None:
             rows, tokens, values = group.bias
             logits = logits.index_put((rows, tokens), values, accumulate=True)
-        if not group.early.is_empty:
-            rows_logits = group.early.take(logits)
-            slots = group.early.own.expand(group.early.take_requests(group.slots))
-            positions = at.positions(group.early.own, group.early.requests)
-            too_early = positions < self.state.gather(slots).integer("min_position")
+        if group.early is not None:
+            early, rows_logits = group.early, group.early.take(logits)
+            slots = early.own.expand(early.take_requests(group.slots))
+            positions = at.positions(early.own, early.requests)
+            too_early = positions < early.parameters.integer("min_position")
             mask_stop_ids(rows_logits, self.state.stop_ids.index_select(0, slots), too_early)
-            logits = group.early.put(logits, rows_logits)
+            logits = early.put(logits, rows_logits)
         if group.edited:
             parents = None
             if at.tree is not None:
@@ -235,47 +218,30 @@ class Sampler:
             tokens = subset.take_requests(self._drafts(group)).unsqueeze(2)
             seen[:, 1:].scatter_(2, tokens, 1)
             output += seen.cumsum(dim=1)
-        assert group.penalties is not None
+        names = "repetition", "presence", "frequency"
         return apply_penalties(
             subset.take(logits),
             subset.own.flat(output),
             subset.own.expand(counts.prompt[rows]),
-            group.penalties.column("repetition"),
-            group.penalties.column("presence"),
-            group.penalties.column("frequency"),
+            *map(subset.parameters.column, names),
         )
 
     def _choose(self, group: RowGroup, logits: torch.Tensor, at: RowPositions) -> torch.Tensor:
         """The target's choice of every row, `[T]`."""
-        if group.sampled.is_empty:
+        if group.sampled is None:
             return choose_best(logits)
-        draw = self._draw_fused if logits.is_cuda else self._draw
-        chosen = draw(group, group.sampled.take(logits), at)
-        if group.sampled.is_all:
-            return chosen
-        return group.sampled.put(choose_best(logits), chosen)
-
-    def _draw(self, group: RowGroup, logits: torch.Tensor, at: RowPositions) -> torch.Tensor:
-        """Tokens of the group's sampled rows `[T, V]`."""
-        assert group.sampled_parameters is not None
-        parameters = group.sampled_parameters
-        positions = at.positions(group.sampled.own, group.sampled.requests)
-        noise = gumbel_noise(parameters.integer("seed"), positions, self.state.vocab_size)
-        if group.mixed:
-            noise = noise * (parameters.column("temperature") > 0)
-        return choose_best(self.scaled(group, logits, parameters) + noise)
-
-    def _draw_fused(self, group: RowGroup, logits: torch.Tensor, at: RowPositions) -> torch.Tensor:
-        """The same in kernels that write neither noise nor logits to memory."""
-        assert group.sampled_parameters is not None
-        parameters = group.sampled_parameters
-        return choose_token(
-            logits,
-            parameters.column("temperature").squeeze(1),
-            parameters.integer("seed"),
-            at.positions(group.sampled.own, group.sampled.requests),
-            cut=self.cut(group, logits, parameters),
-        )
+        sampled, parameters = group.sampled, group.sampled.parameters
+        rows, positions = sampled.take(logits), at.positions(sampled.own, sampled.requests)
+        temperature, seeds = parameters.column("temperature"), parameters.integer("seed")
+        if logits.is_cuda:  # kernels write neither noise nor logits to memory
+            cut = self.cut(group, rows, parameters)
+            chosen = choose_token(rows, temperature.squeeze(1), seeds, positions, cut=cut)
+        else:
+            noise = gumbel_noise(seeds, positions, self.state.vocab_size)
+            if group.mixed:
+                noise = noise * (temperature > 0)
+            chosen = choose_best(self.scaled(group, rows, parameters) + noise)
+        return chosen if sampled.rows is None else sampled.put(choose_best(logits), chosen)
 
     def cut(
         self, group: RowGroup, logits: torch.Tensor, parameters: RowParameters
@@ -299,20 +265,6 @@ class Sampler:
         values = logits.to(torch.float32) / temperature
         cut = self.cut(group, logits, parameters)
         return values if cut is None else values.masked_fill(values < cut.unsqueeze(1), -torch.inf)
-
-    def noise_at(self, group: RowGroup, positions: torch.Tensor, domain: int) -> torch.Tensor:
-        """Noise at one position `[N]` of each request, for its sampled requests: `[M, V]`."""
-        assert group.sampled_parameters is not None
-        parameters = group.sampled_parameters.each_of(group.sampled.own)
-        positions = group.sampled.take_requests(positions)
-        noise = gumbel_noise(parameters.integer("seed"), positions, self.state.vocab_size, domain)
-        return noise * (parameters.column("temperature") > 0) if group.mixed else noise
-
-    def is_greedy(self, group: RowGroup) -> torch.Tensor:
-        """Which requests of a mixed group are greedy, `[N, 1]` bool."""
-        assert group.sampled_parameters is not None
-        own = group.sampled_parameters.each_of(group.sampled.own)
-        return own.column("temperature") == 0
 
     def _reject(
         self,
@@ -341,15 +293,12 @@ class Sampler:
         """The distribution of every row, `[T, V]`. A greedy request's has all mass on one
         token."""
         probs = one_hot_of_best(logits)
-        if group.sampled.is_empty:
+        if (own := group.sampled) is None:
             return probs
-        assert group.sampled_parameters is not None
-        rows = group.sampled.take(logits)
-        sampled = self.scaled(group, rows, group.sampled_parameters).softmax(-1)
+        sampled = self.scaled(group, own.take(logits), own.parameters).softmax(-1)
         if group.mixed:
-            is_sampled = group.sampled_parameters.column("temperature") > 0
-            sampled = torch.where(is_sampled, sampled, probs)
-        return group.sampled.put(probs, sampled)
+            sampled = torch.where(own.parameters.column("temperature") > 0, sampled, probs)
+        return own.put(probs, sampled)
 
     def _count(self, group: RowGroup, subset: Subset, sampled: SampledTokens) -> None:
         emitted = subset.take_requests(sampled.new_tokens)

@@ -14,10 +14,14 @@ from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.sampling.draft_sampling import DraftSampling
 from tllm_spec.executor.sampling.grammar_masks import GrammarMasks
-from tllm_spec.executor.sampling.logprobs import LogprobRows
-from tllm_spec.executor.sampling.row_group import NO_REQUESTS, RowGroup, RowGroups, RowPositions
+from tllm_spec.executor.sampling.logits import LogprobRows
+from tllm_spec.executor.sampling.row_group import (
+    RowGroup,
+    RowGroups,
+    RowPositions,
+    SamplingState,
+)
 from tllm_spec.executor.sampling.sampler import Sampler
-from tllm_spec.executor.sampling.state import SamplingState
 from tllm_spec.kernels.sampling.choose_token import offer_token
 from tllm_spec.kernels.slots.round_rows import RoundRows
 
@@ -54,10 +58,10 @@ class ShardedSampler(Sampler):
             or self._relaxed is not None
             or group.filtered
             or group.is_edited
-            or not group.with_logprobs.is_empty
+            or group.with_logprobs is not None
         )
 
-    def _sample(
+    def sample(
         self,
         group: RowGroup,
         logits: torch.Tensor,
@@ -67,24 +71,23 @@ class ShardedSampler(Sampler):
     ) -> SampledTokens:
         if logits.shape[1] < self.state.vocab_size and self._needs_all(group):
             logits = self._shard.gather(logits)
-        return super()._sample(group, logits, at, draft_probs, logprobs)
+        return super().sample(group, logits, at, draft_probs, logprobs)
 
     def _choose(self, group: RowGroup, logits: torch.Tensor, at: RowPositions) -> torch.Tensor:
         if logits.shape[1] == self.state.vocab_size:  # gathered
             return super()._choose(group, logits, at)
         first, sampled = self._shard.first, group.sampled
-        if sampled.is_empty:
+        if sampled is None:
             return self._shard.best(offer_token(logits, first))
-        assert group.sampled_parameters is not None
         offers = offer_token(
             sampled.take(logits),
             first,
             self._ids,
-            group.sampled_parameters.column("temperature").squeeze(1),
-            group.sampled_parameters.integer("seed"),
+            sampled.parameters.column("temperature").squeeze(1),
+            sampled.parameters.integer("seed"),
             at.positions(sampled.own, sampled.requests),
         )
-        if not sampled.is_all:
+        if sampled.rows is not None:
             offers = sampled.put(offer_token(logits, first), offers)
         return self._shard.best(offers)
 
@@ -107,14 +110,13 @@ class ShardedDraftSampling(DraftSampling):
     def choose(
         self, group: RowGroup, step: int, logits: torch.Tensor, first: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        sampled = NO_REQUESTS if self._mode == "greedy" else group.sampled
-        if self._always_gathers or (group.filtered and not sampled.is_empty):
+        sampled = None if self._mode == "greedy" else group.sampled
+        if self._always_gathers or (group.filtered and sampled is not None):
             return super().choose(group, step, self._shard.gather(logits), first)
-        if sampled.is_empty:
+        if sampled is None:
             offers = offer_token(logits, self._shard.first)
         else:
-            assert group.sampled_parameters is not None
-            parameters = group.sampled_parameters.each_of(sampled.own)
+            parameters = sampled.parameters.each_of(sampled.own)
             offers = offer_token(
                 sampled.take_requests(logits),
                 self._shard.first,
@@ -123,7 +125,7 @@ class ShardedDraftSampling(DraftSampling):
                 parameters.integer("seed"),
                 sampled.take_requests(first) + step,
             )
-            if not sampled.is_all:
+            if sampled.requests is not None:
                 greedy = offer_token(logits, self._shard.first)
                 offers = sampled.put_requests(greedy, offers)
         return self._target_ids(self._shard.best(offers).clamp_min(0)), None

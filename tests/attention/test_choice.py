@@ -10,9 +10,14 @@ import torch
 
 from tllm_spec.attention.choice import choose_backend, create_backend, workspace_bytes
 from tllm_spec.attention.flashinfer import FlashInferAttention
-from tllm_spec.attention.geometry import AttentionGeometry, LatentGeometry
+from tllm_spec.attention.geometry import (
+    MAX_TOKENS,
+    AttentionGeometry,
+    KVFormat,
+    KVPool,
+    LatentGeometry,
+)
 from tllm_spec.attention.interface import HeadsBackend
-from tllm_spec.attention.kv_pool import MAX_TOKENS, KVFormat, KVPool
 from tllm_spec.attention.latent import TritonLatent
 from tllm_spec.attention.triton import TritonAttention
 from tllm_spec.attention.vanilla import VanillaAttention

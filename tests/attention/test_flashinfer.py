@@ -9,10 +9,9 @@ import torch
 
 from tests.attention.plain_prefill import PlainPrefill
 from tests.kernels.row_counts import rows_of
-from tllm_spec.attention.flashinfer import FlashInferAttention
-from tllm_spec.attention.geometry import AttentionGeometry
-from tllm_spec.attention.interface import AttentionMetadata, ContextPlans, HeadsBackend
-from tllm_spec.attention.kv_pool import KVFormat, KVPool
+from tllm_spec.attention.flashinfer import FlashInferAttention, FlashInferContexts
+from tllm_spec.attention.geometry import AttentionGeometry, KVFormat, KVPool
+from tllm_spec.attention.interface import AttentionMetadata, HeadsBackend
 from tllm_spec.attention.vanilla import VanillaAttention
 from tllm_spec.kernels.attention.kv_codes import KVScales, encoded
 from tllm_spec.kernels.attention.paged_prefill import PrefillLimits, PrefillRows
@@ -315,7 +314,7 @@ def test_a_plan_in_place_runs_what_was_planned_last(
         forward.check(output[:own])
 
 
-def update(plans: ContextPlans, metadata: AttentionMetadata) -> None:
+def update(plans: FlashInferContexts, metadata: AttentionMetadata) -> None:
     lens, kv_lens = metadata.context_lens, metadata.context_kv_lens
     plans.update(lens, kv_lens, PrefillRows.build(lens, kv_lens, metadata.block_tables, 32).pages)
 

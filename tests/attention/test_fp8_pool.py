@@ -22,11 +22,11 @@ from tests.attention.test_triton import (
     Forward,
     on_each_device,
 )
-from tllm_spec.attention import kv_pool as wide_pages
+from tllm_spec.attention import geometry as wide_pages
 from tllm_spec.attention.batch_invariant import BatchInvariantAttention
 from tllm_spec.attention.flashinfer import FlashInferAttention, FlashInferPlan
+from tllm_spec.attention.geometry import KVFormat, KVPool
 from tllm_spec.attention.interface import AttentionPlan, HeadsBackend
-from tllm_spec.attention.kv_pool import KVFormat, KVPool
 from tllm_spec.attention.triton import TritonAttention, TritonPlan
 from tllm_spec.attention.vanilla import VanillaAttention
 from tllm_spec.kernels.attention.kv_codes import CODES, KVScales

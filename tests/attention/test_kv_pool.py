@@ -6,8 +6,7 @@ from resource import getpagesize
 import pytest
 import torch
 
-from tllm_spec.attention.geometry import AttentionGeometry
-from tllm_spec.attention.kv_pool import KVFormat, KVPool
+from tllm_spec.attention.geometry import AttentionGeometry, KVFormat, KVPool
 
 NUM_PAGES, PAGE_SIZE = 1 << 14, 32
 STATM = Path("/proc/self/statm")

@@ -14,9 +14,8 @@ from tllm_spec.attention import latent as module
 from tllm_spec.attention.batch_invariant import BatchInvariantLatent
 from tllm_spec.attention.choice import create_backend, workspace_bytes
 from tllm_spec.attention.flashinfer import FlashInferAttention
-from tllm_spec.attention.geometry import AttentionGeometry, LatentGeometry
+from tllm_spec.attention.geometry import AttentionGeometry, KVFormat, KVPool, LatentGeometry
 from tllm_spec.attention.interface import AttentionMetadata
-from tllm_spec.attention.kv_pool import KVFormat, KVPool
 from tllm_spec.attention.latent import LatentBackend, LatentInputs, TritonLatent, VanillaLatent
 from tllm_spec.attention.triton import TritonAttention
 from tllm_spec.attention.vanilla import VanillaAttention
@@ -199,14 +198,15 @@ def test_every_phase_of_a_round_attends_as_the_planned_wrapper_would(
 ) -> None:
     num_rows, arguments = PHASES[phase]
     problem = Problem(arguments.kv_len_arr, [num_rows] * len(SEQ_LENS))
-    windows = kind(GEOMETRY, KVPool(
+    plan = kind(GEOMETRY, KVPool(
         GEOMETRY, num_pages=16, page_size=PAGE_SIZE, kv_format=KVFormat(torch.float32),
         device=torch.device("cpu"),
-    )).plan(problem.metadata()).windows  # fmt: skip
-    assert windows is not None and windows.first == 0
-    starts = [index * windows.tables.rows.window for index in range(len(SEQ_LENS) + 1)]
+    )).plan(problem.metadata())  # fmt: skip
+    windows = plan.windows
+    assert windows is not None and plan.first == 0
+    starts = [index * windows.rows.window for index in range(len(SEQ_LENS) + 1)]
     assert starts == arguments.qo_indptr
-    assert windows.tables.kv_lens.tolist() == arguments.kv_len_arr
+    assert windows.kv_lens.tolist() == arguments.kv_len_arr
     expected = ragged_attention(problem, arguments)
     torch.testing.assert_close(problem.run(kind), expected, rtol=1e-4, atol=1e-5)
 
@@ -335,6 +335,6 @@ def test_pools_of_both_layouts_have_the_shape_and_page_bytes_of_their_layout() -
         pool.data.normal_()
         before = pool.data.clone()
         pool.copy_page(1, 3)
-        pages = pool.data.movedim(1 + geometry.layout.page_dim, 0)
-        old = before.movedim(1 + geometry.layout.page_dim, 0)
+        pages = pool.data.movedim(1 + geometry.page_dim, 0)
+        old = before.movedim(1 + geometry.page_dim, 0)
         assert torch.equal(pages[3], old[1]) and torch.equal(pages[[0, 1, 2, 4]], old[[0, 1, 2, 4]])

@@ -9,9 +9,8 @@ import torch
 from tests.kernels.interpreter import INTERPRETED
 from tests.kernels.row_counts import rows_of
 from tllm_spec.attention.batch_invariant import BatchInvariantAttention
-from tllm_spec.attention.geometry import AttentionGeometry
+from tllm_spec.attention.geometry import AttentionGeometry, KVFormat, KVPool
 from tllm_spec.attention.interface import AttentionMetadata, AttentionPlan, HeadsBackend
-from tllm_spec.attention.kv_pool import KVFormat, KVPool
 from tllm_spec.attention.triton import TritonAttention
 from tllm_spec.attention.vanilla import VanillaAttention
 from tllm_spec.kernels.attention.rotary_write import Rotary

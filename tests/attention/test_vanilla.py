@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from tests.kernels.row_counts import rows_of
-from tllm_spec.attention.geometry import AttentionGeometry
+from tllm_spec.attention.geometry import AttentionGeometry, KVFormat, KVPool
 from tllm_spec.attention.interface import AttentionMetadata
-from tllm_spec.attention.kv_pool import KVFormat, KVPool
 from tllm_spec.attention.vanilla import VanillaAttention
 from tllm_spec.kernels.attention.rotary_write import Rotary
 

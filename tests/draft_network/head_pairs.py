@@ -8,14 +8,12 @@ from pathlib import Path
 import torch
 
 from tests.draft_network.step_pairs import CPU, MAX_LEN, cache_of
-from tllm_spec.attention.geometry import AttentionGeometry
+from tllm_spec.attention.geometry import AttentionGeometry, KVPool
 from tllm_spec.attention.interface import SpecMetadata
-from tllm_spec.attention.kv_pool import KVPool
 from tllm_spec.attention.vanilla import VanillaAttention
 from tllm_spec.distributed.communicator import SINGLE_RANK
 from tllm_spec.draft_network.network import ExternalHead, Network
-from tllm_spec.executor.engine.attention_groups import AttentionGroups, PagedGroup
-from tllm_spec.executor.engine.rows import ContextChunk, Windows
+from tllm_spec.executor.engine.rows import AttentionGroups, ContextChunk, PagedGroup, Windows
 from tllm_spec.executor.speculative.drafting.draft_net import DraftNet, ExternalHeadNet, HeadNet
 from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.draft_head import HeadSource
@@ -116,7 +114,7 @@ class HeadSide:
 
     def entries(self, slot: int, length: int) -> torch.Tensor:
         """`[layers, 2, length, Hkv, D]` of the slot's first tokens."""
-        pages = self.net.rows.table.pages(slot)
+        pages = self.net.rows.table.host_rows[slot]
         return self.pool.data[:, :, pages].flatten(2, 3)[:, :, :length]
 
 

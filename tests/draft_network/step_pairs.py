@@ -6,15 +6,18 @@ from pathlib import Path
 
 import torch
 
-from tllm_spec.attention.geometry import AttentionGeometry
-from tllm_spec.attention.kv_pool import KVFormat, KVPool
+from tllm_spec.attention.geometry import AttentionGeometry, KVFormat, KVPool
 from tllm_spec.attention.vanilla import VanillaAttention
 from tllm_spec.distributed.communicator import SINGLE_RANK
 from tllm_spec.draft_network.network import ExternalDraft, Network
-from tllm_spec.executor.engine.attention_groups import AttentionGroups, PagedGroup
-from tllm_spec.executor.engine.rows import ContextChunk, RowBuilder, Windows
-from tllm_spec.executor.resources.interface import SeqSlotManager
-from tllm_spec.executor.resources.pages import BlockTable
+from tllm_spec.executor.engine.rows import (
+    AttentionGroups,
+    ContextChunk,
+    PagedGroup,
+    RowBuilder,
+    Windows,
+)
+from tllm_spec.executor.resources.interface import BlockTable, SeqSlotManager
 from tllm_spec.executor.speculative.drafting.draft_net import CausalNet, DraftNet, ExternalModelNet
 from tllm_spec.models.eagle3 import Eagle3Head
 from tllm_spec.models.llama import LlamaForCausalLM
@@ -51,7 +54,7 @@ class Side:
 
     def entries(self, slot: int, length: int) -> torch.Tensor:
         """`[layers, 2, length, Hkv, D]` of the slot's first tokens."""
-        pages = self.net.rows.table.pages(slot)
+        pages = self.net.rows.table.host_rows[slot]
         return self.pool.data[:, :, pages].flatten(2, 3)[:, :, :length]
 
 

@@ -108,7 +108,7 @@ def test_entries_after_the_window_do_not_matter_even_if_they_are_nan(
     assert_close(*(side.step([1], [3], first) for side in zoo))
     # The second token was rejected: its entry is stale, and is overwritten.
     for side in zoo:
-        side.pool.data[:, :, side.net.rows.table.pages(1)[0], 4] = torch.nan
+        side.pool.data[:, :, side.net.rows.table.host_rows[1][0], 4] = torch.nan
     assert_close(*(side.step([1], [4], torch.tensor([[6]])) for side in zoo))
     assert_close(*(side.entries(1, 5) for side in zoo))
 

@@ -13,7 +13,7 @@ from tests.models.eagle3_runner import HeadRunner, captured_states_of
 from tests.models.helpers import PagedRunner, pages_for
 from tests.models.tiny_eagle import write_tiny_eagle
 from tests.models.tiny_eagle3 import write_tiny_eagle3
-from tllm_spec.attention.kv_pool import KVPool
+from tllm_spec.attention.geometry import KVPool
 from tllm_spec.executor.engine.rows import Windows
 from tllm_spec.executor.request import LlmRequest, RequestState
 from tllm_spec.executor.speculative.drafting.draft_net import (

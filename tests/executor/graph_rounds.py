@@ -131,8 +131,8 @@ class KeyRecorder:
 
     def launch(self, batch: ScheduledBatch) -> Any:
         """Rounds that warm up have the windows of rounds that there will be."""
-        sizes = {(key.batch_size, key.draft_len) for key in self.keys} | {(0, 0)}
-        assert (len(batch.generation_requests), batch.draft_len) in sizes
+        sizes = {(key.batch_size, key.shape.depth) for key in self.keys} | {(0, 0)}
+        assert (len(batch.generation_requests), batch.shape.depth) in sizes
         return SimpleNamespace(wait=lambda: None)
 
     def discard_dummy_round(self) -> None:

@@ -12,9 +12,9 @@ from tests.executor.one_group import all_are_free
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.executor.batch import SampledTokens, ScheduledBatch
 from tllm_spec.executor.build import build_executor
-from tllm_spec.executor.decoding_rules import DecodingRules
 from tllm_spec.executor.py_executor import PyExecutor
 from tllm_spec.executor.request import (
+    DecodingRules,
     DraftCounters,
     LlmRequest,
     RequestPause,
@@ -38,7 +38,7 @@ class Harness:
         self.executor = built.executor
         self.parts = built.executor.parts
         self.queue = built.queue
-        self.max_draft_len = built.max_draft_len
+        self.max_draft_len = built.limits.max_draft_len
         spec = args.speculative_config
         self.text_search = None if spec is None else spec.text_search(args.max_batch_size)
         self.vocab_size = built.model_config.vocab_size
@@ -53,7 +53,7 @@ class Harness:
         counts = batch.row_counts or [batch.shape.window] * len(batch.generation_requests)
         for request, rows in zip(batch.generation_requests, counts, strict=True):
             if request.request_id > 0:
-                groups = cache.groups_of(request.request_id)
+                groups = cache.sequences[request.request_id].groups
                 room = max(len(own.pages) for own in groups) * cache.page_size
                 assert request.num_tokens_bound - 1 + rows <= room, (request, rows, room)
 
@@ -173,7 +173,7 @@ def all_pages_are_back(executor: PyExecutor) -> bool:
     caches = [each for each in managers if isinstance(each, KVCacheManager)]
     slots = [each for each in managers if isinstance(each, SeqSlotManager)]
     return all(map(all_are_free, caches)) and all(
-        each.num_free == each.max_batch_size for each in slots
+        len(each.free) == each.max_batch_size for each in slots
     )
 
 

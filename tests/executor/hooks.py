@@ -6,7 +6,7 @@ from typing import Any
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.py_executor import PyExecutor
 from tllm_spec.executor.request import LlmRequest
-from tllm_spec.executor.rounds.round_results import LaunchedRound
+from tllm_spec.executor.rounds.round_reader import LaunchedRound
 
 
 def before_launch(executor: PyExecutor, look: Callable[[ScheduledBatch], None]) -> None:

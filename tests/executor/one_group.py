@@ -3,10 +3,10 @@
 from collections.abc import Callable
 from typing import Any
 
-from tllm_spec.attention.kv_pool import KVPool
+from tllm_spec.attention.geometry import KVPool
+from tllm_spec.executor.resources.interface import BlockTable, PageGroup
 from tllm_spec.executor.resources.kv_cache import KVCacheManager, KVGroup, SpanRoom
 from tllm_spec.executor.resources.paged_cache import PagedCache
-from tllm_spec.executor.resources.pages import BlockTable, PageGroup
 
 
 def cache_of(

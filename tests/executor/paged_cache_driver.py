@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 from weakref import WeakValueDictionary
 
+from tllm_spec.executor.resources.interface import PageGroup
 from tllm_spec.executor.resources.paged_cache import PagedCache
-from tllm_spec.executor.resources.pages import PageGroup
 from tllm_spec.executor.resources.radix import NO_PAGE
 from tllm_spec.kernels.attention.visible_keys import KeySpan
 
@@ -113,7 +113,7 @@ class Driver:
         return [self.cache.available(group) for group in range(len(self.spans))]
 
     def write(self, seq_id: int, tokens: list[int], start: int, end: int) -> None:
-        for device, own in zip(self.devices, self.cache.groups_of(seq_id), strict=True):
+        for device, own in zip(self.devices, self.cache.sequences[seq_id].groups, strict=True):
             device.write(own.pages, tokens, start, end)
 
     def num_computed(self, seq_id: int) -> int:
@@ -151,7 +151,7 @@ class Driver:
         num_tokens, held = self.num_computed(seq_id), self.available()
         self.cache.slide(seq_id, num_tokens)
         for group, span in enumerate(self.spans):
-            own = self.cache.groups_of(seq_id)[group]
+            own = self.cache.sequences[seq_id].groups[group]
             first = 0 if span is None else span.first_key(num_tokens) // self.page_size
             assert own.first >= first and NO_PAGE not in own.pages[own.first :]
             assert self.cache.available(group) >= held[group]
@@ -167,11 +167,11 @@ class Driver:
 
     def note(self, seq_id: int) -> None:
         """The pages as they are now are known."""
-        for own in self.cache.groups_of(seq_id):
+        for own in self.cache.sequences[seq_id].groups:
             own.num_known = len(own.pages)
 
     def num_known(self, seq_id: int) -> int:
-        return self.cache.groups_of(seq_id)[0].num_known
+        return self.cache.sequences[seq_id].groups[0].num_known
 
     def free(self, seq_id: int, num_tokens: int | None = None) -> None:
         num_tokens = self.num_computed(seq_id) if num_tokens is None else num_tokens
@@ -194,7 +194,7 @@ class Driver:
 
     def check_contents(self, seq_id: int, values: list[int]) -> None:
         """Checks the positions that a query after these values sees."""
-        groups = self.cache.groups_of(seq_id)
+        groups = self.cache.sequences[seq_id].groups
         for device, own, span in zip(self.devices, groups, self.spans, strict=True):
             first = span.first_key(len(values)) if span else 0
             assert NO_PAGE not in own.pages[own.first :]

@@ -9,7 +9,7 @@ import torch
 
 from tests.executor.harness import Harness, user_provided
 from tllm_spec.executor.batch import ScheduledBatch
-from tllm_spec.executor.rounds.round_results import LaunchedRound
+from tllm_spec.executor.rounds.round_reader import LaunchedRound
 
 DRAFT_LEN, PROMPT = 4, [5, 9, 2, 7]
 

@@ -14,29 +14,24 @@ from typing import Any
 import torch
 
 from tests.executor.one_group import manager_of
-from tllm_spec.attention.geometry import AttentionGeometry
-from tllm_spec.attention.kv_pool import KVFormat, KVPool
+from tllm_spec.attention.geometry import AttentionGeometry, KVFormat, KVPool
 from tllm_spec.config.draft_shape import DraftShape, DraftShapes
 from tllm_spec.executor.batch import SampledTokens, ScheduledBatch
-from tllm_spec.executor.decoding_rules import DecodingRules
-from tllm_spec.executor.device.transfer import ToHost
-from tllm_spec.executor.draft_watch import DraftWatch
-from tllm_spec.executor.executor_parts import ExecutorParts
-from tllm_spec.executor.py_executor import PyExecutor
-from tllm_spec.executor.request import DraftCounters, LlmRequest, Response
+from tllm_spec.executor.device.transfer import DeviceSpan, ToHost
+from tllm_spec.executor.py_executor import ExecutorParts, PyExecutor
+from tllm_spec.executor.request import DecodingRules, DraftCounters, LlmRequest, Response
 from tllm_spec.executor.request_queue import RequestQueue
-from tllm_spec.executor.resources.interface import SeqSlotManager
-from tllm_spec.executor.resources.pages import BlockTable
+from tllm_spec.executor.resources.interface import BlockTable, SeqSlotManager
 from tllm_spec.executor.resources.slot_state import SlotState
-from tllm_spec.executor.rounds.round_results import SentResults
 from tllm_spec.executor.rounds.round_runner import RoundRunner
-from tllm_spec.executor.sampling.logprobs import LogprobRows
+from tllm_spec.executor.sampling.logits import LogprobRows
+from tllm_spec.executor.sampling.row_group import SamplingState
 from tllm_spec.executor.sampling.sampler import Sampler
 from tllm_spec.executor.sampling.sharded_sampler import sampler_of
-from tllm_spec.executor.sampling.state import SamplingState
 from tllm_spec.executor.scheduler import Scheduler, SchedulerLimits
 from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
 from tllm_spec.executor.speculative.drafting.drafter import Drafter, When
+from tllm_spec.executor.totals import DraftWatch
 from tllm_spec.sampling_params import SamplingParams
 
 VOCAB_SIZE = 128_000
@@ -93,16 +88,15 @@ class ScriptedRunner(RoundRunner):
         super().__init__(engine, sampler, drafter)
         graphs: Any = SimpleNamespace(whole=script)
         self.decode.graphs = graphs
-        contexts: Any = self.contexts
-        contexts.launch = self._answer
         self._script = script
 
-    def _answer(self, batch: ScheduledBatch, logprobs: LogprobRows) -> SentResults:
-        """In the place of `ContextRounds.launch`."""
-        self.contexts._start_joining(batch)
+    def _launch_contexts(
+        self, batch: ScheduledBatch, logprobs: LogprobRows
+    ) -> tuple[ToHost, DeviceSpan | None]:
+        self._start_joining(batch)
         number = len(batch.last_chunk_requests) + len(batch.generation_requests)
-        sampled = self._script.tokens(number, batch.draft_len)
-        return SentResults(self._sender.send(sampled, logprobs))
+        sampled = self._script.tokens(number, batch.shape.depth)
+        return self._send(sampled, logprobs), None
 
 
 class ScriptedEngine:

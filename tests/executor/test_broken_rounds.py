@@ -17,7 +17,7 @@ from tllm_spec.config.draft_shape import DraftShape
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.request import LlmRequest, RequestState
 from tllm_spec.executor.resources.interface import ResourceManager
-from tllm_spec.executor.sampling.state import TokenCounts
+from tllm_spec.executor.sampling.row_group import TokenCounts
 
 PROMPT, OTHERS, LENGTH = [1, 2, 3, 4, 5], [[6, 7, 8], [9, 10, 11, 12]], 24
 

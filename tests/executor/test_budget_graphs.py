@@ -65,7 +65,7 @@ def test_graphs_have_a_budget_of_rows_and_the_text_of_plain_decoding(
     assert list(map(output_of, requests)) == list(map(output_of, expected))
     replays = num_replays(harness)
     assert sum(number for key, number in replays.items() if key.shape.is_ragged) > 5
-    alone = [rows for rows, batch in seen if batch.draft_len and not batch.context_requests]
+    alone = [rows for rows, batch in seen if batch.shape.depth and not batch.context_requests]
     assert ROWS >= set(alone) >= {20}
 
 
@@ -122,7 +122,7 @@ def test_a_tail_reads_the_rows_that_its_forward_has_chosen(
     requests = submit_guided(harness, 3) + submit(harness, *ways)
     harness.run()
     assert list(map(output_of, requests)) == list(map(output_of, expected))
-    alone = [rows for rows, batch in seen if batch.draft_len and not batch.context_requests]
+    alone = [rows for rows, batch in seen if batch.shape.depth and not batch.context_requests]
     assert ROWS >= set(alone) >= {20}
     accepted = sum(request.counters.stats().num_accepted_tokens for request in requests)
     assert accepted > 0

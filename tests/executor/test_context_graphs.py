@@ -15,8 +15,7 @@ from tests.executor.harness import Harness, all_pages_are_back, draft_target, ou
 from tllm_spec.attention.flashinfer import FlashInferAttention
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.executor.building.plan import BuildPlan
-from tllm_spec.executor.engine.attention_groups import AttentionGroups, PagedGroup
-from tllm_spec.executor.engine.rows import ContextChunk
+from tllm_spec.executor.engine.rows import AttentionGroups, ContextChunk, PagedGroup
 from tllm_spec.executor.graphs.context_graphs import MAX_CHUNKS, capture_contexts, context_rows
 from tllm_spec.executor.graphs.slot_graphs import GraphPool, graph_keys
 from tllm_spec.executor.request import LlmRequest
@@ -45,7 +44,7 @@ def with_graphs(
     runner.engine.attention = AttentionGroups([group])
     draft_lens = {0, harness.max_draft_len}
     with torch.inference_mode():
-        runner.contexts.graphs = capture_contexts(runner.engine, SIZES, DUMMY, pool)
+        runner.context_graphs = capture_contexts(runner.engine, SIZES, DUMMY, pool)
     if windows:
         capture_rounds(harness, graph_keys(windows, lambda _: draft_lens), pool=pool)
     return harness
@@ -53,7 +52,7 @@ def with_graphs(
 
 def replays(harness: Harness) -> dict[int, int]:
     """By number of rows."""
-    graphs = harness.parts.runner.contexts.graphs
+    graphs = harness.parts.runner.context_graphs
     assert graphs is not None
     dummies: dict[int, Any] = {size: captured.graph for size, captured in graphs._graphs.items()}
     return {size: stand_in.replays for size, stand_in in dummies.items() if stand_in.replays}
@@ -133,7 +132,7 @@ def test_a_prompt_with_windows_is_two_graph_launches(
     def fail(*anything: Any) -> None:
         raise AssertionError("no forward is launched kernel by kernel")
 
-    monkeypatch.setattr(runner.contexts, "_launch_together", fail)
+    monkeypatch.setattr(runner, "_launch_together", fail)
     monkeypatch.setattr(runner.decode, "batch_windows", fail)
     requests = []
     for length in (20, 3, 9):
@@ -174,7 +173,7 @@ def test_states_are_those_of_an_eager_forward_for_any_chunks(
     """Also one after another: what an earlier replay left in the buffers is not read."""
     harness = with_graphs(monkeypatch, tiny)
     runner, random = harness.parts.runner, Random(1)
-    graphs, engine = runner.contexts.graphs, runner.engine
+    graphs, engine = runner.context_graphs, runner.engine
     assert graphs is not None
     table = harness.parts.kv.groups[0].table
     with torch.inference_mode():

@@ -18,13 +18,17 @@ from tests.executor.harness import Harness
 from tests.models.tiny_eagle3 import write_tiny_eagle3
 from tllm_spec.attention.flashinfer import FlashInferAttention
 from tllm_spec.executor.device.transfer import to_device
-from tllm_spec.executor.engine.attention_groups import AttentionGroups, PagedGroup
-from tllm_spec.executor.engine.rows import ROW_ALIGNMENT, ContextChunk, RowBuilder
+from tllm_spec.executor.engine.rows import (
+    ROW_ALIGNMENT,
+    AttentionGroups,
+    ContextChunk,
+    PagedGroup,
+    RowBuilder,
+)
 from tllm_spec.executor.graphs.context_graphs import MAX_CHUNKS, capture_contexts
 from tllm_spec.executor.graphs.slot_graphs import GraphPool
-from tllm_spec.executor.resources.interface import SeqSlotManager
-from tllm_spec.executor.resources.pages import BlockTable
-from tllm_spec.executor.sampling.state import SamplingState
+from tllm_spec.executor.resources.interface import BlockTable, SeqSlotManager
+from tllm_spec.executor.sampling.row_group import SamplingState
 from tllm_spec.kernels.attention.paged_prefill import PrefillRows
 
 CPU = torch.device("cpu")
@@ -103,11 +107,11 @@ def test_a_chunk_behind_its_slots_pages_is_nobodys(rows: RowBuilder) -> None:
 def test_the_host_has_the_rows_that_it_has_written_sent_or_not() -> None:
     table = BlockTable(SeqSlotManager(2), 5, CPU)
     table.write(1, [5, 6, 7], 0)
-    assert table.pages(1).tolist() == [5, 6, 7, 0, 0, 0] and not any(table.pages(0))
+    assert table.host_rows[1].tolist() == [5, 6, 7, 0, 0, 0] and not any(table.host_rows[0])
     table.write(1, [5, 6, 9, 8], 2)
     table.write(0, [1], 0)
     table.flush()
-    assert [table.pages(slot).tolist() for slot in range(3)] == table.device_rows.tolist()
+    assert [table.host_rows[slot].tolist() for slot in range(3)] == table.device_rows.tolist()
 
 
 def test_numbers_of_an_array_arrive_and_where_they_are_wanted() -> None:
@@ -151,13 +155,13 @@ def test_few_operations_are_done_before_a_prompts_graph_is_launched_and_slots_ar
     group = PagedGroup(flashinfer, runner.engine.rows)
     runner.engine.attention = AttentionGroups([group])
     with torch.inference_mode():
-        runner.contexts.graphs = capture_contexts(runner.engine, (256,), 8, GraphPool(CPU))
-    assert runner.contexts.graphs is not None
+        runner.context_graphs = capture_contexts(runner.engine, (256,), 8, GraphPool(CPU))
+    assert runner.context_graphs is not None
 
     def fail(*_: Any) -> None:
         raise Launched
 
-    graph: Any = runner.contexts.graphs._graphs[256].graph
+    graph: Any = runner.context_graphs._graphs[256].graph
     monkeypatch.setattr(graph, "replay", fail)
     monkeypatch.setattr(PlainInPlace, "plan", lambda plan, rows: plan)
     for written_after in (SamplingState, type(harness.parts.slots)):

@@ -165,9 +165,9 @@ def test_every_candidate_of_an_adaptive_draft_length_has_a_graph_and_a_measured_
 ) -> None:
     options = {"adaptive": {"candidate_steps": [0, 1, 3]}}
     keys = keys_of_build(tiny, **speculate(tiny_draft, head, "eagle3", **options))
-    assert {(key.batch_size, key.draft_len) for key in keys} == {
+    assert {(key.batch_size, key.shape.depth) for key in keys} == {
         (size, steps) for size in (1, 2, 4, 8) for steps in (0, 1, 3)
     }
     gate = {"acceptance_rate_threshold": 0.5, "acceptance_rate_window_size": 4}
     keys = keys_of_build(tiny, **speculate(tiny_draft, head, "eagle3", **gate))
-    assert {key.draft_len for key in keys} == {0, 3}
+    assert {key.shape.depth for key in keys} == {0, 3}

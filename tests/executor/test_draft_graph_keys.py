@@ -12,7 +12,7 @@ from tests.executor.draft_caches import eagle3
 from tests.executor.draft_graphs import CPU, DUMMY, two_model, with_graphs
 from tests.executor.graph_rounds import keys_of_build
 from tests.executor.harness import Harness
-from tllm_spec.attention.kv_pool import KVFormat
+from tllm_spec.attention.geometry import KVFormat
 from tllm_spec.config.draft_shape import DraftShapes, chain_of
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.executor.building.memory import reserved_bytes
@@ -43,13 +43,13 @@ def test_drafting_graphs_cover_the_draft_lengths_that_may_be_asked_for(
     cuts = two_model(drafts, "draft_target", draft_len_schedule={1: 3, 6: 1})
     rounds = keys_of_build(tiny, **cuts)
     drafting = drafting_keys(tiny, monkeypatch, rounds, **cuts)
-    lengths = {(key.batch_size, key.draft_len) for key in drafting}
+    lengths = {(key.batch_size, key.shape.depth) for key in drafting}
     assert lengths == {(1, 3), (2, 3), (4, 3), (5, 3), (8, 1)} and set(drafting) < set(rounds)
     assert {key.sampled for key in drafting} == {False, True}
     ladder = two_model(drafts, "draft_target", adaptive={"candidate_steps": [0, 1, 3]})
     monkeypatch.setattr(RoundTimer, "measure", lambda *_, **__: None)
     drafting = drafting_keys(tiny, monkeypatch, keys_of_build(tiny, **ladder), **ladder)
-    assert {key.draft_len for key in drafting} == {1, 3}
+    assert {key.shape.depth for key in drafting} == {1, 3}
     assert keys_of_build(tiny, cuda_graph_config=None, **ladder) == []
 
 
@@ -74,7 +74,7 @@ def test_a_draft_models_steps_are_timed_with_graphs_and_without(
     ladder = two_model(drafts, "draft_target", adaptive={"candidate_steps": [0, 1, 3]})
     parts = with_graphs(monkeypatch, tiny, (1, 4), {1, 3}, **ladder).harness.parts
     monkeypatch.setattr(CudaGraphs, "seconds", lambda graphs, key, *_: 1.0)
-    monkeypatch.setattr(SlotGraphs, "seconds", lambda graphs, key: 0.01 * key.draft_len)
+    monkeypatch.setattr(SlotGraphs, "seconds", lambda graphs, key: 0.01 * key.shape.depth)
     shapes, limits = DraftShapes.chains(3), ContextLimits(10, 10)
     timer = RoundTimer(parts.runner, shapes, DUMMY, CPU, limits)
     times = timer.measure(parts.controller, (1, 4))
@@ -126,7 +126,7 @@ def test_the_memory_plan_counts_the_captured_graphs_and_their_buffers(
     reserved = [reserved_bytes(each, draft, groups) for each in (plan, unguided)]
     assert reserved[0] - reserved[1] == of_masks
     rounds = keys_of_build(tiny, **options)
-    assert {key.draft_len for key in rounds} == {0, 3}
+    assert {key.shape.depth for key in rounds} == {0, 3}
     if drafts_of:
         drafting = drafting_keys(tiny, monkeypatch, rounds, **options)
-        assert {key.draft_len for key in drafting} == {*drafts_of}
+        assert {key.shape.depth for key in drafting} == {*drafts_of}

@@ -160,7 +160,7 @@ def test_a_change_of_the_draft_length_is_drafted_for_in_graphs(
     seen = {len(window) for window in windows[0].values()}
     assert {1, 2, 4} <= seen
     prompt, lengths = ([], {1, 3}) if mode == "draft_target" else ([1], {0, 1, 3})
-    assert watched.eager == prompt and {key.draft_len for key in watched.replays()} == lengths
+    assert watched.eager == prompt and {key.shape.depth for key in watched.replays()} == lengths
 
 
 def test_a_draft_model_needs_a_graph_of_the_rounds_own_draft_length(

@@ -143,7 +143,7 @@ def test_a_request_drafts_again_when_draft_pages_come_back(tiny: Path) -> None:
     while request.num_output_tokens < 30:
         harness.round()
     assert sum(request.counters.by_drafted[1:]) <= 2, "there were pages for a few tokens"
-    kv.release(hog, 0)
+    kv.free_resources(hog)
     harness.run()
     stats = request.counters.stats()
     assert stats.num_drafted_tokens - stats.num_accepted_tokens <= 3
@@ -252,7 +252,7 @@ def test_rejected_drafts_give_their_draft_pages_back(
     while harness.round():
         if request.state is RequestState.GENERATION:
             ahead = request.tokens_in_flight + (1 + ROUNDS_AHEAD) * 2 if overlap else 0
-            held.append(kv.held(request)[0] - kv.pages_for(request.kv_len + ahead))
+            held.append(kv.held(request)[0] - kv.cache.pages_for(request.kv_len + ahead))
     assert len(held) > 30 and max(held[12:] if overlap else held) <= 0
     assert all_pages_are_back(harness.executor)
 

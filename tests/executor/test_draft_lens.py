@@ -30,13 +30,13 @@ def test_start_up_times_every_length_of_the_ladder_and_charges_separate_drafters
     timed: list[tuple[int, int]] = []
 
     def seconds(_: Any, key: Any, *__: Any) -> float:
-        timed.append((key.batch_size, key.draft_len))
-        return 1.0 + 0.01 * key.draft_len
+        timed.append((key.batch_size, key.shape.depth))
+        return 1.0 + 0.01 * key.shape.depth
 
     monkeypatch.setattr("tllm_spec.executor.rounds.round_runner.RoundRunner.seconds", seconds)
     monkeypatch.setattr(
         "tllm_spec.executor.speculative.drafting.model_drafter.ModelDrafter.seconds_before",
-        lambda _, key, *__: 0.5 * key.draft_len,
+        lambda _, key, *__: 0.5 * key.shape.depth,
     )
     harness = Harness(tiny, **tiny_engine(mode, drafts, 4, adaptive=LADDER))
     assert timed == [(size, steps) for size in (1, 2, 4, 8) for steps in (0, 1, 4, 4, 1, 0)]
@@ -52,7 +52,7 @@ def test_a_drifting_clock_favours_no_length(monkeypatch: pytest.MonkeyPatch, tin
     calls = count()
 
     def seconds(_: Any, key: Any, *__: Any) -> float:
-        return 1.0 + 0.01 * key.draft_len + 0.001 * next(calls)
+        return 1.0 + 0.01 * key.shape.depth + 0.001 * next(calls)
 
     monkeypatch.setattr("tllm_spec.executor.rounds.round_runner.RoundRunner.seconds", seconds)
     config = {"decoding_type": "NGram", "max_draft_len": 4, "adaptive": LADDER}
@@ -105,7 +105,7 @@ def test_drafts_are_not_free_next_to_batches_that_have_none(
     """Batches of 5 are on a line between 4 and 8, and rounds of 8 never have drafts."""
     monkeypatch.setattr(
         "tllm_spec.executor.rounds.round_runner.RoundRunner.seconds",
-        lambda _, key, *__: key.batch_size * (1.0 + key.draft_len),
+        lambda _, key, *__: key.batch_size * (1.0 + key.shape.depth),
     )
     config = {
         "decoding_type": "NGram",
@@ -128,7 +128,7 @@ def test_start_up_times_rounds_on_as_many_threads_as_they_will_run_on(
 
     def seconds(_: Any, key: Any, *__: Any) -> float:
         seen.add(torch.get_num_threads())
-        return 1.0 + 0.01 * key.draft_len
+        return 1.0 + 0.01 * key.shape.depth
 
     monkeypatch.setattr("tllm_spec.executor.rounds.round_runner.RoundRunner.seconds", seconds)
     before = torch.get_num_threads()
@@ -180,7 +180,7 @@ def test_graphs_of_an_adaptive_draft_length_end_where_a_limit_begins(
 
     def pairs(options: dict[str, Any], **more: Any) -> set[tuple[int, int]]:
         keys = keys_of_build(tiny, **tiny_engine("eagle3", drafts, 3, **options), **more)
-        return {(key.batch_size, key.draft_len) for key in keys}
+        return {(key.batch_size, key.shape.depth) for key in keys}
 
     short = {(size, steps) for size in (1, 2, 4, 5) for steps in (1, 3)}
     plain = {(size, 0) for size in (1, 2, 4, 8)}  # where no request wants drafts
@@ -197,7 +197,7 @@ def test_times_without_graphs_are_taken_without_outliers(
     times = {0: 1.0, 1: 9.0, 4: 1.5}
     monkeypatch.setattr(
         "tllm_spec.executor.rounds.round_runner.RoundRunner.seconds",
-        lambda _, key, *__: times[key.draft_len],
+        lambda _, key, *__: times[key.shape.depth],
     )
     harness = Harness(tiny, **tiny_engine("eagle3", drafts, 4, adaptive=LADDER))
     controls = harness.parts.controller

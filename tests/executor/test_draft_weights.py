@@ -16,8 +16,8 @@ from tests.server.http_answers import wait_for
 from tllm_spec.draft_swap import MIN_REPLAYED
 from tllm_spec.executor.draft_weights import WATCHED_ROUNDS, DraftWeights
 from tllm_spec.executor.request import RequestState
+from tllm_spec.executor.resources.interface import PageGroup
 from tllm_spec.executor.resources.paged_cache import PagedCache
-from tllm_spec.executor.resources.pages import PageGroup
 from tllm_spec.llm import LLM
 from tllm_spec.sampling_params import SamplingParams
 from tllm_spec.zoo.registry import resolve_model
@@ -217,6 +217,9 @@ class Ended:
     def __init__(self, version: int, tokens: int) -> None:
         self.draft_version, self.counters = version, self
         self.rounds, self.num_emitted_tokens = WATCHED_ROUNDS // 2, tokens
+
+    def stats(self) -> "Ended":
+        return self
 
 
 @pytest.mark.parametrize(("tokens", "version"), [(1000, 1), (950, 1), (880, 2)])

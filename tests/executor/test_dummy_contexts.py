@@ -13,7 +13,7 @@ from tests.executor.harness import Harness, output_of
 from tests.models.tiny_eagle3 import write_tiny_eagle3
 from tllm_spec.config.draft_shape import DraftShapes, chain_of
 from tllm_spec.executor.building.rounds import RoundTimer
-from tllm_spec.executor.engine.attention_groups import AttentionGroups, PagedGroup
+from tllm_spec.executor.engine.rows import AttentionGroups, PagedGroup
 from tllm_spec.executor.graphs.context_graphs import ContextLimits, DummyContexts
 from tllm_spec.executor.graphs.slot_graphs import CudaGraphs, GraphKey, graph_keys
 
@@ -97,7 +97,7 @@ def test_start_up_times_rounds_with_contexts_where_there_is_room_for_them(
     runner, controller = harness.parts.runner, harness.parts.controller
 
     def seconds(graphs: CudaGraphs, key: GraphKey, slots: Any = None, renew: Any = None) -> float:
-        return 1.0 + 0.1 * key.draft_len + (0.2 if slots is not None else 0.0)
+        return 1.0 + 0.1 * key.shape.depth + (0.2 if slots is not None else 0.0)
 
     monkeypatch.setattr(CudaGraphs, "seconds", seconds)
     for limits, added in ((LIMITS, 0.2), (ContextLimits(200, 10), 0.0)):  # the second: too short

@@ -46,7 +46,7 @@ def test_first_tokens_are_sent_before_anything_is_drafted_after_their_prompts(
             super().__init__(*arguments)
 
     monkeypatch.setattr(proposer, "propose", watched)
-    monkeypatch.setattr("tllm_spec.executor.rounds.round_results.ToHost", Recorded)
+    monkeypatch.setattr("tllm_spec.executor.rounds.round_runner.ToHost", Recorded)
     requests = []
     for each in (harness, plain):
         requests.append([each.submit([3, 1, 4], max_tokens=30)])
@@ -56,7 +56,7 @@ def test_first_tokens_are_sent_before_anything_is_drafted_after_their_prompts(
             requests[-1].append(each.submit([1, 5, 9, 2], max_tokens=30))
         each.run()
     before_drafts = [before for before, now in pairwise(happened) if now == "contexts"]
-    assert bool(harness.parts.runner.contexts.graphs) == ("graph" in how)
+    assert bool(harness.parts.runner.context_graphs) == ("graph" in how)
     assert before_drafts == ["sent"] * (1 + with_windows)
     assert list(map(output_of, requests[0])) == list(map(output_of, requests[1]))
 
@@ -89,7 +89,7 @@ def test_drafts_after_a_prompt_count_for_no_time_that_the_controller_learns(
     """On a clock that moves by 3 ms whenever it is read."""
     now = count(0)
     monkeypatch.setattr(ToHost, "is_here", property(lambda to_host: False))  # as on a device
-    monkeypatch.setattr("tllm_spec.executor.rounds.context_rounds.DeviceSpan", PostSend)
+    monkeypatch.setattr("tllm_spec.executor.rounds.round_runner.DeviceSpan", PostSend)
     monkeypatch.setattr(
         "tllm_spec.executor.rounds.round_reader.perf_counter", lambda: 0.003 * next(now)
     )

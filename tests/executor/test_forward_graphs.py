@@ -43,7 +43,7 @@ def forwards_of(harness: Harness) -> dict[tuple[int, int], int]:
     graphs = harness.parts.runner.graphs
     assert graphs is not None
     found = replays_of(graphs.forwards)
-    return {(key.batch_size, key.draft_len): number for key, number in found.items()}
+    return {(key.batch_size, key.shape.depth): number for key, number in found.items()}
 
 
 def logprobs_of(harness: Harness, request: LlmRequest) -> list[dict[int, Any]]:

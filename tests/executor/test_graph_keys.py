@@ -38,7 +38,7 @@ def test_keys_are_exactly_the_combinations_that_batches_can_have(
         for n in padded
         for sampled in (False, True)
     }
-    assert {(key.batch_size, key.draft_len, key.sampled) for key in keys} == needed
+    assert {(key.batch_size, key.shape.depth, key.sampled) for key in keys} == needed
     assert len(keys) == len(needed)
 
 
@@ -50,7 +50,7 @@ def test_drafters_that_may_come_with_fewer_drafts_have_a_graph_for_every_length(
         draft_len_schedule=schedule,
     )
     keys = graph_keys((2, 4), tiers_of_rounds(controller_for(spec), spec))
-    lengths = {size: {key.draft_len for key in keys if key.batch_size == size} for size in (2, 4)}
+    lengths = {size: {key.shape.depth for key in keys if key.batch_size == size} for size in (2, 4)}
     assert lengths == {2: {0, 1, 2, 3}, 4: {0, 1}}
 
 
@@ -61,7 +61,7 @@ def test_sizes_end_where_the_schedule_changes_so_that_no_batch_pads_beyond() -> 
     )
     spec = config(draft_len_schedule=schedule)
     keys = graph_keys(sizes, controller_for(spec).tiers_at)
-    assert {(key.batch_size, key.draft_len) for key in keys} == {(1, 4), (5, 4), (8, 0)}
+    assert {(key.batch_size, key.shape.depth) for key in keys} == {(1, 4), (5, 4), (8, 0)}
 
 
 def test_the_keys_of_a_build_follow_the_mode_and_the_schedule(
@@ -71,7 +71,7 @@ def test_the_keys_of_a_build_follow_the_mode_and_the_schedule(
 
     def pairs(mode: str, **options: Any) -> set[tuple[int, int]]:
         keys = keys_of_build(tiny, **speculate(tiny_draft, head, mode, **options))
-        return {(key.batch_size, key.draft_len) for key in keys}
+        return {(key.batch_size, key.shape.depth) for key in keys}
 
     assert pairs("plain") == {(1, 0), (2, 0), (4, 0), (8, 0)}
     for mode in ("draft_target", "eagle3"):
@@ -88,4 +88,4 @@ def test_no_graph_has_more_rows_than_the_buffers_of_a_round(
     tiny: Path, tiny_draft: Path, head: Path, mode: str
 ) -> None:
     keys = keys_of_build(tiny, max_num_tokens=20, **speculate(tiny_draft, head, mode))
-    assert keys and all(key.batch_size * (1 + key.draft_len) <= 20 for key in keys)
+    assert keys and all(key.batch_size * (1 + key.shape.depth) <= 20 for key in keys)

@@ -22,7 +22,7 @@ from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.device.transfer import ToHost
 from tllm_spec.executor.graphs.slot_graphs import SlotGraphs
 from tllm_spec.executor.request import RequestState
-from tllm_spec.executor.rounds.round_results import LaunchedRound
+from tllm_spec.executor.rounds.round_reader import LaunchedRound
 from tllm_spec.executor.sampling import grammar_masks
 from tllm_spec.grammar.grammar_state import GrammarState
 from tllm_spec.request_errors import SLOW_GRAMMAR

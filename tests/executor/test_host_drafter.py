@@ -10,8 +10,7 @@ from tests.executor.harness import Harness, ScriptedDrafter, user_provided
 from tests.executor.tiny_llama import write_tiny_llama
 from tllm_spec.config.draft_shape import DraftShapes, chain_of
 from tllm_spec.executor.batch import ScheduledBatch
-from tllm_spec.executor.decoding_rules import DecodingRules
-from tllm_spec.executor.request import LlmRequest
+from tllm_spec.executor.request import DecodingRules, LlmRequest
 from tllm_spec.executor.resources.interface import ResourceManager, SeqSlotManager
 from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.speculative.drafting.drafter import Drafter
@@ -48,7 +47,7 @@ class Bench:
 def test_drafts_are_padded_to_the_longest_and_their_real_number_is_kept() -> None:
     bench = Bench(lambda request: [7, 8, 9][: request.request_id - 1])
     batch = bench.round()
-    assert batch.draft_len == 2
+    assert batch.shape.depth == 2
     assert [request.py_num_draft_tokens for request in bench.requests] == [0, 1, 2]
     padded = [[1, 1], [7, 2], [7, 8]]  # the requests' last tokens
     assert [request.py_draft_tokens for request in bench.requests] == [[], [7], [7, 8]]
@@ -62,9 +61,9 @@ def test_drafts_are_padded_to_the_longest_and_their_real_number_is_kept() -> Non
 
 def test_untouched_placeholders_are_no_drafts_but_a_list_of_zeros_is_a_draft() -> None:
     batch = Bench(lambda request: None).round()
-    assert batch.draft_len == 0
+    assert batch.shape.depth == 0
     bench = Bench(lambda request: [0, 0])
-    assert bench.round().draft_len == 2
+    assert bench.round().shape.depth == 2
     assert [request.py_num_draft_tokens for request in bench.requests] == [2, 2, 2]
 
 
@@ -72,10 +71,10 @@ def test_drafts_beyond_what_a_request_can_use_are_cut_off() -> None:
     bench = Bench(lambda request: [7, 8, 9, 10])
     bench.requests[0].draft_limit = 1
     bench.requests[1].max_tokens = 3
-    assert bench.round().draft_len == 4
+    assert bench.round().shape.depth == 4
     assert [request.py_num_draft_tokens for request in bench.requests] == [1, 2, 4]
     assert bench.slots.window[:2, 1:5].tolist() == [[7, 1, 1, 1], [7, 8, 2, 2]]
-    assert bench.round(draft_len=3).draft_len == 3
+    assert bench.round(draft_len=3).shape.depth == 3
 
 
 def test_padding_puts_no_token_into_a_window_after_which_there_are_no_numbers(
@@ -108,7 +107,7 @@ def test_a_list_that_the_drafter_keeps_is_neither_padded_nor_cut() -> None:
     kept = {1: [7], 2: [7, 8], 3: [7, 8, 9]}
     bench = Bench(lambda request: kept[request.request_id])
     bench.requests[2].draft_limit = 2
-    assert bench.round().draft_len == 2
+    assert bench.round().shape.depth == 2
     assert kept == {1: [7], 2: [7, 8], 3: [7, 8, 9]}
 
 

@@ -46,7 +46,7 @@ class Watched(Harness):
             return schedule(generating, shape, **options)
 
         def watched_prepare(batch: ScheduledBatch) -> None:
-            if batch.draft_len:
+            if batch.shape.depth:
                 self.drafted.append(self._in_flight)
             prepare(batch)
 

@@ -19,7 +19,7 @@ from tllm_spec.config.draft_shape import DraftShape, chain_of
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.request import NO_TOKEN, LlmRequest, RequestState, Response, StopMatch
 from tllm_spec.executor.resources.kv_cache import ROUNDS_AHEAD
-from tllm_spec.executor.rounds.round_results import LaunchedRound
+from tllm_spec.executor.rounds.round_reader import LaunchedRound
 from tllm_spec.executor.speculative.drafting.drafter import take_ready
 
 RATES = {"plain": (), "three": (0.73, 0.52, 0.35), "seven": (0.9,) * 7, "all_of_seven": (1.0,) * 7}
@@ -291,7 +291,7 @@ def test_pages_are_taken_ahead_only_of_those_that_a_request_was_admitted_with(
     def watched_prepare(batch: ScheduledBatch) -> None:
         nonlocal num_ahead
         for request in batch.generation_requests:
-            needed = kv.pages_for(request.num_tokens_bound + 3 + kv.extra_kv_tokens)
+            needed = kv.cache.pages_for(request.num_tokens_bound + 3 + kv.extra_kv_tokens)
             assert needed <= kv.held(request)[0] <= most
             num_ahead += kv.held(request)[0] > needed
         prepare(batch)
@@ -317,7 +317,7 @@ def test_when_drafts_become_fewer_pages_ahead_for_them_go_back() -> None:
             + request.tokens_in_flight
             + (1 + ROUNDS_AHEAD) * window
         )
-        return kv.held(request)[0] - kv.pages_for(kept)
+        return kv.held(request)[0] - kv.cache.pages_for(kept)
 
     assert all(num_ahead(request, 1) > 0 for request in requests)
     watched.parts.tier_for = lambda *_: 0

@@ -5,13 +5,10 @@ import pytest
 import torch
 
 from tests.executor.one_group import manager_of
-from tllm_spec.attention.geometry import AttentionGeometry
-from tllm_spec.attention.kv_pool import KVFormat, KVPool
+from tllm_spec.attention.geometry import AttentionGeometry, KVFormat, KVPool
 from tllm_spec.executor.batch import ScheduledBatch
-from tllm_spec.executor.decoding_rules import DecodingRules
-from tllm_spec.executor.request import LlmRequest
-from tllm_spec.executor.resources.interface import SeqSlotManager
-from tllm_spec.executor.resources.pages import BlockTable
+from tllm_spec.executor.request import DecodingRules, LlmRequest
+from tllm_spec.executor.resources.interface import BlockTable, SeqSlotManager
 from tllm_spec.sampling_params import SamplingParams
 
 RULES = DecodingRules.from_params(SamplingParams(), vocab_size=64, end_ids=(), encode=None)

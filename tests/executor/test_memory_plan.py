@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from tests.models.published_gpt_oss import GPT_OSS_20B
-from tllm_spec.attention.geometry import AttentionGeometry
-from tllm_spec.attention.kv_pool import KVFormat, KVPool
+from tllm_spec.attention.geometry import AttentionGeometry, KVFormat, KVPool
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.distributed.communicator import SINGLE_RANK, Communicator
 from tllm_spec.executor.building import memory

@@ -14,7 +14,7 @@ from tests.executor.hooks import around_reads
 from tests.lossless.engines import tiny_engine
 from tllm_spec.executor.engine.rows import ContextChunk, Windows
 from tllm_spec.executor.request import LlmRequest
-from tllm_spec.executor.rounds.round_results import LaunchedRound
+from tllm_spec.executor.rounds.round_reader import LaunchedRound
 from tllm_spec.executor.speculative.draft_length.decisions import ObservedRound
 from tllm_spec.outputs import SpeculativeStats
 
@@ -242,7 +242,9 @@ def test_a_time_belongs_to_the_round_that_took_it_and_to_one_draft_length(
 
         def note() -> None:
             if len(told.rounds) > before:
-                is_pure.append(not batch.context_requests and batch.draft_len == told.rounds[-1][2])
+                is_pure.append(
+                    not batch.context_requests and batch.shape.depth == told.rounds[-1][2]
+                )
 
         return note
 

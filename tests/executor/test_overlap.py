@@ -34,7 +34,7 @@ from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.device.transfer import ToHost
 from tllm_spec.executor.engine.rows import RowBuilder
 from tllm_spec.executor.request import LlmRequest, RequestState, Response
-from tllm_spec.executor.rounds.round_results import LaunchedRound
+from tllm_spec.executor.rounds.round_reader import LaunchedRound
 
 
 @pytest.fixture(scope="module", params=MODES)

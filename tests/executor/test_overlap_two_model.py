@@ -37,7 +37,7 @@ def run_lengths(harness: Harness, lengths: list[int]) -> tuple[list[int], list[i
     prepare, in_flight, left = drafter.prepare_draft_tokens, list[int](), list[int]()
 
     def watched(batch: ScheduledBatch) -> None:
-        if batch.draft_len:
+        if batch.shape.depth:
             in_flight.append(len(rounds_in_flight(executor)))
         prepare(batch)
 

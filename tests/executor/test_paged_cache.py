@@ -334,7 +334,7 @@ def test_no_page_of_a_restarted_sequence_is_known() -> None:
         (lambda cache: cache.pages(1).pop(), "are not the 5 pages"),
         (lambda cache: cache.pages(1).append(cache.pages(2)[-1]), "each once"),
         (lambda cache: cache.pages(1).__setitem__(0, cache.pages(2)[-1]), "is not the tree's"),
-        (lambda cache: cache._sequences[1].nodes.pop(), "counts 1 holders and has 0"),
+        (lambda cache: cache.sequences[1].nodes.pop(), "counts 1 holders and has 0"),
     ],
 )
 def test_the_integrity_check_names_a_page_that_is_lost_or_held_twice(damage, sentence) -> None:

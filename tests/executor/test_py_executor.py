@@ -77,7 +77,8 @@ def test_after_every_round_device_and_host_agree_and_only_kept_tokens_have_pages
             if request.state is RequestState.GENERATION:
                 assert_rows_are_true(harness, request)
                 kv = harness.parts.kv
-                assert kv.held(request)[0] == kv.pages_for(request.kv_len + kv.extra_kv_tokens)
+                needed = kv.cache.pages_for(request.kv_len + kv.extra_kv_tokens)
+                assert kv.held(request)[0] == needed
     assert harness.parts.scheduler.num_preemptions
     assert [(r.finish_reason, r.num_output_tokens) for r in requests] == [
         ("length", r.max_tokens) for r in requests
@@ -138,7 +139,7 @@ def test_a_round_keeps_the_pages_of_accepted_tokens_and_gives_back_all_others(
             break
         num_rejected.add(request.py_num_draft_tokens - (request.num_tokens - before - 1))
         held = harness.parts.kv.held(request)[0]
-        assert held == harness.parts.kv.pages_for(request.num_tokens - 1)
+        assert held == harness.parts.kv.cache.pages_for(request.num_tokens - 1)
     assert num_rejected == {0, 1, 2, 3, 4}
 
 

@@ -10,7 +10,7 @@ def drafted_rounds(pause: RequestPause, accepted_every: int, num_rounds: int) ->
     accepted; 0: never."""
     drafted: list[int] = []
     for number in range(num_rounds):
-        if pause.is_on:
+        if pause.rounds_left > 0:
             pause.observe(0, 0)
             continue
         drafted.append(number)
@@ -51,5 +51,5 @@ def test_an_accepted_draft_after_a_pause_starts_afresh() -> None:
 def test_a_round_without_drafts_says_nothing_and_without_patience_there_are_no_pauses() -> None:
     pause = RequestPause(1)
     pause.observe(0, 0)
-    assert not pause.is_on
+    assert pause.rounds_left == 0
     assert len(drafted_rounds(RequestPause(), 0, 500)) == 500

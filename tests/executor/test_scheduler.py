@@ -6,14 +6,11 @@ import pytest
 import torch
 
 from tests.executor.one_group import all_are_free, manager_of
-from tllm_spec.attention.geometry import AttentionGeometry
-from tllm_spec.attention.kv_pool import KVFormat, KVPool
+from tllm_spec.attention.geometry import AttentionGeometry, KVFormat, KVPool
 from tllm_spec.config.draft_shape import chain_of
 from tllm_spec.executor.batch import ScheduledBatch
-from tllm_spec.executor.decoding_rules import DecodingRules
-from tllm_spec.executor.request import LlmRequest, RequestState
-from tllm_spec.executor.resources.interface import ResourceManager, SeqSlotManager
-from tllm_spec.executor.resources.pages import BlockTable
+from tllm_spec.executor.request import DecodingRules, LlmRequest, RequestState
+from tllm_spec.executor.resources.interface import BlockTable, ResourceManager, SeqSlotManager
 from tllm_spec.executor.scheduler import Scheduler, SchedulerLimits
 from tllm_spec.sampling_params import SamplingParams
 
@@ -98,7 +95,7 @@ class Bench:
             request.kv_len, request.context_chunk = request.kv_len + request.context_chunk, 0
         for request in last:
             request.state = RequestState.GENERATION
-            request.append_token(63)
+            request.append_run([63])
         for request in batch.generation_requests:
             before = request.num_tokens
             request.append_run([63] * (1 + accepted))
@@ -293,4 +290,4 @@ def test_under_random_traffic_budgets_hold_and_every_request_gets_all_its_tokens
         request.max_tokens for request in requests
     ]
     assert may_preempt == (bench.scheduler.num_preemptions > 0)
-    assert all_are_free(bench.kv) and bench.slots.num_free == 5
+    assert all_are_free(bench.kv) and len(bench.slots.free) == 5

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tllm_spec.attention.interface import AttentionMetadata
-from tllm_spec.executor.engine.attention_groups import SinkWindow
+from tllm_spec.executor.engine.rows import SinkWindow
 from tllm_spec.kernels.attention.visible_keys import TreeMask
 from tllm_spec.kernels.slots.round_rows import RoundRows
 

@@ -11,7 +11,7 @@ from tests.executor.harness import Harness
 from tests.models.helpers import random_tokens
 from tests.models.qwen3_next import save_qwen3_next
 from tllm_spec.executor.request import LlmRequest, RequestState
-from tllm_spec.executor.resources.pages import Snapshots
+from tllm_spec.executor.resources.interface import Snapshots
 from tllm_spec.executor.resources.radix import Node
 from tllm_spec.llm import LLM
 

@@ -36,7 +36,7 @@ def watch_windows(harness: Harness) -> dict[tuple[int, int], list[int]]:
 
     def record(batch: ScheduledBatch) -> None:
         for request in batch.generation_requests:
-            num_drafts = min(batch.draft_len, int(slots.num_drafts[request.slot]))
+            num_drafts = min(batch.shape.depth, int(slots.num_drafts[request.slot]))
             assert num_drafts == request.py_num_draft_tokens
             window = slots.window[request.slot, : 1 + num_drafts].tolist()
             seen[request.request_id, request.num_tokens] = window
@@ -160,7 +160,7 @@ def test_the_host_reports_the_drafts_of_the_round_before(tiny: Path, head: Path)
 
     def look(batch: ScheduledBatch) -> None:
         if batch.generation_requests:
-            reported.append((batch.draft_len, batch.made_draft_len))
+            reported.append((batch.shape.depth, batch.made_draft_len))
             assert request.py_num_draft_tokens == batch.made_draft_len
 
     before_launch(harness.executor, look)

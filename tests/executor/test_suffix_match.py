@@ -20,8 +20,7 @@ from tllm_spec.config.text_search import SHARED_WIDTH, CorpusFile
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.building.memory import reserved_bytes
 from tllm_spec.executor.building.plan import BuildPlan
-from tllm_spec.executor.decoding_rules import DecodingRules
-from tllm_spec.executor.request import LlmRequest, RequestState
+from tllm_spec.executor.request import DecodingRules, LlmRequest, RequestState
 from tllm_spec.executor.resources.interface import SharedTexts, pieces_of, rows_of
 from tllm_spec.executor.speculative.drafting.suffix_match import read_corpus
 from tllm_spec.kernels.drafts.path_trees import path_trees
@@ -59,7 +58,7 @@ def watch_drafts(
             drafts = slots.window[slot, 1 : 1 + min(number, batch.shape.num_nodes)].tolist()
             shared = others(request)
             if not request.tokens_in_flight and shared is not None:
-                ready = min(request.num_drafts_ready, batch.draft_len, request.draft_limit)
+                ready = min(request.num_drafts_ready, batch.shape.depth, request.draft_limit)
                 how = (3, search.max_match, 8 if slots.shapes.has_trees else 1, search.oldest)
                 paths, _ = paths_of(request.tokens, *how, shared)
                 assert drafts == expected_drafts(paths, ready, slots.shapes)
@@ -328,7 +327,7 @@ def test_a_changing_draft_length_leaves_the_texts_complete(tiny: Path) -> None:
 
 def test_graphs_are_captured_for_the_draft_lengths_that_are_asked_for(tiny: Path) -> None:
     keys = keys_of_build(tiny, **sa())
-    assert {key.draft_len for key in keys} == {0, 3}
+    assert {key.shape.depth for key in keys} == {0, 3}
 
 
 def test_the_memory_plan_counts_the_texts(tiny: Path, tmp_path: Path) -> None:

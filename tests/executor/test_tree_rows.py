@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from tllm_spec.executor.engine.rows import ContextChunk, RowBuilder, TreeRows, Windows
-from tllm_spec.executor.resources.interface import SeqSlotManager
-from tllm_spec.executor.resources.pages import BlockTable
+from tllm_spec.executor.resources.interface import BlockTable, SeqSlotManager
 from tllm_spec.kernels.attention.visible_keys import TreeMask
 
 CPU = torch.device("cpu")
@@ -24,7 +23,7 @@ def rows() -> RowBuilder:
 def beams(first: list[int], offset: int) -> Windows:
     """Two beams of each slot that follow `offset` earlier keys of the tree."""
     bits = torch.full((len(first), 2), 1)
-    tree = TreeRows(torch.tensor([[1, 2]] * len(first)), TreeMask(bits, offset + 2), offset)
+    tree = TreeRows(torch.tensor([[1, 2]] * len(first)), TreeMask(bits, offset + 2))
     slots = torch.arange(2 - len(first), 2)
     token_ids = torch.arange(2 * len(first)).view(-1, 2)
     return Windows(slots, torch.tensor(first), token_ids, max(first) + offset + 2, tree=tree)
@@ -49,8 +48,3 @@ def test_a_chunk_before_the_beams_keeps_its_own_rows(rows: RowBuilder) -> None:
     assert metadata.kv_slots.tolist() == [7 * 4 + 2, 7 * 4 + 3, 3 * 4, 5 * 4 + 3, 8 * 4]
     assert metadata.kv_lens.tolist() == [5, 9]
     assert windows.tree is not None and metadata.tree is windows.tree.mask
-
-
-def test_the_mask_must_cover_the_offset_and_the_rows() -> None:
-    with pytest.raises(AssertionError):
-        TreeRows(torch.zeros(1, 2, dtype=torch.int64), TreeMask(torch.ones(1, 2).long(), 2), 1)

@@ -7,8 +7,7 @@ import pytest
 
 from tests.executor.test_scheduler import RULES, Bench
 from tllm_spec.executor.request import LlmRequest, RequestState
-from tllm_spec.executor.request_limits import RequestLimits
-from tllm_spec.executor.request_wire import pack_requests, unpack_requests
+from tllm_spec.executor.request_wire import RequestLimits, pack_requests, unpack_requests
 from tllm_spec.executor.scheduler import FAIR_PREEMPTION_ROUNDS
 
 

@@ -7,7 +7,7 @@ import pytest
 from tests.lossless.engines import engine
 from tllm_spec import LLM, SamplingParams
 from tllm_spec.bench.break_even import FreeDrafts
-from tllm_spec.executor import draft_watch
+from tllm_spec.executor import totals as draft_watch
 
 
 @pytest.mark.thinned

@@ -14,9 +14,9 @@ from tests.executor.hooks import before_launch, rounds_in_flight
 from tllm_spec.config.draft_shape import chain_of
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.building import rounds
-from tllm_spec.executor.building.warm_up import CHUNK_ROWS, WarmUp, some_of
+from tllm_spec.executor.building.rounds import CHUNK_ROWS, WarmUp, some_of
 from tllm_spec.executor.graphs.slot_graphs import GraphKey, graph_keys
-from tllm_spec.executor.rounds.round_results import LaunchedRound
+from tllm_spec.executor.rounds.round_reader import LaunchedRound
 
 DUMMY = 8
 MODES = ["plain", "draft_target", "eagle3", "eagle3_two_model", "ngram", "adaptive", "rejection"]
@@ -58,7 +58,7 @@ def keys_of(harness: Harness) -> list[GraphKey]:
 
 
 def tuple_of(key: GraphKey) -> tuple[int, int, bool]:
-    return key.batch_size, key.draft_len, key.sampled
+    return key.batch_size, key.shape.depth, key.sampled
 
 
 def state_of(harness: Harness) -> list[torch.Tensor]:
@@ -102,7 +102,7 @@ def launched_by(harness: Harness, max_num_tokens: int) -> list[Any]:
         sampled = any(request.rules.temperature for request in batch.requests())
         rows = sum(request.context_chunk for request in batch.context_requests)
         lens = {request.num_tokens_bound for request in batch.generation_requests}
-        windows = (len(batch.generation_requests), *lens, batch.draft_len)
+        windows = (len(batch.generation_requests), *lens, batch.shape.depth)
         found.append((rows, windows, batch.new_shape.depth, sampled))
 
     before_launch(harness.executor, look)

@@ -14,7 +14,7 @@ from tests.lossless.cases import latest_new_token
 from tests.lossless.engines import MODES, tiny_engine
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.request import LlmRequest
-from tllm_spec.executor.rounds.round_results import LaunchedRound
+from tllm_spec.executor.rounds.round_reader import LaunchedRound
 
 OUTPUT_LEN = 24
 PROMPTS = [[number + 1, 2, 3] for number in range(6)]

@@ -13,7 +13,7 @@ from tests.lossless.cases import heldout_prompts
 from tests.lossless.engines import engine
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.request import LlmRequest
-from tllm_spec.executor.rounds.round_results import LaunchedRound
+from tllm_spec.executor.rounds.round_reader import LaunchedRound
 from tllm_spec.executor.speculative.drafting.network_drafter import BACKLOG_LEN
 from tllm_spec.text.tokenizer import Tokenizer
 

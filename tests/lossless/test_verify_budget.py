@@ -81,7 +81,7 @@ def compare(
     for request, alone in zip(requests, expected, strict=True):
         assert values_of(request.logprobs) == pytest.approx(values_of(alone.logprobs), abs=1e-3)
     of_windows = [(rows, batch) for rows, batch in seen if not batch.context_requests]
-    assert all(rows == batch.num_window_rows for rows, batch in of_windows if batch.draft_len)
+    assert all(rows == batch.num_window_rows for rows, batch in of_windows if batch.shape.depth)
     assert {1, DRAFT_LEN, DRAFT_LEN + 1} <= {count for counts in given for count in counts}
     assert any(len(set(counts)) > 1 for counts in given)
     assert sum(request.counters.stats().num_accepted_tokens for request in requests) > 0

@@ -13,7 +13,7 @@ import transformers
 from tests.kernels.row_counts import rows_of
 from tllm_spec.attention.batch_invariant import BatchInvariantAttention
 from tllm_spec.attention.choice import create_backend, create_batch_invariant
-from tllm_spec.attention.geometry import Geometry
+from tllm_spec.attention.geometry import Geometry, KVFormat, KVPool
 from tllm_spec.attention.interface import (
     AttentionBackend,
     AttentionMetadata,
@@ -21,7 +21,6 @@ from tllm_spec.attention.interface import (
     GroupAttention,
     HeadsBackend,
 )
-from tllm_spec.attention.kv_pool import KVFormat, KVPool
 from tllm_spec.attention.recurrent import RecurrentGeometry, RecurrentMemory, RecurrentRows
 from tllm_spec.attention.vanilla import VanillaAttention
 from tllm_spec.distributed.communicator import SINGLE_RANK

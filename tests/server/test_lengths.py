@@ -12,7 +12,7 @@ from tests.server.fake_llm import MODEL
 from tests.server.hosted import hosted
 from tests.server.http_answers import CHAT
 from tllm_spec.config.llm_args import LlmArgs
-from tllm_spec.executor.request_limits import RequestLimits
+from tllm_spec.executor.request_wire import RequestLimits
 from tllm_spec.llm import LLM
 from tllm_spec.server.replicas import Replicas
 from tllm_spec.text.tokenizer import load_tokenizer

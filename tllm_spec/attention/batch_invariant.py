@@ -9,10 +9,9 @@ from dataclasses import dataclass
 
 import torch
 
-from tllm_spec.attention.geometry import AttentionGeometry
+from tllm_spec.attention.geometry import AttentionGeometry, KVPool
 from tllm_spec.attention.interface import AttentionMetadata, AttentionPlan, HeadsBackend
-from tllm_spec.attention.kv_pool import KVPool
-from tllm_spec.attention.latent import LatentInputs, LatentPlan, TritonLatent
+from tllm_spec.attention.latent import LatentInputs, TritonLatent
 from tllm_spec.kernels.attention.batch_invariant_attention import (
     MAX_PARTIAL_ROWS,
     QueryTiles,
@@ -94,7 +93,7 @@ class BatchInvariantAttention(HeadsBackend):
                 self.geometry.scale,
                 self._results,
                 self.geometry.span,
-                self.pool.kv_format.scales_of(layer),
+                self.pool.scales[layer],
                 sinks,
             )
             for rows, tiles in plan.launches
@@ -111,20 +110,10 @@ class BatchInvariantAttention(HeadsBackend):
 MAX_ABSORBED_TOKENS = 1024
 
 
-@dataclass(frozen=True)
-class BatchInvariantLatentPlan(LatentPlan):
-    """Without parts and windows: all rows are in tiles."""
-
-    block_tables: torch.Tensor
-    """[C + B, P] int32."""
-    launches: tuple[tuple[slice, QueryTiles], ...]
-    """The rows of each launch, and their tiles."""
-
-
 class BatchInvariantLatent(TritonLatent):
     """Batch-invariant on CUDA. On other devices the kernels' references run, which are not."""
 
-    def plan(self, metadata: AttentionMetadata) -> BatchInvariantLatentPlan:
+    def plan(self, metadata: AttentionMetadata) -> BatchInvariantPlan:
         size, row, launches = latent_tokens_per_tile(self.geometry.num_heads), 0, []
         device, first = metadata.kv_slots.device, len(metadata.context_lens)
         lengths = zip(metadata.context_lens, metadata.context_kv_lens, strict=True)
@@ -142,14 +131,12 @@ class BatchInvariantLatent(TritonLatent):
             else:
                 tiles = QueryTiles.of_trees(kv_lens, tree, first, TREE_TOKENS)
             launches.append((slice(row, len(metadata.kv_slots)), tiles))
-        return BatchInvariantLatentPlan(
-            metadata.kv_slots, (), None, metadata.block_tables, tuple(launches)
-        )
+        return BatchInvariantPlan(metadata.kv_slots, metadata.block_tables, tuple(launches))
 
     def run(
         self, layer: int, inputs: LatentInputs, rotary: Rotary, plan: AttentionPlan
     ) -> torch.Tensor:
-        assert isinstance(plan, BatchInvariantLatentPlan)
+        assert isinstance(plan, BatchInvariantPlan)
         self.write(layer, inputs.latent, inputs.norm, rotary, plan, inputs.q)
         geometry, q = self.geometry, inputs.q
         keys, values = inputs.up.split_with_sizes((geometry.nope_dim, geometry.value_dim), 1)
@@ -160,7 +147,7 @@ class BatchInvariantLatent(TritonLatent):
             head_gemm(own[..., : geometry.nope_dim], keys, absorbed, batch_invariant=True)
             mixed = batch_invariant_latent(
                 *(absorbed, own, self._layers[layer], plan.block_tables, tiles),
-                *(geometry.scale, self._workspace, self.pool.kv_format.scales_of(layer)),
+                *(geometry.scale, self._workspace, self.pool.scales[layer]),
             )
             head_gemm(mixed, values.mT, output[rows], batch_invariant=True)
         return output.flatten(1)

@@ -8,9 +8,14 @@ import torch
 
 from tllm_spec.attention.batch_invariant import BatchInvariantAttention, BatchInvariantLatent
 from tllm_spec.attention.flashinfer import DTYPES, HEAD_DIMS, FlashInferAttention
-from tllm_spec.attention.geometry import AttentionGeometry, Geometry, LatentGeometry
+from tllm_spec.attention.geometry import (
+    AttentionGeometry,
+    Geometry,
+    KVFormat,
+    KVPool,
+    LatentGeometry,
+)
 from tllm_spec.attention.interface import AttentionBackend, HeadsBackend
-from tllm_spec.attention.kv_pool import KVFormat, KVPool
 from tllm_spec.attention.latent import LatentBackend, TritonLatent, VanillaLatent
 from tllm_spec.attention.triton import TritonAttention
 from tllm_spec.attention.vanilla import VanillaAttention

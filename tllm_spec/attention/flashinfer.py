@@ -7,19 +7,18 @@ first; chunks whose requests have more pages run as in TRITON."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from tllm_spec.attention.geometry import AttentionGeometry
-from tllm_spec.attention.interface import AttentionMetadata, AttentionPlan, ContextPlans
-from tllm_spec.attention.kv_pool import KVFormat, KVPool, PageList, WidePages
+from tllm_spec.attention.geometry import AttentionGeometry, KVFormat, KVPool, WidePages
+from tllm_spec.attention.interface import AttentionMetadata, AttentionPlan
 from tllm_spec.attention.triton import TritonAttention, TritonPlan
-from tllm_spec.kernels.attention.kv_codes import UNSCALED, KVScales
 from tllm_spec.kernels.attention.paged_prefill import (
     NUM_PLANS,
     PLAN_BYTES,
     PagedPrefill,
+    PrefillInPlace,
     PrefillLimits,
     PrefillRows,
 )
@@ -29,43 +28,21 @@ HEAD_DIMS = (64, 128, 256)  # that FlashInfer has kernels for
 DTYPES = (torch.bfloat16, torch.float16)
 
 
-class Prefill(Protocol):
-    """`PagedPrefill`, or its reference implementation in tests."""
-
-    def plan(self, rows: PrefillRows) -> Any: ...
-    def run(
-        self,
-        plan: Any,
-        q: torch.Tensor,
-        layer: torch.Tensor,
-        out: torch.Tensor,
-        scales: KVScales = UNSCALED,
-        sinks: torch.Tensor | None = None,
-    ) -> None: ...
-    def in_place(self, limits: PrefillLimits) -> "InPlace | None": ...
-
-
-class InPlace(Protocol):
-    """`PrefillInPlace`, or its reference implementation in tests."""
-
-    def plan(self, rows: PrefillRows) -> Any: ...
-
-
 @dataclass(frozen=True)
 class FlashInferPlan(TritonPlan):
-    """At least one chunk, in the first `num_rows` rows. They replace TRITON's chunks."""
+    """At least one chunk. They replace TRITON's chunks."""
 
-    num_rows: int
     prefill: Any
-    page_list: PageList | None
-    """The pages of the chunks, if the pool has codes."""
+    page_list: tuple[torch.Tensor, torch.Tensor | None] | None
+    """The pages of the chunks and their count, as in `WidePages.fill`, if the pool has codes."""
 
 
-class FlashInferContexts(ContextPlans):
-    """A fixed number of chunks; their plan is updated in place."""
+class FlashInferContexts:
+    """A plan of a fixed number of context chunks in memory with fixed addresses, which is updated
+    in place, so that a CUDA graph can hold their forward."""
 
     def __init__(
-        self, prefill: InPlace, limits: PrefillLimits, page_size: int, wide: WidePages | None
+        self, prefill: PrefillInPlace, limits: PrefillLimits, page_size: int, wide: WidePages | None
     ) -> None:
         self._prefill, self._limits, self._page_size = prefill, limits, page_size
         self._plan: Any = None
@@ -74,25 +51,32 @@ class FlashInferContexts(ContextPlans):
             self._page_list = wide.page_list(limits.num_chunks * limits.max_pages)
 
     def fits(self, kv_lens: Sequence[int]) -> bool:
+        """Whether chunks of requests with so many tokens can be planned."""
         if self._page_list is None:
             return True
         num_pages = sum(-(-length // self._page_size) for length in kv_lens)
-        return num_pages <= len(self._page_list.pages)
+        return num_pages <= len(self._page_list[0])
 
     def update(self, lens: Sequence[int], kv_lens: Sequence[int], pages: torch.Tensor) -> None:
+        """The next replay runs chunks of `lens` tokens, as many as the limits say, and no windows.
+        kv_lens: as `context_kv_lens`. pages: int32, on the device: the pages that hold the first
+        chunk's request up to its length, then those of the second's, and so on."""
         assert len(lens) == self._limits.num_chunks
         rows = PrefillRows.of_pages(lens, kv_lens, pages, self._page_size)
         if self._wide is not None:
-            assert self._page_list is not None and self._page_list.count is not None
-            self._page_list.pages[: len(pages)].copy_(pages)
-            self._page_list.count.fill_(len(pages))
+            assert self._page_list is not None
+            own, count = self._page_list
+            own[: len(pages)].copy_(pages)
+            count.fill_(len(pages))
             rows = self._wide.rows(rows)
         self._plan = self._prefill.plan(rows)
 
     def for_graph(self, kv_slots: torch.Tensor) -> FlashInferPlan:
+        """The plan for capturing a forward of T rows; `kv_slots` `[T]` holds the slots of the rows
+        of each replay."""
         assert self._plan is not None
-        parts = len(kv_slots), self._plan, self._page_list
-        return FlashInferPlan(kv_slots, (), None, None, None, *parts)
+        parts = self._plan, self._page_list
+        return FlashInferPlan(kv_slots, len(kv_slots), (), None, None, None, *parts)
 
 
 class FlashInferAttention(TritonAttention):
@@ -100,7 +84,7 @@ class FlashInferAttention(TritonAttention):
     tests."""
 
     def __init__(
-        self, geometry: AttentionGeometry, pool: KVPool, prefill: Prefill | None = None
+        self, geometry: AttentionGeometry, pool: KVPool, prefill: PagedPrefill | None = None
     ) -> None:
         super().__init__(geometry, pool)
         span = geometry.span
@@ -138,10 +122,10 @@ class FlashInferAttention(TritonAttention):
         if self._wide is not None:
             if len(rows.pages) > self._wide.num_pages:
                 return super().plan(metadata)
-            rows, page_list = self._wide.rows(rows), PageList(rows.pages)
+            rows, page_list = self._wide.rows(rows), (rows.pages, None)
         windows, prefill = self._plan_windows(metadata), self._prefill.plan(rows)
-        parts = rows.num_rows, prefill, page_list
-        return FlashInferPlan(metadata.kv_slots, (), None, windows, None, *parts)
+        parts = (), None, windows, None, prefill, page_list
+        return FlashInferPlan(metadata.kv_slots, rows.num_rows, *parts)
 
     def run(
         self,
@@ -154,22 +138,22 @@ class FlashInferAttention(TritonAttention):
     ) -> torch.Tensor:
         if not isinstance(plan, FlashInferPlan):
             return super().run(layer, qkv, rotary, plan, norm, sinks)
-        num_rows = plan.num_rows
+        num_rows = plan.first
         own = AttentionPlan(plan.kv_slots[:num_rows])
         self.write(layer, qkv[:num_rows], rotary.first(num_rows), own, norm)
         keys_and_values = self._layers[layer]
         if self._wide is not None:
             assert plan.page_list is not None
-            self._wide.fill(keys_and_values, plan.page_list)
+            self._wide.fill(keys_and_values, *plan.page_list)
             keys_and_values = self._wide.layer
         q, _ = self.split(qkv)
         output = q.new_empty(q.shape)
         self._prefill.run(
             *(plan.prefill, q[:num_rows], keys_and_values, output[:num_rows]),
-            *(self.pool.kv_format.scales_of(layer), sinks),
+            *(self.pool.scales[layer], sinks),
         )
         output = output.flatten(1)
         if plan.windows is not None:
-            windows = self._run_windows(layer, qkv, rotary, plan.windows, norm, sinks)
+            windows = self._run_windows(layer, qkv, rotary, plan, norm, sinks)
             output[num_rows:] = windows
         return output

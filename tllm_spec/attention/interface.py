@@ -6,14 +6,13 @@ Requests, scheduling and sampling are not known here, only rows, pages and lengt
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import torch
 
-from tllm_spec.attention.geometry import AttentionGeometry
-from tllm_spec.attention.kv_pool import KVFormat, KVPool
+from tllm_spec.attention.geometry import AttentionGeometry, KVFormat, KVPool
 from tllm_spec.attention.recurrent import RecurrentRows
 from tllm_spec.kernels.attention.paged_prefill import PrefillLimits
 from tllm_spec.kernels.attention.rotary_write import HeadWeights, Rotary, rotary_write
@@ -133,26 +132,23 @@ class AttentionPlan:
     """[T] int64, as in the metadata."""
 
 
-class ContextPlans(Protocol):
-    """A plan of context chunks in memory with fixed addresses, so that a CUDA graph can hold their
-    forward."""
+def slots_of(block_tables: torch.Tensor, keys: torch.Tensor, page_size: int) -> torch.Tensor:
+    """Slots `[N, L]` of the tokens at positions `keys` `[N, L]` of requests with pages `[N, P]`."""
+    return block_tables.gather(1, keys // page_size) * page_size + keys % page_size
 
-    def fits(self, kv_lens: Sequence[int]) -> bool:
-        """Whether chunks of requests with so many tokens can be planned."""
 
-    def update(self, lens: Sequence[int], kv_lens: Sequence[int], pages: torch.Tensor) -> None:
-        """The next replay runs chunks of `lens` tokens, as many as the limits say, and no windows.
-        kv_lens: as `context_kv_lens`. pages: int32, on the device: the pages that hold the first
-        chunk's request up to its length, then those of the second's, and so on."""
-
-    def for_graph(self, kv_slots: torch.Tensor) -> AttentionPlan:
-        """The plan for capturing a forward of T rows; `kv_slots` `[T]` holds the slots of the rows
-        of each replay."""
+def additive_mask(hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Added to the scores: -inf for keys that are hidden."""
+    return torch.zeros_like(hidden, dtype=dtype).masked_fill_(hidden, -torch.inf)
 
 
 class AttentionBackend(ABC):
-    """Paged attention over one pool. Each `KVLayout` has a subclass with inputs of its own."""
+    """Paged attention over one pool. Each geometry has a subclass with inputs of its own."""
 
+    run: Callable[..., torch.Tensor]
+    """Writes keys and values of one layer and attends; its layers know the arguments."""
+    write: Callable[..., None]
+    """The part of `run` before attention."""
     supports_graphs: bool = False
     """Whether generation windows read their lengths from the device, so that a CUDA graph can hold
     them."""
@@ -160,9 +156,9 @@ class AttentionBackend(ABC):
     def __init__(self, pool: KVPool) -> None:
         self.pool = pool
 
-    def context_plans(self, limits: PrefillLimits) -> ContextPlans | None:
-        """Plans for CUDA graphs of context chunks; None if the plan of chunks depends on lengths on
-        the host."""
+    def context_plans(self, limits: PrefillLimits) -> Any:
+        """`FlashInferContexts` for CUDA graphs of context chunks; None if the plan of chunks
+        depends on lengths on the host."""
         return None
 
     @abstractmethod
@@ -171,7 +167,7 @@ class AttentionBackend(ABC):
 
 
 class HeadsBackend(AttentionBackend):
-    """A backend for the pool of a `HeadsLayout`."""
+    """A backend for the pool of an `AttentionGeometry`."""
 
     def __init__(self, geometry: AttentionGeometry, pool: KVPool) -> None:
         super().__init__(pool)
@@ -224,7 +220,7 @@ class HeadsBackend(AttentionBackend):
     ) -> None:
         """The part of `run` before attention, with the same arguments: for rows whose outputs are
         not needed."""
-        scales = self.pool.kv_format.scales_of(layer)
+        scales = self.pool.scales[layer]
         rotary_write(qkv, rotary, plan.kv_slots, self.pool.data[layer], norm, scales)
 
 
@@ -234,11 +230,6 @@ class GroupAttention:
 
     backend: AttentionBackend
     plan: AttentionPlan
-
-    @property
-    def heads_backend(self) -> HeadsBackend:
-        assert isinstance(self.backend, HeadsBackend)
-        return self.backend
 
 
 @dataclass(frozen=True)

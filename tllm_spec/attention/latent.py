@@ -1,4 +1,4 @@
-"""MLA backends (arXiv 2405.04434, section 2.1), for the pool of a `LatentLayout`.
+"""MLA backends (arXiv 2405.04434, section 2.1), for the pool of a `LatentGeometry`.
 
 Context chunks run in the expanded form: keys and values of all heads are projected from the
 latents in the pool, those of earlier chunks and of cached prefixes included. Generation windows run
@@ -11,9 +11,14 @@ from itertools import groupby
 import torch
 import torch.nn.functional as F
 
-from tllm_spec.attention.geometry import LatentGeometry
-from tllm_spec.attention.interface import AttentionBackend, AttentionMetadata, AttentionPlan
-from tllm_spec.attention.kv_pool import KVPool
+from tllm_spec.attention.geometry import KVPool, LatentGeometry
+from tllm_spec.attention.interface import (
+    AttentionBackend,
+    AttentionMetadata,
+    AttentionPlan,
+    additive_mask,
+    slots_of,
+)
 from tllm_spec.kernels.attention.kv_codes import times
 from tllm_spec.kernels.attention.latent_attention import (
     MAX_PARTIAL_ROWS,
@@ -44,24 +49,21 @@ class LatentInputs:
     """[H, N + V, R], contiguous: each head's projections of the latent to key and value."""
 
 
-@dataclass(frozen=True)
-class LatentWindows:
-    """All generation windows, which start at row `first`."""
-
-    first: int
-    tables: LatentTables
-    slots: torch.Tensor | None
-    """[B * L] int64: the pool's slots of all keys; None: the kernel reads the block tables."""
-    mask: torch.Tensor | None
-    """[B, 1, W * H, L], added to the scores; None as above."""
+Windows = tuple[LatentTables | None, torch.Tensor | None, torch.Tensor | None]
 
 
 @dataclass(frozen=True)
 class LatentPlan(AttentionPlan):
-    """The chunks, in parts, then the windows, if there are any."""
+    """The chunks, in parts, then the windows, if there are any, from row `first` on."""
 
+    first: int
     contexts: tuple[ExpandedPart, ...]
-    windows: LatentWindows | None
+    windows: LatentTables | None
+    slots: torch.Tensor | None
+    """[B * L] int64: the pool's slots of all keys of windows; None: the kernel reads the block
+    tables."""
+    mask: torch.Tensor | None
+    """[B, 1, W * H, L], added to the scores; None as above."""
 
 
 class LatentBackend(AttentionBackend):
@@ -78,11 +80,14 @@ class LatentBackend(AttentionBackend):
         at a time: projected, keys and padded values."""
         key_dim = geometry.nope_dim + geometry.rope_dim
         elements = geometry.num_heads * (geometry.nope_dim + geometry.value_dim + 2 * key_dim)
-        return MAX_EXPANDED_TOKENS * (elements + geometry.layout.entry_dim) * dtype.itemsize
+        return MAX_EXPANDED_TOKENS * (elements + geometry.entry_dim) * dtype.itemsize
 
-    def plan(self, metadata: AttentionMetadata) -> LatentPlan:
-        windows = self._plan_windows(metadata) if metadata.rows.num_requests else None
-        return LatentPlan(metadata.kv_slots, tuple(self._plan_contexts(metadata)), windows)
+    def plan(self, metadata: AttentionMetadata) -> AttentionPlan:
+        windows: Windows = None, None, None
+        if metadata.rows.num_requests:
+            windows = self._plan_windows(metadata)
+        first, contexts = sum(metadata.context_lens), tuple(self._plan_contexts(metadata))
+        return LatentPlan(metadata.kv_slots, first, contexts, *windows)
 
     def run(
         self, layer: int, inputs: LatentInputs, rotary: Rotary, plan: AttentionPlan
@@ -91,18 +96,18 @@ class LatentBackend(AttentionBackend):
         all keys of the row's request. Returns `[T, H * V]`."""
         assert isinstance(plan, LatentPlan)
         self.write(layer, inputs.latent, inputs.norm, rotary, plan, inputs.q)
-        geometry, q, scales = self.geometry, inputs.q, self.pool.kv_format.scales_of(layer)
+        geometry, q, scales = self.geometry, inputs.q, self.pool.scales[layer]
         output = q.new_empty(len(q), geometry.num_heads, geometry.value_dim)
         expanded_attention(
             q, self._layers[layer], inputs.up, plan.contexts, geometry.scale, output, scales
         )
         if plan.windows is not None:
-            first, nope = plan.windows.first, geometry.nope_dim
+            first, nope = plan.first, geometry.nope_dim
             own = q[first:]
             keys, values = inputs.up.split_with_sizes((nope, geometry.value_dim), 1)
             absorbed = q.new_empty(geometry.num_heads, len(own), geometry.latent_dim)
             head_gemm(own[..., :nope], keys, absorbed.transpose(0, 1))
-            mixed = self._run_windows(layer, absorbed, own, plan.windows)
+            mixed = self._run_windows(layer, absorbed, own, plan, plan.windows)
             head_gemm(mixed.transpose(0, 1), values.mT, output[first:])
         return output.flatten(1)
 
@@ -117,7 +122,7 @@ class LatentBackend(AttentionBackend):
     ) -> None:
         """The part of `run` before attention. q: None for rows whose outputs are not needed."""
         latent = self._stored(latent, plan)
-        scales = self.pool.kv_format.scales_of(layer)
+        scales = self.pool.scales[layer]
         latent_write(latent, q, rotary, plan.kv_slots, self._layers[layer], norm, scales)
 
     def _stored(self, latent: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
@@ -125,11 +130,17 @@ class LatentBackend(AttentionBackend):
         return latent
 
     @abstractmethod
-    def _plan_windows(self, metadata: AttentionMetadata) -> LatentWindows: ...
+    def _plan_windows(self, metadata: AttentionMetadata) -> Windows:
+        """Tables, slots and mask as in the plan."""
 
     @abstractmethod
     def _run_windows(
-        self, layer: int, q_latent: torch.Tensor, q: torch.Tensor, plan: LatentWindows
+        self,
+        layer: int,
+        q_latent: torch.Tensor,
+        q: torch.Tensor,
+        plan: LatentPlan,
+        tables: LatentTables,
     ) -> torch.Tensor:
         """As `latent_attention`."""
 
@@ -192,13 +203,13 @@ class VanillaLatent(LatentBackend):
 
     def _stored(self, latent: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
         windows = plan.windows if isinstance(plan, LatentPlan) else None
-        if windows is None or windows.tables.rows.window == 1:
+        if windows is None or windows.rows.window == 1:
             return latent
         # A draft whose latent is NaN would spoil the rows before it, which mask it. Its own row is
         # NaN by its query.
         return latent.nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf)
 
-    def _plan_windows(self, metadata: AttentionMetadata) -> LatentWindows:
+    def _plan_windows(self, metadata: AttentionMetadata) -> Windows:
         rows, length = metadata.rows, metadata.max_kv_len
         batch, window = rows.num_requests, rows.window
         device, heads = metadata.kv_slots.device, self.geometry.num_heads
@@ -211,20 +222,23 @@ class VanillaLatent(LatentBackend):
             hidden = keys > queries[:, :, None]
         else:
             hidden = ~metadata.tree.visible(kv_lens, keys)
-        mask = torch.zeros_like(hidden, dtype=self.pool.kv_format.dtype)
-        mask = mask.masked_fill_(hidden, -torch.inf)
+        mask = additive_mask(hidden, self.pool.kv_format.dtype)
         mask = mask[:, None, :, None].expand(batch, 1, window, heads, length).flatten(2, 3)
-        first = sum(metadata.context_lens)
-        return LatentWindows(first, LatentTables(rows, block_tables, kv_lens), slots, mask)
+        return LatentTables(rows, block_tables, kv_lens), slots, mask
 
     def _run_windows(
-        self, layer: int, q_latent: torch.Tensor, q: torch.Tensor, plan: LatentWindows
+        self,
+        layer: int,
+        q_latent: torch.Tensor,
+        q: torch.Tensor,
+        plan: LatentPlan,
+        tables: LatentTables,
     ) -> torch.Tensor:
         assert plan.slots is not None and plan.mask is not None
-        (heads, _, rank), nope, rows = q_latent.shape, self.geometry.nope_dim, plan.tables.rows
+        (heads, _, rank), nope, rows = q_latent.shape, self.geometry.nope_dim, tables.rows
         queries = rows.padded(torch.cat((q_latent.transpose(0, 1), q[..., nope:]), -1))
         entries = self._layers[layer].flatten(0, 1).index_select(0, plan.slots)
-        entries, scale = entries.to(q.dtype), self.pool.kv_format.scales_of(layer).key
+        entries, scale = entries.to(q.dtype), self.pool.scales[layer].key
         entries = entries.view(rows.num_requests, 1, -1, entries.shape[-1])
         mixed = F.scaled_dot_product_attention(
             queries.flatten(1, 2).unsqueeze(1),
@@ -254,23 +268,22 @@ class TritonLatent(LatentBackend):
         partials = MAX_PARTIAL_ROWS * (geometry.latent_dim + 1) * torch.float32.itemsize
         return super().workspace_bytes(geometry, dtype) + partials
 
-    def _plan_windows(self, metadata: AttentionMetadata) -> LatentWindows:
+    def _plan_windows(self, metadata: AttentionMetadata) -> Windows:
         batch = metadata.rows.num_requests
         tables = LatentTables(
             metadata.rows, metadata.block_tables[-batch:], metadata.kv_lens[-batch:], metadata.tree
         )
-        return LatentWindows(sum(metadata.context_lens), tables, None, None)
+        return tables, None, None
 
     def _run_windows(
-        self, layer: int, q_latent: torch.Tensor, q: torch.Tensor, plan: LatentWindows
+        self,
+        layer: int,
+        q_latent: torch.Tensor,
+        q: torch.Tensor,
+        plan: LatentPlan,
+        tables: LatentTables,
     ) -> torch.Tensor:
         return latent_attention(
-            *(q_latent, q, self._layers[layer], plan.tables, self.geometry.scale, self._workspace),
-            self.pool.kv_format.scales_of(layer),
+            *(q_latent, q, self._layers[layer], tables, self.geometry.scale, self._workspace),
+            self.pool.scales[layer],
         )
-
-
-def slots_of(block_tables: torch.Tensor, keys: torch.Tensor, page_size: int) -> torch.Tensor:
-    """Slots `[N, L]` of the tokens at positions `keys` `[N, L]` of requests with pages `[N, P]`."""
-    pages = block_tables.gather(1, keys // page_size).to(torch.int64)
-    return pages * page_size + keys % page_size

@@ -9,9 +9,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from tllm_spec.attention.geometry import AttentionGeometry
+from tllm_spec.attention.geometry import AttentionGeometry, KVFormat, KVPool
 from tllm_spec.attention.interface import AttentionMetadata, AttentionPlan
-from tllm_spec.attention.kv_pool import KVFormat, KVPool
 from tllm_spec.attention.vanilla import VanillaAttention, VanillaPlan
 from tllm_spec.kernels.attention.batch_invariant_attention import (
     QueryTiles,
@@ -19,36 +18,21 @@ from tllm_spec.kernels.attention.batch_invariant_attention import (
     tokens_per_tile,
 )
 from tllm_spec.kernels.attention.rotary_write import HeadWeights, Rotary
+from tllm_spec.kernels.attention.visible_keys import KeySpans
 from tllm_spec.kernels.attention.window_attention import WindowTables, window_attention
 from tllm_spec.kernels.attention.window_splits import MAX_PARTIAL_ROWS, WindowWorkspace
 from tllm_spec.kernels.slots.round_rows import RoundRows
 
 
 @dataclass(frozen=True)
-class WindowPlan:
-    """All generation windows, which start at row `first`. Tensors are views of the metadata."""
-
-    first: int
-    tables: WindowTables
-
-
-@dataclass(frozen=True)
-class TiledChunks:
-    """All context chunks, in the first `num_rows` rows, for the batch-invariant kernel."""
-
-    num_rows: int
-    block_tables: torch.Tensor
-    """[C + B, P] int32."""
-    tiles: QueryTiles
-
-
-@dataclass(frozen=True)
 class TritonPlan(VanillaPlan):
     """VANILLA's chunks, and `windows` instead of its generation plan."""
 
-    windows: WindowPlan | None
-    tiled_chunks: TiledChunks | None
-    """Instead of VANILLA's chunks, if the pool has codes or heads have sinks."""
+    windows: WindowTables | None
+    """Tensors are views of the metadata."""
+    tiled_chunks: tuple[torch.Tensor, QueryTiles] | None
+    """Instead of VANILLA's chunks, if the pool has codes or heads have sinks: the pages of all
+    requests, `[C + B, P]` int32, and the tiles of all chunks."""
 
 
 class TritonAttention(VanillaAttention):
@@ -69,10 +53,14 @@ class TritonAttention(VanillaAttention):
         windows = self._plan_windows(metadata)
         is_tiled = self.pool.kv_format.scales is not None or self.geometry.has_sinks
         if metadata.context_lens and is_tiled:
-            chunks = self._plan_tiled_chunks(metadata)
-            return TritonPlan(metadata.kv_slots, (), None, windows, chunks)
-        contexts = super().plan(replace(metadata, rows=RoundRows.rectangle(0, 1))).contexts
-        return TritonPlan(metadata.kv_slots, contexts, None, windows, None)
+            lens, size = metadata.context_lens, tokens_per_tile(self._group)
+            tiles = QueryTiles.of_chunks(
+                lens, metadata.context_kv_lens, size, metadata.kv_slots.device
+            )
+            chunks = metadata.block_tables, QueryTiles.joined(tiles)
+            return TritonPlan(metadata.kv_slots, sum(lens), (), None, windows, chunks)
+        own = super().plan(replace(metadata, rows=RoundRows.rectangle(0, 1)))
+        return TritonPlan(metadata.kv_slots, own.first, own.contexts, None, windows, None)
 
     def run(
         self,
@@ -84,51 +72,34 @@ class TritonAttention(VanillaAttention):
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         assert isinstance(plan, TritonPlan)
-        windows = plan.windows
-        if windows is None or windows.first:
-            first = len(qkv) if windows is None else windows.first
+        first = plan.first
+        if first or plan.windows is None:
             self.write(
                 layer, qkv[:first], rotary.first(first), AttentionPlan(plan.kv_slots[:first]), norm
             )
         q, kv = self.split(qkv)
         outputs = [self._run_context(layer, q, kv, context, sinks) for context in plan.contexts]
         if plan.tiled_chunks is not None:
-            outputs.append(self._run_tiled_chunks(layer, q, plan.tiled_chunks, sinks))
-        if windows is not None:
-            outputs.append(self._run_windows(layer, qkv, rotary, windows, norm, sinks))
+            outputs.append(
+                batch_invariant_attention(
+                    *(q[:first], self._layers[layer], *plan.tiled_chunks, self.geometry.scale),
+                    *(None, self.geometry.span, self.pool.scales[layer], sinks),
+                )
+            )
+        if plan.windows is not None:
+            outputs.append(self._run_windows(layer, qkv, rotary, plan, norm, sinks))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
-    def _plan_tiled_chunks(self, metadata: AttentionMetadata) -> TiledChunks:
-        lens, group = metadata.context_lens, self.geometry.num_heads // self.geometry.num_kv_heads
-        tiles = QueryTiles.of_chunks(
-            lens, metadata.context_kv_lens, tokens_per_tile(group), metadata.kv_slots.device
-        )
-        return TiledChunks(sum(lens), metadata.block_tables, QueryTiles.joined(tiles))
-
-    def _run_tiled_chunks(
-        self, layer: int, q: torch.Tensor, chunks: TiledChunks, sinks: torch.Tensor | None
-    ) -> torch.Tensor:
-        return batch_invariant_attention(
-            q[: chunks.num_rows],
-            self._layers[layer],
-            chunks.block_tables,
-            chunks.tiles,
-            self.geometry.scale,
-            None,
-            self.geometry.span,
-            self.pool.kv_format.scales_of(layer),
-            sinks,
-        )
-
-    def _plan_windows(self, metadata: AttentionMetadata) -> WindowPlan | None:
+    def _plan_windows(self, metadata: AttentionMetadata) -> WindowTables | None:
         batch = metadata.rows.num_requests
         if not batch:
             return None
         first, tree = sum(metadata.context_lens), metadata.tree
-        spans = self._spans(metadata, first)
-        if spans is not None and tree is not None:
-            tree = spans.cut(tree)
-        tables = WindowTables(
+        spans = None
+        if self.geometry.span is not None:
+            spans = KeySpans(self.geometry.span, metadata.positions[first:])
+            tree = tree and spans.cut(tree)
+        return WindowTables(
             metadata.rows,
             metadata.block_tables[-batch:],
             metadata.kv_lens[-batch:],
@@ -137,25 +108,25 @@ class TritonAttention(VanillaAttention):
             tree,
             spans,
         )
-        return WindowPlan(first, tables)
 
     def _run_windows(
         self,
         layer: int,
         qkv: torch.Tensor,
         rotary: Rotary,
-        plan: WindowPlan,
+        plan: TritonPlan,
         norm: HeadWeights | None,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
+        assert plan.windows is not None
         return window_attention(
             qkv[plan.first :],
             rotary.cos_sin[plan.first :],
             self._layers[layer],
-            plan.tables,
+            plan.windows,
             self.geometry.scale,
             self._workspace,
             norm,
-            self.pool.kv_format.scales_of(layer),
+            self.pool.scales[layer],
             sinks,
         )

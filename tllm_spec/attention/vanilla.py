@@ -16,9 +16,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from tllm_spec.attention.geometry import AttentionGeometry
-from tllm_spec.attention.interface import AttentionMetadata, AttentionPlan, HeadsBackend
-from tllm_spec.attention.kv_pool import KVPool
+from tllm_spec.attention.geometry import AttentionGeometry, KVPool
+from tllm_spec.attention.interface import (
+    AttentionMetadata,
+    AttentionPlan,
+    HeadsBackend,
+    additive_mask,
+    slots_of,
+)
 from tllm_spec.kernels.attention.kv_codes import times
 from tllm_spec.kernels.attention.rotary_write import (
     HeadWeights,
@@ -44,9 +49,8 @@ class ContextPlan:
 
 @dataclass(frozen=True)
 class GenerationPlan:
-    """All generation windows, which start at row `first`."""
+    """All generation windows."""
 
-    first: int
     rows: RoundRows
     kv_rows: torch.Tensor
     """[2 * B * L] row indices into the flat layer: all keys, then all values."""
@@ -64,8 +68,9 @@ class GenerationPlan:
 
 @dataclass(frozen=True)
 class VanillaPlan(AttentionPlan):
-    """The chunks, then the windows, if there are any."""
+    """The chunks, then the windows, if there are any, from row `first` on."""
 
+    first: int
     contexts: tuple[ContextPlan, ...]
     generation: GenerationPlan | None
 
@@ -81,7 +86,8 @@ class VanillaAttention(HeadsBackend):
         self._num_slots = pool.num_pages * pool.page_size
         self._rows = [layer.view(2 * self._num_slots, heads * head_dim) for layer in pool.data]
         self._group = geometry.num_heads // heads
-        self._is_wide = geometry.feeds_codes and pool.data.device.type == "cpu"
+        is_wide = geometry.feeds_codes and pool.data.device.type == "cpu"
+        self._attend = _attend_wide if is_wide else F.scaled_dot_product_attention
 
     def plan(self, metadata: AttentionMetadata) -> VanillaPlan:
         contexts: list[ContextPlan] = []
@@ -90,7 +96,7 @@ class VanillaAttention(HeadsBackend):
             contexts += self._plan_contexts(metadata, request, slice(row, row + length))
             row += length
         generation = self._plan_generation(metadata, row) if metadata.rows.num_requests else None
-        return VanillaPlan(metadata.kv_slots, tuple(contexts), generation)
+        return VanillaPlan(metadata.kv_slots, row, tuple(contexts), generation)
 
     def run(
         self,
@@ -107,42 +113,36 @@ class VanillaAttention(HeadsBackend):
         if plan.generation is not None and plan.generation.rows.window > 1:
             # A masked key counts zero times, and zero times NaN is NaN: a draft whose keys and
             # values are NaN would spoil the rows before it. Its own row is NaN by its query.
-            kv[plan.generation.first :].nan_to_num_(nan=0.0, posinf=torch.inf, neginf=-torch.inf)
-        scales = self.pool.kv_format.scales_of(layer)
+            kv[plan.first :].nan_to_num_(nan=0.0, posinf=torch.inf, neginf=-torch.inf)
+        scales = self.pool.scales[layer]
         stored = plain_write_kv(kv, plan.kv_slots, self.pool.data[layer], scales)
         kv = stored.to(q.dtype).transpose(0, 1)
         outputs = [self._run_context(layer, q, kv, context, sinks) for context in plan.contexts]
         if plan.generation is not None:
-            outputs.append(self._run_generation(layer, q, plan.generation, sinks))
+            outputs.append(self._run_generation(layer, q[plan.first :], plan.generation, sinks))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _plan_contexts(
         self, metadata: AttentionMetadata, request: int, rows: slice
     ) -> Iterator[ContextPlan]:
+        """The plans of a chunk's rows, each with the keys that its rows see."""
         kv_len, span = metadata.context_kv_lens[request], self.geometry.span
         size, offset = span.size if span else kv_len, rows.stop - kv_len
         position = rows.start - offset
         while position < kv_len:
             end = min((position // size + 1) * size, kv_len)
             first_key = span.first_key(position) if span else 0
-            own = slice(position + offset, end + offset)
-            yield self._plan_context(metadata, request, own, range(first_key, end))
+            kv_rows = mask = None
+            if first_key < position:
+                keys = torch.arange(first_key, end, device=metadata.kv_slots.device)
+                queries = keys[position - first_key :]
+                hidden = keys > queries[:, None]
+                if span is not None:
+                    hidden |= keys < KeySpans(span, queries).first_keys()[:, None]
+                kv_rows = self._kv_rows(metadata.block_tables[request, None], keys[None])
+                mask = additive_mask(hidden, self.pool.kv_format.dtype)
+            yield ContextPlan(slice(position + offset, end + offset), kv_rows, mask)
             position = end
-
-    def _plan_context(
-        self, metadata: AttentionMetadata, request: int, rows: slice, keys: range
-    ) -> ContextPlan:
-        """The plan of the last of `keys`, which see none but these keys."""
-        length, span = rows.stop - rows.start, self.geometry.span
-        if length == len(keys):
-            return ContextPlan(rows)
-        index = torch.arange(keys.start, keys.stop, device=metadata.kv_slots.device)
-        slots = self._slots_of(metadata.block_tables[request, None], index[None])
-        queries = index[len(keys) - length :]
-        hidden = index > queries[:, None]
-        if span is not None:
-            hidden |= index < KeySpans(span, queries).first_keys()[:, None]
-        return ContextPlan(rows, self._kv_rows(slots), self._additive_mask(hidden))
 
     def _plan_generation(self, metadata: AttentionMetadata, first: int) -> GenerationPlan:
         rows, length = metadata.rows, metadata.max_kv_len
@@ -151,14 +151,16 @@ class VanillaAttention(HeadsBackend):
         device = metadata.kv_slots.device
         keys = torch.arange(length, device=device)
         kv_lens = metadata.kv_lens[-batch:, None]
-        own_keys, spans = torch.minimum(keys, kv_lens - 1), self._spans(metadata, first)
-        if spans is not None:
+        own_keys, spans = torch.minimum(keys, kv_lens - 1), None
+        if self.geometry.span is not None:
+            spans = KeySpans(self.geometry.span, metadata.positions[first:])
             first_keys = rows.padded(spans.first_keys())
             # Keys before these may have no page any more.
             own_keys = torch.maximum(own_keys, first_keys.amin(1, keepdim=True))
-        kv_rows = self._kv_rows(self._slots_of(metadata.block_tables[-batch:], own_keys))
+        kv_rows = self._kv_rows(metadata.block_tables[-batch:], own_keys)
         gathered = widened = self.pool.data.new_empty(2 * batch * length, heads * head_dim)
-        if (dtype := self.pool.kv_format.dtype) != gathered.dtype:
+        dtype = self.pool.kv_format.dtype
+        if dtype != gathered.dtype:
             widened = torch.empty_like(gathered, dtype=dtype)
         cached = widened.view(2, batch, length, heads, head_dim).transpose(2, 3)
         tree = metadata.tree
@@ -171,30 +173,17 @@ class VanillaAttention(HeadsBackend):
             hidden = ~tree.visible(kv_lens[:, 0], keys)
         if spans is not None:
             hidden |= keys < first_keys[:, :, None]
-        mask = self._additive_mask(hidden)[:, None, :, None]
+        mask = additive_mask(hidden, dtype)[:, None, :, None]
         mask = mask.expand(batch, 1, window, group, length).reshape(
             batch, 1, window * group, length
         )
-        return GenerationPlan(first, rows, kv_rows, gathered, widened, cached[0], cached[1], mask)
+        return GenerationPlan(rows, kv_rows, gathered, widened, cached[0], cached[1], mask)
 
-    def _spans(self, metadata: AttentionMetadata, first: int) -> KeySpans | None:
-        """The spans of the windows, which start at row `first`."""
-        span = self.geometry.span
-        return None if span is None else KeySpans(span, metadata.positions[first:])
-
-    def _slots_of(self, block_tables: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        """Slots of the tokens at positions `keys` `[N, L]` of requests with pages `[N, P]`."""
-        page_size = self.pool.page_size
-        return block_tables.gather(1, keys // page_size) * page_size + keys % page_size
-
-    def _kv_rows(self, slots: torch.Tensor) -> torch.Tensor:
-        """Row indices into the flat layer: the keys of `slots`, then their values."""
-        keys = slots.flatten()
+    def _kv_rows(self, block_tables: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Row indices into the flat layer: the keys at positions `[N, L]` of requests with pages
+        `[N, P]`, then their values."""
+        keys = slots_of(block_tables, positions, self.pool.page_size).flatten()
         return torch.cat((keys, keys + self._num_slots))
-
-    def _additive_mask(self, hidden: torch.Tensor) -> torch.Tensor:
-        mask = torch.zeros_like(hidden, dtype=self.pool.kv_format.dtype)
-        return mask.masked_fill_(hidden, -torch.inf)
 
     def _run_context(
         self,
@@ -210,7 +199,7 @@ class VanillaAttention(HeadsBackend):
         else:
             kv = self._rows[layer].index_select(0, plan.kv_rows).view(2, -1, *kv.shape[2:])
             kv = kv.to(q.dtype)
-        scales = self.pool.kv_format.scales_of(layer)
+        scales = self.pool.scales[layer]
         keys, values = kv.transpose(1, 2)[:, None].unbind(0)
         scale, is_causal = self.geometry.scale * scales.key, plan.mask is None
         if sinks is None:
@@ -226,19 +215,6 @@ class VanillaAttention(HeadsBackend):
             output = _attend_with_sinks(*parts, sinks.view(-1, self._group, 1, 1)).flatten(1, 2)
         return times(output[0].transpose(0, 1).flatten(1), scales.value)
 
-    def _attend(
-        self,
-        q: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        mask: torch.Tensor | None,
-        **options: Any,
-    ) -> torch.Tensor:
-        if not self._is_wide:
-            return F.scaled_dot_product_attention(q, keys, values, mask, **options)
-        wide = (q.double(), keys.double(), values.double(), None if mask is None else mask.double())
-        return F.scaled_dot_product_attention(*wide, **options).to(q.dtype)
-
     def _run_generation(
         self, layer: int, q: torch.Tensor, plan: GenerationPlan, sinks: torch.Tensor | None
     ) -> torch.Tensor:
@@ -247,9 +223,7 @@ class VanillaAttention(HeadsBackend):
         torch.index_select(self._rows[layer], 0, plan.kv_rows, out=plan.gathered)
         if plan.widened is not plan.gathered:
             plan.widened.copy_(plan.gathered)
-        scales = self.pool.kv_format.scales_of(layer)
-        if plan.first:
-            q = q[plan.first :]
+        scales = self.pool.scales[layer]
         if window == 1:
             q = q.view(batch, heads, group, head_dim)
         else:
@@ -265,6 +239,17 @@ class VanillaAttention(HeadsBackend):
             output = output.view(batch, heads, window, group, head_dim).transpose(1, 2)
             output = plan.rows.flat(output)
         return times(output.reshape(plan.rows.num_rows, -1), scales.value)
+
+
+def _attend_wide(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor | None,
+    **options: Any,
+) -> torch.Tensor:
+    wide = q.double(), keys.double(), values.double(), None if mask is None else mask.double()
+    return F.scaled_dot_product_attention(*wide, **options).to(q.dtype)
 
 
 def _attend_with_sinks(

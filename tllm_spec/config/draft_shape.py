@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from math import ceil
 
 MAX_DRAFT_LEN = 1 << 16  # each length up to the longest has a shape of its own
@@ -31,7 +31,7 @@ class DraftShape:
     choices: tuple[tuple[int, ...], ...] = ()
     mean_rows: float = 0.0
 
-    @property
+    @cached_property
     def window(self) -> int:
         """Rows of a request in a round: the bonus token, then the drafts."""
         return 1 + self.num_nodes
@@ -41,7 +41,7 @@ class DraftShape:
         """Rows of a request on average."""
         return self.mean_rows if self.is_ragged else self.window
 
-    @property
+    @cached_property
     def is_ragged(self) -> bool:
         """Whether requests may have different numbers of rows in a round."""
         return 0 < self.mean_rows < self.window
@@ -53,7 +53,7 @@ class DraftShape:
             return whole
         return min(whole, max(batch_size, ceil(batch_size * self.mean_rows)))
 
-    @property
+    @cached_property
     def path(self) -> int:
         """Tokens that a round may emit for a request: accepted drafts and the target's own."""
         return 1 + self.depth
@@ -67,7 +67,7 @@ class DraftShape:
         """Whether drafts of this shape have those of the other one, which may be fewer."""
         return other.depth <= self.depth and other.topk <= self.topk
 
-    @property
+    @cached_property
     def is_tree(self) -> bool:
         return self.topk > 1 or bool(self.choices)
 
@@ -136,6 +136,9 @@ class DraftShapes:
         self.further_tiers = range(len(by_length), len(self._all))
         self.tree_tiers = self.further_tiers[: len(trees)]
         self.budgeted_tiers = self.further_tiers[len(trees) :]
+        # Draft lengths, and the names of the tiers after them.
+        names = [*range(len(by_length)), *(self._all[tier].name for tier in self.further_tiers)]
+        self.name = names.__getitem__
         self._rows_each = [shape.rows_each for shape in self._all]
         depths = [shape.depth for shape in self._all]
         # Ascending by depth: a round shows what all that its drafts contain would bring.
@@ -169,7 +172,3 @@ class DraftShapes:
         if there is none."""
         too_large = (tier for tier, rows in enumerate(self._rows_each) if rows > num_rows)
         return max(next(too_large, len(self._all)) - 1, 0)
-
-    def name(self, tier: int) -> int | str:
-        """A draft length, or the name of one of the tiers after them."""
-        return self._all[tier].name if tier in self.further_tiers else tier

@@ -71,7 +71,7 @@ class Attention(Module):
         hidden first."""
         heads, head_weights = self._heads(hidden, norm)
         own = context.groups[self.group]
-        return own.heads_backend.run(self.layer, heads, rotary, own.plan, head_weights, self.sinks)
+        return own.backend.run(self.layer, heads, rotary, own.plan, head_weights, self.sinks)
 
     def write(
         self, hidden: torch.Tensor, norm: RMSNorm | None, rotary: Rotary, context: ForwardContext
@@ -79,7 +79,7 @@ class Attention(Module):
         """The same, but only keys and values are computed and written."""
         heads, head_weights = self._heads(hidden, norm)
         own = context.groups[self.group]
-        own.heads_backend.write(self.layer, heads, rotary, own.plan, head_weights)
+        own.backend.write(self.layer, heads, rotary, own.plan, head_weights)
 
     def _heads(
         self, hidden: torch.Tensor, norm: RMSNorm | None

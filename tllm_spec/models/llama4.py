@@ -104,7 +104,7 @@ class Llama4Attention(Attention):
         if rotary.query_scales is not None:
             heads[:, : self.num_heads].mul_(rotary.query_scales)
         own = context.groups[self.group]
-        return own.heads_backend.run(self.layer, heads, rotary.unrotated, own.plan)
+        return own.backend.run(self.layer, heads, rotary.unrotated, own.plan)
 
     def write(
         self, hidden: torch.Tensor, norm: RMSNorm | None, rotary: Rotary, context: ForwardContext

@@ -64,7 +64,7 @@ class GatedAttention(Attention):
         own = context.groups[self.group]
         assert self.qk_norm is not None
         weights = self.qk_norm.head_weights
-        attended = own.heads_backend.run(self.layer, heads, rotary, own.plan, weights)
+        attended = own.backend.run(self.layer, heads, rotary, own.plan, weights)
         return attended.mul_(gates.sigmoid())
 
     def write(
@@ -74,7 +74,7 @@ class GatedAttention(Attention):
         own = context.groups[self.group]
         assert self.qk_norm is not None
         weights = self.qk_norm.head_weights
-        own.heads_backend.write(self.layer, heads, rotary, own.plan, weights)
+        own.backend.write(self.layer, heads, rotary, own.plan, weights)
 
     def _split(self, projected: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """q, k and v `[T, Hq + 2 * Hkv, D]`, and the gates `[T, Hq * D]`."""

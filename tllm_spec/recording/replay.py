@@ -23,10 +23,15 @@ from tllm_spec.config.engine_config import SchedulerConfig
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.config.speculative_config import DecodingBaseConfig
 from tllm_spec.executor.build import BuiltExecutor, build_executor
-from tllm_spec.executor.decoding_rules import DecodingRules
 from tllm_spec.executor.engine.replayed_engine import ReplayedEngine
-from tllm_spec.executor.request import DraftCounters, LlmRequest, RequestPause, StopMatch
-from tllm_spec.executor.request_limits import RequestLimits
+from tllm_spec.executor.request import (
+    DecodingRules,
+    DraftCounters,
+    LlmRequest,
+    RequestPause,
+    StopMatch,
+)
+from tllm_spec.executor.request_wire import RequestLimits
 from tllm_spec.executor.resources.kv_cache import ROUNDS_AHEAD
 from tllm_spec.executor.speculative.draft_length.adaptive import rows_with_contexts
 from tllm_spec.executor.speculative.modes import draft_plan_of

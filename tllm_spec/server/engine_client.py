@@ -16,8 +16,7 @@ from typing import Any
 
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.executor.request import Response, StopChecker, StopMatch
-from tllm_spec.executor.request_limits import RequestLimits
-from tllm_spec.executor.request_wire import pack_requests
+from tllm_spec.executor.request_wire import RequestLimits, pack_requests
 from tllm_spec.intake import Intake, Prompt, Submission
 from tllm_spec.outputs import Logprob
 from tllm_spec.request_errors import GrammarsUnavailable

@@ -14,11 +14,11 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from tllm_spec.executor.faults import described
 from tllm_spec.executor.request import Response
 from tllm_spec.executor.request_wire import unpack_requests
 from tllm_spec.grammar.guided_decoding import GrammarSource
 from tllm_spec.grammars import Grammars
+from tllm_spec.request_errors import described
 from tllm_spec.server.wire import Link, pack_response
 
 if TYPE_CHECKING:

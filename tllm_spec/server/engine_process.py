@@ -23,8 +23,8 @@ import msgpack
 
 from tllm_spec.config.engine_config import KVEventsConfig
 from tllm_spec.config.llm_args import LlmArgs
-from tllm_spec.executor.faults import described
 from tllm_spec.executor.py_executor import Load
+from tllm_spec.request_errors import described
 from tllm_spec.server.child import FAILED, Control, freeze_heap, memory_note
 from tllm_spec.server.engine_port import EnginePort
 from tllm_spec.server.replicas import DraftInForce

@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
 from tllm_spec.config.engine_config import NO_KV_EVENTS
-from tllm_spec.executor.faults import described
+from tllm_spec.request_errors import described
 
 MAX_MISTAKES = 11  # lines about mistakes in a body; a summary of unknown options has as many
 RETRY_AFTER = 1  # seconds

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 import msgpack
 
 from tllm_spec.config.llm_args import LlmArgs
-from tllm_spec.executor.request_limits import RequestLimits
+from tllm_spec.executor.request_wire import RequestLimits
 from tllm_spec.executor.resources.radix import block_hashes
 from tllm_spec.intake import Intake, Prompt
 from tllm_spec.recording.traffic_folder import take_lock

@@ -12,7 +12,7 @@ from inspect import signature
 from typing import Any
 
 from tllm_spec.config.option_checks import check_text
-from tllm_spec.executor.faults import described
+from tllm_spec.request_errors import described
 from tllm_spec.text.messages import Messages, TemplateOverLimit, Tools, checked, visible
 from tllm_spec.text.tokenizer import Tokenizer
 from tllm_spec.text.vocabulary import harmony_message, harmony_tokens

@@ -11,8 +11,8 @@ from functools import partial
 
 import torch
 
+from tllm_spec.attention.geometry import KVPool
 from tllm_spec.attention.interface import ForwardContext, SpecMetadata
-from tllm_spec.attention.kv_pool import KVPool
 from tllm_spec.distributed.communicator import VocabShard
 from tllm_spec.draft_network.network import (
     LOGITS,
@@ -23,9 +23,8 @@ from tllm_spec.draft_network.network import (
     ExternalHead,
 )
 from tllm_spec.executor.device.transfer import to_device
-from tllm_spec.executor.engine.attention_groups import AttentionGroups
 from tllm_spec.executor.engine.model_engine import PagedNetwork
-from tllm_spec.executor.engine.rows import ContextChunk, RowBuilder, Windows
+from tllm_spec.executor.engine.rows import AttentionGroups, ContextChunk, RowBuilder, Windows
 from tllm_spec.kernels.slots.row_copies import gather_rows
 from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.draft_head import DraftHead, Masks, SteppedHead

@@ -242,7 +242,7 @@ def take_ready(
     request may have, and reads no more, but for requests with grammars whose tokens it has read.
     knows_forced_text: False: their drafts stay as they are. narrows: windows become as long as the
     longest drafts, for which the device is waited for."""
-    draft_len = batch.draft_len
+    draft_len = batch.shape.depth
     longest = max(map(_num_ready, batch.generation_requests), default=0)
     batch.made_draft_len = batch.asked_draft_len = min(draft_len, longest)
     for request in batch.generation_requests:
@@ -270,7 +270,7 @@ def _improve_ready(batch: ScheduledBatch, slots: SlotState) -> None:
     if not guided:
         return
     slot_ids = _slot_ids(guided, slots)
-    windows = slots.window[:, 1 : 1 + batch.draft_len].index_select(0, slot_ids)
+    windows = slots.window[:, 1 : 1 + batch.shape.depth].index_select(0, slot_ids)
     sent = ToHost([windows, slots.num_real(slot_ids, batch.shape)])
     limits = [request.num_drafts_wanted for request in guided]
     tokens, numbers = (each.tolist() for each in sent.wait())
@@ -290,7 +290,7 @@ def _improve_ready(batch: ScheduledBatch, slots: SlotState) -> None:
         batch.made_draft_len = max(batch.made_draft_len, len(draft))
     if better:
         requests, chains = zip(*better, strict=True)
-        send_chains(slots, requests, chains, batch.draft_len)
+        send_chains(slots, requests, chains, batch.shape.depth)
 
 
 def _narrow(batch: ScheduledBatch, slots: SlotState) -> None:

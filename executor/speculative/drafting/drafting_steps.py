@@ -101,7 +101,6 @@ def fill_in(
     tree = TreeRows(
         places.expand_as(tokens).contiguous(),
         TreeMask(torch.full_like(tokens, everything), width),
-        offset=0,
     )
     longest = min(bound + width, net.rows.max_len)
     windows = Windows(slots, kv_lens, tokens, longest, tree=tree)
@@ -315,6 +314,6 @@ class _Growth:
             self._first,
             tokens,
             min(self._bound + length, self._net.rows.max_len),
-            tree=TreeRows(depths, TreeMask(bits, length), num_before),
+            tree=TreeRows(depths, TreeMask(bits, length)),
         )
         return self._net.forward([], windows, state, step=depth)

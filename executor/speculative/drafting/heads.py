@@ -14,7 +14,7 @@ from torch import nn
 
 from tllm_spec.attention.interface import ForwardContext, default_capture_layers
 from tllm_spec.config.speculative_config import DecodingBaseConfig, DraftBackend
-from tllm_spec.executor.engine.attention_groups import SinkWindow
+from tllm_spec.executor.engine.rows import SinkWindow
 from tllm_spec.executor.speculative.drafting.draft_net import (
     HeadForward,
     read_step,

@@ -182,7 +182,7 @@ class HostDrafter(Drafter):
         self, scheduled_requests: ScheduledBatch, resource_manager: ResourceManager | None = None
     ) -> None:
         batch = scheduled_requests
-        if not batch.draft_len or not batch.generation_requests:
+        if not batch.shape.depth or not batch.generation_requests:
             return
         requests = batch.generation_requests
         placeholders = [request.py_draft_tokens for request in requests]

@@ -10,7 +10,7 @@ from torch import nn
 from tllm_spec.attention.interface import SpecMetadata
 from tllm_spec.distributed.communicator import Communicator
 from tllm_spec.draft_network.network import ExternalDraft
-from tllm_spec.executor.engine.attention_groups import AttentionGroups
+from tllm_spec.executor.engine.rows import AttentionGroups
 from tllm_spec.executor.speculative.drafting.draft_net import CausalNet, DraftNet, HeadNet
 from tllm_spec.executor.speculative.drafting.heads import (
     HEADS,

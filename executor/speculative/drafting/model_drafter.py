@@ -56,7 +56,7 @@ class DraftKVManager(KVCacheManager):
             return requests
         lacking = {r for r in short if not self.extend(r, r.num_tokens_bound + num_after)}
         num_more = num_after + ROUNDS_AHEAD * (1 + num_after)
-        if self.cache.num_available >= len(requests) * (1 + self.pages_for(num_more)):
+        if self.cache.num_available >= len(requests) * (1 + self.cache.pages_for(num_more)):
             self.take_ahead(requests, num_more, path + 1 + num_after)
         return [request for request in requests if request not in lacking]
 
@@ -155,7 +155,7 @@ class ModelDrafter(Drafter):
     def prepare_draft_tokens(
         self, scheduled_requests: ScheduledBatch, resource_manager: ResourceManager | None = None
     ) -> None:
-        batch, draft_len = scheduled_requests, scheduled_requests.draft_len
+        batch, draft_len = scheduled_requests, scheduled_requests.shape.depth
         wanting = [r for r in batch.generation_requests if _wants_drafts(r)] if draft_len else []
         batch.asked_draft_len = draft_len if wanting else 0
         drafting = self._kv.reserve(wanting, self._num_after(batch.shape), batch.shape.path)
@@ -211,10 +211,10 @@ class ModelDrafter(Drafter):
             keys = []
         draft = partial(self._draft_slots, max_kv_len=self._net.rows.max_len)
         self.graphs = rounds.for_same_slots(draft)
-        self.graphs.capture(key for key in keys if key.draft_len)
+        self.graphs.capture(key for key in keys if key.shape.depth)
 
     def seconds_before(self, key: GraphKey, dummy_slot: int, device: torch.device) -> float:
-        if not key.draft_len:
+        if not key.shape.depth:
             return 0.0
         if self.graphs is not None and key in self.graphs:
             return self.graphs.seconds(key)
@@ -300,4 +300,4 @@ class ModelDrafter(Drafter):
 def _wants_drafts(request: LlmRequest) -> bool:
     """Whether the request takes drafts, however much of it the host has read: its last round may
     have more drafts than can be emitted."""
-    return request.draft_limit > 0 and not request.draft_pause.is_on
+    return request.draft_limit > 0 and not request.draft_pause.rounds_left

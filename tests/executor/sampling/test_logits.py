@@ -3,8 +3,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tllm_spec.executor.sampling.logits import apply_penalties, mask_stop_ids
-from tllm_spec.executor.sampling.logprobs import log_probabilities, token_logprobs
+from tllm_spec.executor.sampling.logits import (
+    apply_penalties,
+    log_probabilities,
+    mask_stop_ids,
+    token_logprobs,
+)
 from tllm_spec.kernels.sampling.choose_token import choose_best
 from tllm_spec.kernels.sampling.logit_filters import filter_cut
 

@@ -2,7 +2,7 @@ from math import inf as INF
 
 import torch
 
-from tllm_spec.executor.sampling.logprobs import log_probabilities, logprob_entry, token_logprobs
+from tllm_spec.executor.sampling.logits import log_probabilities, logprob_entry, token_logprobs
 from tllm_spec.outputs import Logprob
 
 RAW = torch.tensor([[1.0, 4.0, 3.0, 2.0], [0.0, 0.0, 5.0, 0.0]]).log_softmax(-1)

@@ -9,13 +9,12 @@ import torch
 
 from tllm_spec.config.draft_shape import DraftShapes
 from tllm_spec.executor.batch import SampledTokens
-from tllm_spec.executor.decoding_rules import DecodingRules
-from tllm_spec.executor.request import LlmRequest, RequestState
+from tllm_spec.executor.request import DecodingRules, LlmRequest, RequestState
 from tllm_spec.executor.resources.interface import SeqSlotManager
 from tllm_spec.executor.resources.slot_state import SlotState
-from tllm_spec.executor.sampling.logprobs import LogprobRows
+from tllm_spec.executor.sampling.logits import LogprobRows
+from tllm_spec.executor.sampling.row_group import RowPositions, SamplingState
 from tllm_spec.executor.sampling.sharded_sampler import sampler_of
-from tllm_spec.executor.sampling.state import SamplingState
 from tllm_spec.outputs import Logprob
 from tllm_spec.sampling_params import SamplingParams
 
@@ -89,7 +88,10 @@ class Bench:
             LogprobRows(),
         )
         group = self.sampler.groups.get(self.requests, 1)
-        self._append(self.sampler.sample_contexts(group, logits, tails, logprobs), logprobs)
+        at = RowPositions(self.slots.kv_lens.index_select(0, group.slots), 0)
+        sampled = self.sampler.sample(group, logits, at, None, logprobs)
+        self.slots.start_generation(group.slots, tails, sampled.new_tokens[:, 0])
+        self._append(sampled, logprobs)
         for request in self.requests:
             request.state, request.kv_len = RequestState.GENERATION, request.num_tokens - 1
 
@@ -115,9 +117,8 @@ class Bench:
     def _windows(self, width: int, logits: torch.Tensor) -> list[int]:
         group, logprobs = self.sampler.groups.get(self.requests, width), LogprobRows()
         kv_lens = self.slots.kv_lens.index_select(0, group.slots)
-        return self._append(
-            self.sampler.sample_windows(group, logits, kv_lens, None, logprobs), logprobs
-        )
+        at = RowPositions(kv_lens, 1)
+        return self._append(self.sampler.sample(group, logits, at, None, logprobs), logprobs)
 
     def _append(self, sampled: SampledTokens, logprobs: LogprobRows) -> list[int]:
         self.found.append(logprobs.per_request(logprobs.tensors))

@@ -14,8 +14,8 @@ from tllm_spec.config.draft_shape import chain_of
 from tllm_spec.distributed.communicator import Communicator, VocabShard
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.sampling.draft_sampling import DraftSampling
-from tllm_spec.executor.sampling.logprobs import LogprobRows
-from tllm_spec.executor.sampling.row_group import RowGroup
+from tllm_spec.executor.sampling.logits import LogprobRows
+from tllm_spec.executor.sampling.row_group import RowGroup, RowPositions
 from tllm_spec.executor.sampling.sampler import Sampler
 from tllm_spec.executor.sampling.sharded_sampler import ShardedDraftSampling, sampler_of
 from tllm_spec.grammar.grammar_state import GrammarState
@@ -54,7 +54,7 @@ def windows(bench: Bench, group: RowGroup, logits: torch.Tensor) -> torch.Tensor
     kv_lens = bench.slots.kv_lens.index_select(0, group.slots)
     bench.slots.window[:, 1:] = 3
     bench.slots.num_drafts[:] = DRAFT_LEN
-    sampled = bench.sampler.sample_windows(group, logits, kv_lens, None, LogprobRows())
+    sampled = bench.sampler.sample(group, logits, RowPositions(kv_lens, 1), None, LogprobRows())
     return torch.cat((sampled.new_tokens, sampled.new_lens.unsqueeze(1)), 1)
 
 

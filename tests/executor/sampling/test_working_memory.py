@@ -11,14 +11,13 @@ from torch.profiler import ProfilerActivity, profile
 from tests.executor.harness import Harness, draft_target, output_of
 from tests.executor.sampling.test_sampler import WAYS
 from tllm_spec.config.draft_shape import DraftShapes
-from tllm_spec.executor.decoding_rules import DecodingRules
-from tllm_spec.executor.request import LlmRequest
+from tllm_spec.executor.request import DecodingRules, LlmRequest
 from tllm_spec.executor.resources.interface import SeqSlotManager
 from tllm_spec.executor.resources.slot_state import SlotState
-from tllm_spec.executor.sampling import logprobs as working_memory
-from tllm_spec.executor.sampling.logprobs import LogprobRows
+from tllm_spec.executor.sampling import logits as working_memory
+from tllm_spec.executor.sampling.logits import LogprobRows
+from tllm_spec.executor.sampling.row_group import RowPositions, SamplingState
 from tllm_spec.executor.sampling.sharded_sampler import sampler_of
-from tllm_spec.executor.sampling.state import SamplingState
 from tllm_spec.sampling_params import SamplingParams
 
 CPU = torch.device("cpu")
@@ -57,8 +56,8 @@ def sampling(params: list[dict[str, Any]], *, rejection: bool) -> Callable[[], o
     group = sampler.groups.get(requests, WINDOW)
     logits = torch.randn(len(params) * WINDOW, VOCAB, dtype=torch.bfloat16)
     probs = torch.full((len(params), WINDOW - 1, VOCAB), 1 / VOCAB) if rejection else None
-    kv_lens = torch.full((len(params),), 3)
-    return lambda: sampler.sample_windows(group, logits, kv_lens, probs, LogprobRows())
+    at = RowPositions(torch.full((len(params),), 3), 1)
+    return lambda: sampler.sample(group, logits, at, probs, LogprobRows())
 
 
 @pytest.mark.parametrize("rejection", [False, True])
