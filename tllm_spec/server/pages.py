@@ -12,12 +12,12 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse
 
-from tllm_spec import __version__
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.server.admission import engine_running
 from tllm_spec.server.dashboard_data import dashboard_data
 from tllm_spec.server.engine import Engine
 from tllm_spec.server.histograms import Histograms
+from tllm_spec.version import __version__
 
 FOLDER = Path(__file__).parent
 # Nothing is loaded from another host, whatever a model's name says.
