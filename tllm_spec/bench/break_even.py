@@ -88,7 +88,7 @@ class Speedup:
 
     @property
     def drafted_share(self) -> float:
-        """Of the measured rounds, those that had drafts."""
+        """The share of the measured rounds that had drafts."""
         return max((0, *self.stats.per_position_drafted)) / max(1, self.stats.rounds)
 
     @property
@@ -127,7 +127,7 @@ class Workload:
 
     @property
     def num_requests(self) -> int:
-        """Of all runs of an engine with drafts and of plain decoding, with a warm-up."""
+        """Requests of all runs with drafts and of plain decoding, with a warm-up."""
         return 2 * (1 + self.repeat) * self.batch_size
 
     def requests(self, vocab_size: int, seed: int) -> list[BenchRequest]:
