@@ -11,12 +11,11 @@ from benchmarks.harness.models import Models
 from benchmarks.harness.scripted_tokens import MIXED, TokenScript, quantiles, scripted_tokens
 from benchmarks.harness.simulated_rows import Simulation, round_ms
 from benchmarks.verify_budget import STEPS, Measurement
-from tllm_spec.config.draft_shape import DraftShape, chain_of
-from tllm_spec.config.verify_budget import with_budgets
+from tllm_spec.config.draft_shape import DraftShape, DraftShapes, chain_of
 from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
 from tllm_spec.executor.speculative.draft_length.round_times import MeasuredRoundTimes
 
-SHAPES = with_budgets(7, STEPS)
+SHAPES = DraftShapes.with_budgets(7, STEPS)
 
 
 @pytest.mark.parametrize(("means", "least"), [(MIXED, 1.4), ((0.6,), 1.02)])

@@ -39,25 +39,6 @@ class SAEnhancerConfig(GlobalPoolConfig):
         return TextSearch(MAX_MATCH, num_shared=self.num_shared(max_batch_size), corpus=self.corpus)
 
 
-class MatchedDraftsConfig(DecodingBaseConfig):
-    """The option by which drafts of a network are combined with those of `SA`."""
-
-    sa_config: SAEnhancerConfig | None = None
-    """A mapping, also an empty one, combines the drafts with those of `SA`: a request whose text
-    repeats itself has drafts that continue the earlier occurrence."""
-
-    @check
-    def _check_matches(self) -> Iterator[str]:
-        if self.sa_config is not None and self.use_rejection_sampling:
-            yield (
-                "sa_config and use_rejection_sampling = True are exclusive: drafts that are copied "
-                "from the text have no probabilities to accept against"
-            )
-
-    def text_search(self, max_batch_size: int) -> TextSearch | None:
-        return None if self.sa_config is None else self.sa_config.text_search(max_batch_size)
-
-
 MAX_TOPK = 16
 MAX_NODES = 63  # without the root: a row's ancestors are bits of an int64
 MAX_BEAM_KEYS = 64  # of the draft network's forwards of one round, for the same reason
@@ -123,9 +104,13 @@ def chain_or_tree(options: Mapping[str, Any], renamed: dict[str, Any]) -> None:
             renamed.pop("dynamic_tree_max_topK")
 
 
-class DraftTreeDecodingConfig(MatchedDraftsConfig):
-    """The options of the decoding types whose draft weights may draft trees."""
+class DraftTreeDecodingConfig(DecodingBaseConfig):
+    """The options of the decoding types whose draft weights may draft trees, which may be combined
+    with drafts of `SA`."""
 
+    sa_config: SAEnhancerConfig | None = None
+    """A mapping, also an empty one, combines the drafts with those of `SA`: a request whose text
+    repeats itself has drafts that continue the earlier occurrence."""
     use_dynamic_tree: bool = False
     """True drafts a tree instead of a chain: the `dynamic_tree_max_topK` best paths grow for
     `max_draft_len` steps, and the `max_total_draft_tokens` likeliest of all their candidates are
@@ -161,6 +146,17 @@ class DraftTreeDecodingConfig(MatchedDraftsConfig):
     def drafts_trees(self) -> bool:
         is_dynamic = self.use_dynamic_tree and self.dynamic_tree_max_topK != 1
         return is_dynamic or self.eagle_choices is not None
+
+    @check
+    def _check_matches(self) -> Iterator[str]:
+        if self.sa_config is not None and self.use_rejection_sampling:
+            yield (
+                "sa_config and use_rejection_sampling = True are exclusive: drafts that are copied "
+                "from the text have no probabilities to accept against"
+            )
+
+    def text_search(self, max_batch_size: int) -> TextSearch | None:
+        return None if self.sa_config is None else self.sa_config.text_search(max_batch_size)
 
     @check
     def _check_tree(self) -> list[str]:

@@ -78,10 +78,6 @@ class NGramDecodingConfig(CorpusConfig, DecodingBaseConfig):
         oldest = self.is_use_oldest or not self.is_keep_all
         return TextSearch(self.max_matching_ngram_size, oldest, num_shared, self.corpus)
 
-    @property
-    def may_pause(self) -> bool:
-        return False
-
     @check
     def _check_pool(self) -> Iterator[str]:
         if "max_pool_entries" in self.model_fields_set and not self.is_public_pool:
@@ -135,12 +131,11 @@ class UserProvidedDecodingConfig(DecodingBaseConfig):
     resource_manager_args: dict[str, Any] | None = None
     """Keyword arguments for a `resource_manager` named by its import path."""
 
-    serves_ranks: ClassVar[bool] = False
+    runs_users_code: ClassVar[bool] = True
+    why_no_overlap: ClassVar[str | None] = (
+        "the user's drafter sees every round end before the next one begins"
+    )
     drafts_have_probabilities: ClassVar[bool] = False
-
-    @property
-    def why_no_overlap(self) -> str | None:
-        return "the user's drafter sees every round end before the next one begins"
 
     @property
     def drafts_trees(self) -> bool:
