@@ -364,15 +364,12 @@ class DraftModelDecodingConfig(DecodingBaseConfig):
     without which it is refused. Both then count whole pages. null: none. SGLang's name is
     `speculative_draft_sink_size`."""
 
+    null_is_default: ClassVar[frozenset[str]] = frozenset(("load_format",))
+
     @check
     def _check_sink(self) -> Iterator[str]:
         if self.draft_sink_size is not None and self.draft_window_size is None:
             yield f"draft_sink_size = {self.draft_sink_size} needs draft_window_size"
-
-    @field_validator("load_format", mode="before")
-    @classmethod
-    def _null_means_auto(cls, load_format: object) -> object:
-        return "auto" if load_format is None else load_format
 
 
 def _rate_problem(rates: Rates, *, is_tree: bool) -> str | None:
