@@ -137,7 +137,7 @@ def graph_seconds(device: torch.device) -> Callable[[Way, int], float]:
 
 def _seconds_in_graph(work: Callable[[], None], device: torch.device) -> float:
     """Seconds of one piece of work, of many in a row."""
-    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call] # torch has no annotation
+    stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         work()  # lets libraries allocate, which a capture must not
