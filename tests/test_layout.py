@@ -24,7 +24,7 @@ MAX_WALKS = {"plain": (383, 57), "EAGLE-3": (438, 69), "EAGLE-3 tree + SA": (480
 # Of the product; lines of code are those without blank lines, comments and docstrings.
 MAX_COUNTS = {"files": 382, "classes": 745, "lines": 73_446, "lines of code": 52_197}
 MAX_TEST_LINES = 76_423
-MIN_DOCUMENTED = 0.729  # of the product's public functions: those with a docstring; it only rises
+MIN_DOCUMENTED = 0.733  # of the product's public functions: those with a docstring; it only rises
 MAX_FRAMES, MAX_FRAME_FILES = 7, 5  # from `PyExecutor.step` to the target's forward
 # The worker's main and calls of users' programs: only these may turn any fault into an answer.
 BORDERS = {
