@@ -243,11 +243,15 @@ def _requests(
     requests = unpack_requests(packed, ids, limits, states)
     if stop is not None:
         assert tokenizer is not None
-        options = StopOptions(**{**stop, "stops": tuple(stop["stops"])})
+        options = _stop_options(stop)
         for request in requests:
             request.stop_options = options
             request.stop_checker = StopStringChecker.of(tokenizer, options)
     return requests
+
+
+def _stop_options(plain: Mapping[str, Any]) -> StopOptions:
+    return StopOptions(**{**plain, "stops": tuple(plain["stops"])})
 
 
 def _mark_logs(rank: int) -> None:

@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 from tllm_spec.distributed.communicator import Collectives, Communicator, Mapping, ThroughHost
 from tllm_spec.distributed.peer_sums import NoPeerMemory, PeerSums, choose_sums, graph_seconds
-from tllm_spec.distributed.watch import Watch, accept, connect
+from tllm_spec.distributed.watch import Watch, accept, connect, listen
 from tllm_spec.kernels.dispatch import has_kernels
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class MpiLinks:
             port, token = group.share(None)
             address = "127.0.0.1" if is_one_host else hosts[0], port
             return hosts, [(names[0], connect(address, token, self.rank))]
-        listener = socket.create_server(("127.0.0.1" if is_one_host else "", 0))
+        listener = listen("127.0.0.1" if is_one_host else "")
         token = secrets.token_bytes(16)
         group.share([listener.getsockname()[1], token])
         return hosts, [(names[n], other) for n, other in accept(listener, token, self.size - 1)]

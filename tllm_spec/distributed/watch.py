@@ -72,12 +72,16 @@ class Watch:
         self._on_loss(reason)
 
 
+def listen(host: str) -> socket.socket:
+    return socket.create_server((host, 0))
+
+
 def accept(listener: socket.socket, token: bytes, number: int) -> list[tuple[int, socket.socket]]:
     """Connections of so many ranks. Others, which do not know the token, are dropped."""
     found: list[tuple[int, socket.socket]] = []
     while len(found) < number:
         connection, _ = listener.accept()
-        head = connection.recv(len(token) + 4, socket.MSG_WAITALL)
+        head = _receive(connection, len(token) + 4)
         if head[:-4] == token:
             found.append((int.from_bytes(head[-4:], "little"), connection))
         else:
@@ -90,3 +94,10 @@ def connect(address: tuple[str, int], token: bytes, rank: int) -> socket.socket:
     connection = socket.create_connection(address)
     connection.sendall(token + rank.to_bytes(4, "little"))
     return connection
+
+
+def _receive(connection: socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size and (piece := connection.recv(size - len(data))):
+        data += piece
+    return data
