@@ -20,7 +20,6 @@ its own. It needs an MPI with `mpiexec`. NVLink multicast is never used."""
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -40,6 +39,7 @@ from benchmarks.harness.dummy_models import (
 from benchmarks.harness.models import EAGLE3_8B, LLAMA_8B, Config
 from benchmarks.harness.rank_job import Job
 from benchmarks.harness.report import Options, Row, Subject, main, number, table
+from tllm_spec.distributed.mpirun import find_mpiexec
 
 JOB_LIMIT_S = 170
 DRAFT_LEN = 3
@@ -118,10 +118,7 @@ def run_job(job: Job) -> list[Row]:
         program = ["-m", "benchmarks.harness.rank_job", text, str(results)]
         command = [sys.executable, *program]
         if job.ranks > 1:
-            # MPICH's wheel has it next to the interpreter, which need not be on PATH.
-            path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-            mpiexec = shutil.which("mpiexec", path=path)
-            mpiexec = mpiexec or sys.exit("no mpiexec: pip install 'tllm_spec[parallel]'")
+            mpiexec = find_mpiexec() or sys.exit("no mpiexec: pip install 'tllm_spec[parallel]'")
             command = [mpiexec, "-n", str(job.ranks), sys.executable, "-m", "mpi4py", *program]
         try:
             status = subprocess.run(command, timeout=JOB_LIMIT_S, env=_environment()).returncode

@@ -8,7 +8,7 @@ import sys
 def module_command(module: str) -> list[str]:
     """Runs the module as `python -m` does; arguments may follow. It imports from where this process
     does: `python -m` would look in its working folder first, where a user's `queue.py` would hide
-    Python's. The names are in hexadecimal digits, which need no quotes."""
+    Python's. The names are in hexadecimal digits on one line, since MPICH drops backslashes."""
     folders = "\0".join(each for each in sys.path if isinstance(each, str))
     digits = folders.encode("utf-8", "surrogatepass").hex()
     program = (

@@ -8,10 +8,16 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import shlex
+import shutil
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from time import sleep
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -20,8 +26,7 @@ import torch
 from tllm_spec.child_command import module_command
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.distributed.communicator import SINGLE, Communicator
-from tllm_spec.distributed.mpirun import RANK_VARIABLES, undo_default_binding
-from tllm_spec.distributed.process_group import Links, MpiLinks, PairLinks, ProcessGroup
+from tllm_spec.distributed.mpirun import find_mpiexec, undo_default_binding
 from tllm_spec.distributed.rank_checks import checkpoints, mismatch, versions
 from tllm_spec.executor.build import BuiltExecutor, build_executor
 from tllm_spec.executor.faults import described
@@ -44,12 +49,32 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MISSING = (
-    "mpirun has started this process, and tensor_parallel_size = {size} needs the package mpi4py "
-    "then: pip install 'tllm_spec[parallel]'"
+    "tensor_parallel_size = {size} needs the package mpi4py: pip install 'tllm_spec[parallel]'"
 )
 NO_LIBRARY = (
-    "mpirun has started this process, and mpi4py finds no MPI library, which "
-    "tensor_parallel_size = {size} needs then: install one, for example with pip install mpich"
+    "tensor_parallel_size = {size} needs an MPI library, and mpi4py finds none: "
+    "install one, for example with pip install mpich"
+)
+NOT_STARTED = (
+    "tensor_parallel_size = {size}: MPI could not start the other ranks ({error}); it may have "
+    "printed why. As root, Open MPI 5 starts none without PRTE_ALLOW_RUN_AS_ROOT=1 and "
+    "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM=1"
+)
+# What Spawn finds as mpiexec. It has no input: with a closed one MPICH's processes would take the
+# FIFO for it, and poll it for as long as this process lives.
+MPIEXEC = """import fcntl, os, sys
+os.setsid()
+fifo = os.open({fifo!r}, os.O_WRONLY)
+os.set_inheritable(fcntl.fcntl(fifo, fcntl.F_DUPFD, 10), True)
+os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+os.execv({mpiexec!r}, [{mpiexec!r}, *sys.argv[1:]])
+"""
+# What Spawn starts: a rank that first of all opens the FIFO, if it is on this host. It gets a
+# descriptor that is free: MPI has opened others, and has told the rank their numbers. On one line,
+# since MPICH takes an argument's second line for something else.
+RANK = (
+    'for n in 9 8 7 6 5 4 3; do [ -e /dev/fd/$n ] || { [ -p "$0" ] && eval "exec $n> \\"\\$0\\""; '
+    'break; }; done; exec "$@"'
 )
 ONCE = (
     "tensor_parallel_size = {size}: this process is a rank of another model already, or uses "
@@ -72,27 +97,26 @@ def join_ranks(args: LlmArgs) -> Communicator:
 
     Raises:
         ValueError: MPI is missing, mpirun started another number of processes, the ranks have
-            different versions or checkpoints, a size of the model cannot be split over them, or
-            this process is a rank already.
+            different versions or checkpoints, a size of the model cannot be split over them, MPI
+            cannot start them, or this process is a rank already.
     """
-    size = args.tensor_parallel_size
-    if size == 1:
+    if args.tensor_parallel_size == 1:
         return SINGLE
     undo_default_binding()
     if torch.distributed.is_initialized():
-        raise ValueError(ONCE.format(size=size))
-    if (world := _world_of_mpirun(size)) is not None:
-        if world.rank:
-            follow(world)
-        _tell_ranks(world, has_model=True)
+        raise ValueError(ONCE.format(size=args.tensor_parallel_size))
+    are_joined = threading.Event()
+    comm, started = _comm(args, are_joined)
+    if comm.rank:
+        follow(comm)
+    from tllm_spec.distributed.process_group import ProcessGroup
+
+    if started is None:
+        _tell_ranks(comm, has_model=True)
         atexit.unregister(release_ranks)
         atexit.register(release_ranks)
-        links: Links = MpiLinks(world)
-    else:
-        # Before the other ranks load their libraries, which takes long.
-        check_shards(resolve_model(args.model), size, args.ep_size)
-        links = PairLinks.start(size, module_command("tllm_spec.ranks"))
-    group = ProcessGroup(links, args.ep_size)
+    group = ProcessGroup(comm, started, args.ep_size)
+    are_joined.set()
     _check_equal(VERSION, versions(), group)
     group.share(args.as_options())
     _check_equal(CHECKPOINT, checkpoints(args), group)
@@ -148,22 +172,24 @@ def follow(world: MPI.Intracomm) -> NoReturn:
     SystemExit, whose status is that of the last model."""
     status = 0
     while _is_told_of_model(world):
-        status = _follow_model(MpiLinks(world))
+        status = _follow_model(world)
     sys.exit(status)
 
 
-def _follow_model(links: Links) -> int:
+def _follow_model(comm: MPI.Intracomm, parent: MPI.Intercomm | None = None) -> int:
     """Returns an exit status."""
+    from tllm_spec.distributed.process_group import ProcessGroup
+
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # rank 0 decides about the end
-    _mark_logs(links.rank)
-    group = ProcessGroup(links)
+    _mark_logs(comm.rank)
+    group = ProcessGroup(comm, parent)
     try:
         _follow(group)
     except SharedError:  # rank 0 reports it
         return FAILED
     except BaseException as error:  # a process border: the other ranks must not wait for this one
-        logger.exception("rank %d has failed", links.rank)
+        logger.exception("rank %d has failed", comm.rank)
         group.abort(described(error))
     group.close()
     return 0
@@ -177,10 +203,12 @@ def _follow(group: Communicator) -> None:
     run_until_end(build_together(args, tokenizer, lambda responses: None, group), args, tokenizer)
 
 
-def _world_of_mpirun(size: int) -> MPI.Intracomm | None:
-    """The processes that mpirun has started. None: no others than this one."""
-    if not any(name in os.environ for name in RANK_VARIABLES):
-        return None
+def _comm(args: LlmArgs, are_joined: threading.Event) -> tuple[MPI.Intracomm, MPI.Intercomm | None]:
+    """The ranks, and what joins this one to those that it has started. `are_joined`: set once the
+    ranks notice by themselves that one has ended."""
+    # A rank takes a device and not a processor. Read by Open MPI when it is loaded.
+    os.environ.setdefault("OMPI_MCA_rmaps_base_oversubscribe", "1")
+    size = args.tensor_parallel_size
     try:
         from mpi4py import MPI
     except ImportError as error:
@@ -188,12 +216,68 @@ def _world_of_mpirun(size: int) -> MPI.Intracomm | None:
     except RuntimeError as error:  # its message is what dlopen has tried
         raise ValueError(NO_LIBRARY.format(size=size)) from error
     world = MPI.COMM_WORLD
-    if world.size not in (1, size):
+    if world.size == size:
+        return world, None
+    if world.size > 1:
         raise ValueError(
             f"tensor_parallel_size = {size}, and mpirun has started {world.size} processes; the "
             "numbers must be equal"
         )
-    return None if world.size == 1 else world
+    # Before the other ranks load their libraries, which takes long.
+    check_shards(resolve_model(args.model), size, args.ep_size)
+    unbound = MPI.Info.Create({"bind_to": "none"})  # or Open MPI 4 binds each to one core
+    try:
+        with _mpiexec_on_path(are_joined) as fifo:
+            command = ["-c", RANK, fifo, *module_command("tllm_spec.ranks")]
+            started = MPI.COMM_SELF.Spawn("/bin/sh", command, size - 1, unbound)
+    except MPI.Exception as error:
+        raise ValueError(NOT_STARTED.format(size=size, error=error)) from error
+    return started.Merge(high=False), started
+
+
+@contextmanager
+def _mpiexec_on_path(are_joined: threading.Event) -> Iterator[str]:
+    """Spawn runs `mpiexec` from PATH. When a rank dies, MPICH's mpiexec kills its own process
+    group, so it gets one. Mpiexec and the ranks have a FIFO open, whose path is yielded: it closes
+    with them. Open MPI does not run our script."""
+    path, found = os.environ.get("PATH", ""), find_mpiexec()
+    if found is None:
+        yield ""  # Spawn reports it
+        return
+    with TemporaryDirectory() as folder:
+        script, fifo = Path(folder) / "mpiexec", Path(folder) / "started"
+        os.mkfifo(fifo)
+        watch = threading.Thread(target=_end_with_ranks, args=(fifo, are_joined), daemon=True)
+        watch.start()
+        script.write_text(mpiexec_script(str(fifo), found))
+        script.chmod(0o700)
+        # Open MPI 5 runs `prte`, which its wheel has next to mpiexec.
+        os.environ["PATH"] = os.pathsep.join([folder, path, str(Path(found).parent)])
+        try:
+            yield str(fifo)
+        finally:
+            os.environ["PATH"] = path
+
+
+def mpiexec_script(fifo: str, mpiexec: str) -> str:
+    """Starts `mpiexec` with the FIFO open. By way of a shell: the first line of a script cannot
+    name an interpreter whose path is long or has a space."""
+    program = MPIEXEC.format(fifo=fifo, mpiexec=mpiexec)
+    return f'#!/bin/sh\nexec {shlex.join([sys.executable, "-IS", "-c", program])} "$@"\n'
+
+
+def _end_with_ranks(fifo: Path, are_joined: threading.Event) -> None:
+    """MPI would wait for ever for a rank that has ended before it joined."""
+    try:
+        with fifo.open("rb") as closed_at_the_end:
+            closed_at_the_end.read()
+    except FileNotFoundError:
+        return  # Spawn has raised already, and nothing was started
+    if are_joined.is_set():
+        return
+    logger.error("all ranks end: one of those that rank 0 has started ended before it joined")
+    shutil.rmtree(fifo.parent, ignore_errors=True)
+    os._exit(FAILED)
 
 
 def _check_equal(what: str, facts: Mapping[str, str], communicator: Communicator) -> None:
@@ -262,11 +346,11 @@ def _mark_logs(rank: int) -> None:
 
 
 def main() -> None:
-    """A rank that `join_ranks` has started. Rank 0 waits for its end, and Python's own takes
-    seconds."""
-    status = _follow_model(PairLinks.started(sys.argv[1:]))
-    logging.shutdown()
-    os._exit(status)
+    """A rank that `join_ranks` has started."""
+    from mpi4py import MPI
+
+    parent = MPI.Comm.Get_parent()
+    sys.exit(_follow_model(parent.Merge(high=True), parent))
 
 
 if __name__ == "__main__":

@@ -166,8 +166,7 @@ def main() -> None:
     if job.ranks > 1:
         from mpi4py import MPI
 
-        links = process_group.MpiLinks(MPI.COMM_WORLD)
-        communicator = process_group.ProcessGroup(links, job.ep_size)
+        communicator = process_group.ProcessGroup(MPI.COMM_WORLD, ep_size=job.ep_size)
     rank = communicator.mapping.rank
     logging.basicConfig(level=logging.INFO if rank == 0 else logging.WARNING)
     with summed_by(job.sums):

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed.cases import TINY_EAGLE3, TOKEN_PROMPTS
-from tllm_spec.distributed.process_group import MpiLinks, ProcessGroup
+from tllm_spec.distributed.process_group import ProcessGroup
 from tllm_spec.executor.sampling.sharded_sampler import ShardedDraftSampling, ShardedSampler
 from tllm_spec.llm import LLM
 from tllm_spec.ranks import release_ranks
@@ -88,7 +88,7 @@ def ranks_on_devices(folder: str, num_ranks: int) -> list[list[Any]]:
         mock.patch.object(ProcessGroup, "_choose_sums", lambda *_: None),
     ):
         for kind, index in (("cpu", None), ("cuda", 0), ("cuda", rank)):
-            group = ProcessGroup(MpiLinks(MPI.COMM_WORLD))
+            group = ProcessGroup(MPI.COMM_WORLD)
             group.join(torch.device(kind, index))
             found.append(group.gather((group.ranks_on_device, group.captures)))
             group.close()

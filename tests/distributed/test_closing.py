@@ -13,15 +13,13 @@ import torch
 import torch.distributed as dist
 
 from tllm_spec.config.llm_args import LlmArgs
-from tllm_spec.distributed import process_group
 from tllm_spec.distributed.communicator import Collectives, Communicator
 from tllm_spec.distributed.peer_sums import NoPeerMemory
-from tllm_spec.distributed.process_group import PairLinks, ProcessGroup
 from tllm_spec.executor.build import build_executor
 from tllm_spec.executor.graphs.slot_graphs import GraphPool
 
+MPI = pytest.importorskip("mpi4py.MPI")
 CPU = torch.device("cpu")
-ALONE = PairLinks(0, 1, {}, [])
 
 
 class Remembering(Communicator):
@@ -48,8 +46,10 @@ def test_the_graphs_of_an_executor_are_released_before_the_ranks_part() -> None:
 
 
 def test_a_group_parts_after_all_releases(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tllm_spec.distributed.process_group import ProcessGroup
+
     order: list[str] = []
-    group = ProcessGroup(ALONE)
+    group = ProcessGroup(MPI.COMM_SELF)
     monkeypatch.setattr(group._watch, "close", lambda: order.append("goodbye"))
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "destroy_process_group", lambda: order.append("ranks part"))
@@ -63,6 +63,7 @@ def test_a_rank_that_is_lost_when_python_ends_already_ends_the_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Python 3.12 refuses threads then."""
+    from tllm_spec.distributed import process_group
 
     class Ended(BaseException):
         """The process."""
@@ -74,7 +75,7 @@ def test_a_rank_that_is_lost_when_python_ends_already_ends_the_process(
         assert status == process_group.FAILED
         raise Ended
 
-    group = ProcessGroup(ALONE)
+    group = process_group.ProcessGroup(MPI.COMM_SELF)
     monkeypatch.setattr(process_group, "LAST_SECONDS", 0)
     monkeypatch.setattr(threading.Thread, "start", refuse)
     monkeypatch.setattr(os, "_exit", end)
@@ -87,12 +88,13 @@ def test_only_what_all_ranks_have_agreed_on_is_a_reason_for_nccls_sums(
     error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A rank that goes on alone would measure other sums than the rest, or none."""
+    from tllm_spec.distributed import process_group
 
     def fail(*arguments: object) -> None:
         raise error
 
     monkeypatch.setattr(process_group, "PeerSums", fail)
-    group = ProcessGroup(ALONE)
+    group = process_group.ProcessGroup(MPI.COMM_SELF)
     if isinstance(error, NoPeerMemory):
         group._choose_sums(CPU)
         assert type(group._tensors) is Collectives

@@ -42,9 +42,9 @@ faulthandler.dump_traceback_later(100, exit=True)
 CAPTURE = """
 import torch
 from mpi4py import MPI
-from tllm_spec.distributed.process_group import MpiLinks, ProcessGroup
+from tllm_spec.distributed.process_group import ProcessGroup
 
-group = ProcessGroup(MpiLinks(MPI.COMM_WORLD))
+group = ProcessGroup(MPI.COMM_WORLD)
 rank, size = group.mapping.rank, group.mapping.world_size
 device = torch.device("cuda", rank % torch.cuda.device_count())
 group.join(device)
@@ -78,12 +78,12 @@ PEER_SUMS = """
 import torch
 from mpi4py import MPI
 from tllm_spec.distributed.peer_sums import PeerSums
-from tllm_spec.distributed.process_group import MpiLinks, ProcessGroup
+from tllm_spec.distributed.process_group import ProcessGroup
 from tllm_spec.distributed.peer_sums import choose_sums, graph_seconds
 from tllm_spec.kernels.parallel.rank_sum import rank_best_reference
 from tllm_spec.kernels.parallel.rank_sum import rank_sum_reference
 
-group = ProcessGroup(MpiLinks(MPI.COMM_WORLD))
+group = ProcessGroup(MPI.COMM_WORLD)
 rank, size = group.mapping.rank, group.mapping.world_size
 device = torch.device("cuda", rank % torch.cuda.device_count())
 group.join(device)
@@ -143,9 +143,9 @@ group.close()
 STAGED = """
 import torch
 from mpi4py import MPI
-from tllm_spec.distributed.process_group import MpiLinks, ProcessGroup
+from tllm_spec.distributed.process_group import ProcessGroup
 
-group = ProcessGroup(MpiLinks(MPI.COMM_WORLD))
+group = ProcessGroup(MPI.COMM_WORLD)
 rank, device = group.mapping.rank, torch.device("cuda", 0)
 group.join(device)
 assert not group.captures and group.ranks_on_device == 2

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from tests.distributed.worlds import MPIEXEC, run
+from tests.distributed.worlds import run
 from tllm_spec.cli import serve
+from tllm_spec.distributed.mpirun import find_mpiexec
 from tllm_spec.server.supervisor import ServeError
 from tllm_spec.zoo.registry import resolve_model
 
@@ -73,8 +74,9 @@ def test_mpirun_ends_after_a_mistake(mistake: str, tmp_path: Path) -> None:
             shutil.copytree(resolve_model(model), tmp_path / "model")
             model, sentence = str(tmp_path / "model"), "no tokenizer can be loaded"
             (tmp_path / "model" / "tokenizer.json").unlink()
-        assert MPIEXEC is not None
+        mpiexec = find_mpiexec()
+        assert mpiexec is not None
         command = [sys.executable, "-m", "tllm_spec.cli.serve", model, "--port", str(port)]
-        world = run([MPIEXEC, "-n", "2", *command, "--tp_size", "2"])
+        world = run([mpiexec, "-n", "2", *command, "--tp_size", "2"])
     assert world.returncode != 0
     assert world.output.count(sentence) == 1, world.output

@@ -36,17 +36,6 @@ def test_a_rank_that_ends_before_it_has_parted_is_lost(said: bytes, losses: list
     assert found == losses
 
 
-def test_the_other_ranks_hear_of_a_loss_at_once() -> None:
-    """From rank 0, to which each has its connection."""
-    found: list[str] = []
-    (own, lost), (other_own, other) = socket.socketpair(), socket.socketpair()
-    with own, other_own, other:
-        Watch([("rank 1", own), ("rank 2", other_own)], found.append)
-        lost.close()
-        with other.makefile("rb") as said:
-            assert said.read() == b"rank 1 has ended (its connection closed)\n"
-
-
 def test_after_a_failure_of_its_own_a_rank_waits_for_nobody() -> None:
     found: list[str] = []
     own, other = socket.socketpair()

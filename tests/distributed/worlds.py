@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from tllm_spec.distributed.mpirun import find_mpiexec
+
 SECONDS = 300  # a world that hangs fails its test
 REPOSITORY = Path(__file__).parents[2]
-# MPICH's wheel has it next to the interpreter, which need not be on PATH.
-MPIEXEC = shutil.which("mpiexec", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
 
 
 @dataclass(frozen=True)
@@ -22,9 +21,10 @@ class World:
 
 
 def mpirun(num_ranks: int, arguments: list[str]) -> list[str]:
-    assert MPIEXEC is not None, "mpi4py is installed without an mpiexec"
+    found = find_mpiexec()
+    assert found is not None, "mpi4py is installed without an mpiexec"
     # mpi4py's runner ends all ranks after an exception of one.
-    return [MPIEXEC, "-n", str(num_ranks), sys.executable, "-m", "mpi4py", *arguments]
+    return [found, "-n", str(num_ranks), sys.executable, "-m", "mpi4py", *arguments]
 
 
 # Of Open MPI 4 and 5. They refuse root, which containers run as, unless told twice, and more ranks

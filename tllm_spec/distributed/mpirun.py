@@ -1,10 +1,12 @@
-"""What mpirun says about a process that it has started, before MPI is initialised, and what it has
-bound the process to."""
+"""What mpirun says about a process that it has started, before MPI is initialised, what it has
+bound the process to, and where `mpiexec` is."""
 
 import importlib.util
 import logging
 import os
+import shutil
 import sys
+from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
@@ -68,3 +70,9 @@ def undo_default_binding() -> None:
         own, of_mpirun = os.sched_getaffinity(0), os.sched_getaffinity(os.getppid())
         if own < of_mpirun:
             logger.warning(BOUND, sorted(own), len(of_mpirun))
+
+
+def find_mpiexec() -> str | None:
+    """MPICH's wheel has it next to the interpreter, which need not be on PATH."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    return shutil.which("mpiexec", path=path)

@@ -1,6 +1,5 @@
-"""The communicator of several processes: links for plain data, torch.distributed for tensors (NCCL
-on CUDA, gloo on a CPU). Links are MPI's between mpirun's processes, and socket pairs between rank 0
-and the ranks that it has started.
+"""The communicator of several processes: MPI for plain data, torch.distributed for tensors (NCCL on
+CUDA, gloo on a CPU).
 
 When one process ends, all do: what a rank waits for in a round would never come."""
 
@@ -11,15 +10,9 @@ import os
 import secrets
 import socket
 import threading
-from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
-from hashlib import sha256
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
-from subprocess import DEVNULL, Popen
 from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any
 
@@ -39,161 +32,39 @@ logger = logging.getLogger(__name__)
 
 START_TIMEOUT = timedelta(seconds=120)
 MESSAGE_TAG, FAILURE_TAG = 1, 2
-# About 5 ms of polling, of MPI and of a pipe; then the waiting rank sleeps.
-SPINS, POLLS = 10_000, 500
+SPINS = 10_000  # about 5 ms of polling; then the waiting rank sleeps in between
 SLEEP_SECONDS = 0.0002
 AGREE_SECONDS = 3.0  # that ranks wait for the others after an error
 LAST_SECONDS = 1.0  # between telling clients of a lost rank and the end of the process
 FAILED = 1  # exit status
 
 
-class MpiLinks:
-    """The links of mpirun's processes."""
-
-    def __init__(self, comm: MPI.Intracomm) -> None:
-        self.rank, self.size, self._comm = comm.rank, comm.size, comm
-
-    def send(self, message: bytes, rank: int, tag: int) -> None:
-        """Returns before a short message is received."""
-        self._comm.Send(bytearray(message), dest=rank, tag=tag)
-
-    def receive(self, rank: int, tag: int, deadline: float | None = None) -> bytes | None:
-        """The next message of that tag. None if there is none before the deadline. A waiting rank
-        does not keep a processor busy for long, as MPI itself would."""
-        from mpi4py import MPI
-
-        status, num_polls = MPI.Status(), 0
-        while not self._comm.Iprobe(source=rank, tag=tag, status=status):
-            num_polls += 1
-            if num_polls > SPINS:
-                if deadline is not None and monotonic() > deadline:
-                    return None
-                sleep(SLEEP_SECONDS)
-        buffer = bytearray(status.Get_count())
-        self._comm.Recv(buffer, source=rank, tag=tag)
-        return bytes(buffer)
-
-    def meet(self, group: Communicator) -> tuple[list[str], list[tuple[str, socket.socket]]]:
-        """The ranks' hosts, and for the watch rank 0's connections to all others, or another rank's
-        to rank 0, with what to call them."""
-        found = group.gather([socket.gethostname(), os.getpid()])
-        hosts = [host for host, _ in found]
-        names = [f"rank {n} (process {pid} on {host})" for n, (host, pid) in enumerate(found)]
-        is_one_host = len(set(hosts)) == 1
-        if self.rank:
-            port, token = group.share(None)
-            address = "127.0.0.1" if is_one_host else hosts[0], port
-            return hosts, [(names[0], connect(address, token, self.rank))]
-        listener = listen("127.0.0.1" if is_one_host else "")
-        token = secrets.token_bytes(16)
-        group.share([listener.getsockname()[1], token])
-        return hosts, [(names[n], other) for n, other in accept(listener, token, self.size - 1)]
-
-    def close(self) -> None:
-        """mpirun waits for its processes."""
-
-
-class PairLinks:
-    """The links of rank 0 and the ranks that it has started: for each a pipe of messages and a
-    socket pair for the watch. The kernel closes both with a process, so the end of a rank is
-    noticed at any time."""
+class ProcessGroup(Communicator):
+    """One rank of `comm`, all of whose ranks serve one model with tensor parallelism. Tensors can
+    be sent after `join`. `ep_size`: as `Mapping`; rank 0's counts. `started`: what `comm` was
+    merged from, if one rank has started the others."""
 
     def __init__(
-        self,
-        rank: int,
-        size: int,
-        messages: dict[int, Connection],
-        watched: list[tuple[str, socket.socket]],
-        processes: Sequence[Popen[bytes]] = (),
+        self, comm: MPI.Intracomm, started: MPI.Intercomm | None = None, ep_size: int = 1
     ) -> None:
-        self.rank, self.size, self._messages, self._watched = rank, size, messages, watched
-        self._processes = processes
-        self._arrived: dict[tuple[int, int], deque[bytes]] = defaultdict(deque)
-
-    @classmethod
-    def start(cls, size: int, command: Sequence[str]) -> PairLinks:
-        """Rank 0's. Starts the others with their arguments after the command: the rank, the size,
-        and two descriptors. A Ctrl-C does not reach them: rank 0 decides about the end."""
-        messages, watched, processes = {}, [], []
-        for rank in range(1, size):
-            messages[rank], other_end = Pipe()
-            own, other = socket.socketpair()
-            with other_end, other:
-                numbers = other_end.fileno(), other.fileno()
-                process = Popen(
-                    [*command, *map(str, (rank, size, *numbers))],
-                    stdin=DEVNULL,
-                    pass_fds=numbers,
-                    start_new_session=True,
-                )
-            watched.append((f"rank {rank} (process {process.pid})", own))
-            processes.append(process)
-        return cls(0, size, messages, watched, processes)
-
-    @classmethod
-    def started(cls, arguments: Sequence[str]) -> PairLinks:
-        """Another rank's, from its arguments."""
-        rank, size, *numbers = map(int, arguments)
-        for number in numbers:
-            os.set_inheritable(number, False)  # or a child would keep them open
-        watched = (f"rank 0 (process {os.getppid()})", socket.socket(fileno=numbers[1]))
-        return cls(rank, size, {0: Connection(numbers[0])}, [watched])
-
-    def send(self, message: bytes, rank: int, tag: int) -> None:
-        """As that of MpiLinks."""
-        with suppress(OSError):  # the other rank has ended, and the watch ends this one
-            self._messages[rank].send_bytes(bytes([tag]) + message)
-
-    def receive(self, rank: int, tag: int, deadline: float | None = None) -> bytes | None:
-        """As that of MpiLinks."""
-        connection, arrived = self._messages[rank], self._arrived[rank, tag]
-        while not arrived:
-            left = None if deadline is None else max(deadline - monotonic(), 0)
-            if not (any(connection.poll() for _ in range(POLLS)) or connection.poll(left)):
-                return None
-            try:
-                message = connection.recv_bytes()
-            except (EOFError, OSError):
-                threading.Event().wait()  # for the watch, which ends this process
-            self._arrived[rank, message[0]].append(message[1:])
-        return arrived.popleft()
-
-    def meet(self, group: Communicator) -> tuple[list[str], list[tuple[str, socket.socket]]]:
-        """As that of MpiLinks."""
-        return [socket.gethostname()] * self.size, self._watched
-
-    def close(self) -> None:
-        """Waits for the processes that this one has started."""
-        for connection in self._messages.values():
-            connection.close()
-        for process in self._processes:
-            process.wait()
-
-
-Links = MpiLinks | PairLinks
-
-
-class ProcessGroup(Communicator):
-    """One rank of those that serve one model with tensor parallelism. Tensors can be sent after
-    `join`. `ep_size`: as `Mapping`; rank 0's counts."""
-
-    def __init__(self, links: Links, ep_size: int = 1) -> None:
-        self._links, self._tensors = links, Collectives()
+        self._comm, self._tensors = comm, Collectives()
+        self._started = started
         self._peer_sums: PeerSums | None = None
+        self.mapping = Mapping(comm.rank, comm.size, comm.size)
+        self.mapping = replace(self.mapping, ep_size=self.share(ep_size))
         self._tell: Callable[[str], None] = lambda reason: None
         self._releases: list[Callable[[], None]] = []
-        self.mapping = Mapping(links.rank, links.size, links.size)
-        self._hosts, peers = links.meet(self)
-        self._watch = Watch(peers, self._lost)
+        self._hosts = [str(host) for host in self.gather(socket.gethostname())]
         self._is_one_host = len(set(self._hosts)) == 1
-        self.mapping = replace(self.mapping, ep_size=self.share(ep_size))
+        self._watch = Watch(self._peers(), self._lost)
 
     def broadcast(self, message: bytes) -> bytes:
-        if self.mapping.rank:
-            return self._heard(0)
-        for rank in range(1, self.mapping.world_size):
-            self._links.send(message, rank, MESSAGE_TAG)
-        return message
+        """A waiting rank does not keep a processor busy for long, as MPI's own broadcast would."""
+        if self.mapping.rank == 0:
+            for rank in range(1, self.mapping.world_size):
+                self._comm.Send(bytearray(message), dest=rank, tag=MESSAGE_TAG)
+            return message
+        return self._heard(0)
 
     def share(self, value: Any) -> Any:
         return msgpack.unpackb(self.broadcast(msgpack.packb(value)), strict_map_key=False)
@@ -201,22 +72,24 @@ class ProcessGroup(Communicator):
     def gather(self, value: Any) -> list[Any]:
         packed = msgpack.packb(value)
         if self.mapping.rank:
-            self._links.send(packed, 0, MESSAGE_TAG)
+            self._comm.Send(bytearray(packed), dest=0, tag=MESSAGE_TAG)
             return list(self.share(None))
         others = (self._heard(rank) for rank in range(1, self.mapping.world_size))
         own = [msgpack.unpackb(each, strict_map_key=False) for each in (packed, *others)]
         return list(self.share(own))
 
     def all_say(self, text: str) -> bool:
-        said, deadline = sha256(text.encode()).digest(), monotonic() + AGREE_SECONDS
-        if self.mapping.rank:
-            self._links.send(said, 0, FAILURE_TAG)
-            return self._links.receive(0, FAILURE_TAG, deadline) == said
-        others = range(1, self.mapping.world_size)
-        heard = [self._links.receive(rank, FAILURE_TAG, deadline) for rank in others]
-        agrees = all(each == said for each in heard)
-        for rank in others:
-            self._links.send(said if agrees else b"", rank, FAILURE_TAG)
+        others = [rank for rank in range(self.mapping.world_size) if rank != self.mapping.rank]
+        requests = [
+            self._comm.Isend(bytearray(text.encode()), dest=rank, tag=FAILURE_TAG)
+            for rank in others
+        ]
+        deadline = monotonic() + AGREE_SECONDS
+        heard = [self._receive(rank, FAILURE_TAG, deadline) for rank in others]
+        agrees = all(message == text.encode() for message in heard)
+        if agrees:
+            for request in requests:
+                request.Wait()
         return agrees
 
     def minimum(self, number: int) -> int:
@@ -284,8 +157,10 @@ class ProcessGroup(Communicator):
             self._peer_sums.close()
         if dist.is_initialized():
             dist.destroy_process_group()
+        if self._started is not None:
+            self._comm.Free()  # Open MPI waits for ever when it is to disconnect a merged one
+            self._started.Disconnect()
         self._watch.close()
-        self._links.close()
 
     def when_lost(self, tell: Callable[[str], None]) -> None:
         self._tell = tell
@@ -314,10 +189,37 @@ class ProcessGroup(Communicator):
     def _first_host(self) -> str:
         return "127.0.0.1" if self._is_one_host else self._hosts[0]
 
+    def _peers(self) -> list[tuple[str, socket.socket]]:
+        """Rank 0's connections to all others, or another rank's to rank 0."""
+        names = self.gather(f"process {os.getpid()} on {self._hosts[self.mapping.rank]}")
+        if self.mapping.rank:
+            host, port, token = self.share(None)
+            connection = connect((host, port), token, self.mapping.rank)
+            return [(f"rank 0 ({names[0]})", connection)]
+        listener, token = listen("127.0.0.1" if self._is_one_host else ""), secrets.token_bytes(16)
+        self.share([self._first_host, listener.getsockname()[1], token])
+        found = accept(listener, token, self.mapping.world_size - 1)
+        return [(f"rank {rank} ({names[rank]})", connection) for rank, connection in found]
+
     def _heard(self, rank: int) -> bytes:
-        message = self._links.receive(rank, MESSAGE_TAG)
-        assert message is not None
-        return message
+        received = self._receive(rank, MESSAGE_TAG, None)
+        assert received is not None
+        return received
+
+    def _receive(self, source: int, tag: int, deadline: float | None) -> bytes | None:
+        """None if there is no message before the deadline."""
+        from mpi4py import MPI
+
+        status, num_polls = MPI.Status(), 0
+        while not self._comm.Iprobe(source=source, tag=tag, status=status):
+            num_polls += 1
+            if num_polls > SPINS:
+                if deadline is not None and monotonic() > deadline:
+                    return None
+                sleep(SLEEP_SECONDS)
+        buffer = bytearray(status.Get_count())
+        self._comm.Recv(buffer, source=source, tag=tag)
+        return bytes(buffer)
 
 
 def _exit_soon() -> None:

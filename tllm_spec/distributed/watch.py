@@ -36,9 +36,8 @@ class Watch:
     def close(self) -> None:
         """This rank ends in order. Returns when the others have said that they do."""
         self._send(GOODBYE)
-        for reader, (_, connection) in zip(self._readers, self._peers, strict=True):
+        for reader in self._readers:
             reader.join()
-            connection.close()
 
     def fail(self, reason: str) -> None:
         """This rank ends because of a failure."""
@@ -67,9 +66,7 @@ class Watch:
                 return
             self._is_over = True
         why = f": {data.decode(errors='replace').strip()}" if data else " (its connection closed)"
-        reason = f"{name} has ended{why}"
-        self._send(f"{reason}\n".encode())  # the other ranks end at the same time
-        self._on_loss(reason)
+        self._on_loss(f"{name} has ended{why}")
 
 
 def listen(host: str) -> socket.socket:
