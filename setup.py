@@ -9,7 +9,7 @@ from setuptools.command.build_py import build_py
 from setuptools.command.sdist import sdist
 
 ROOT = Path(__file__).parent
-VERSION = re.findall(r'__version__ = "(.*)"', (ROOT / "tllm_spec/__init__.py").read_text("utf-8"))
+VERSION = re.findall(r'__version__ = "(.*)"', (ROOT / "tllm_spec/version.py").read_text("utf-8"))
 COMMIT_FILE = "tllm_spec/commit.txt"  # of packages: they have no git
 
 

@@ -32,7 +32,6 @@ from benchmarks.harness.report import Options, Row, Subject, main, table
 from benchmarks.harness.scripted_tokens import MIXED, TokenScript, scripted_tokens
 from benchmarks.harness.simulated_rows import Simulation, round_ms
 from tllm_spec.config.draft_shape import DraftShapes
-from tllm_spec.config.verify_budget import with_budgets
 from tllm_spec.executor.building.plan import BuildPlan
 from tllm_spec.executor.graphs.slot_graphs import GraphKey
 from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
@@ -143,7 +142,9 @@ def simulated(options: Options) -> Iterator[Row]:
     number = 60 if options.quick else 300
     for batch_size in SIZES[:4]:
         for traffic in TRAFFIC:
-            yield simulated_row(with_budgets(STEPS[-1], STEPS), batch_size, traffic, number)
+            yield simulated_row(
+                DraftShapes.with_budgets(STEPS[-1], STEPS), batch_size, traffic, number
+            )
 
 
 def simulated_row(shapes: DraftShapes, batch_size: int, traffic: str, number: int) -> Row:

@@ -19,8 +19,8 @@ from tllm_spec.cli import bench, serve
 from tllm_spec.config.adaptive_config import AdaptiveConfig, CostModelOptions, EmaOptions
 from tllm_spec.config.draft_tree_config import (
     DraftTreeDecodingConfig,
-    MatchedDraftsConfig,
     SAEnhancerConfig,
+    TreeDecodingConfig,
 )
 from tllm_spec.config.engine_config import KVEventsConfig, SchedulerConfig
 from tllm_spec.config.llm_args import CudaGraphConfig, KvCacheConfig, LlmArgs
@@ -76,9 +76,9 @@ def page() -> str:
     parts += ["For `Draft_Target`, `PARD`, `Eagle`, `Eagle3` and `DFlash`:\n"]
     parts.append(table(model_rows(DraftModelDecodingConfig, own=True)))
     parts += ["For all of these and `MTP`:\n"]
-    parts.append(table(model_rows(MatchedDraftsConfig, own=True)))
-    parts += ["For draft trees of all of these:\n"]
     parts.append(table(model_rows(DraftTreeDecodingConfig, own=True)))
+    parts += ["For all of these and `NGram`:\n"]
+    parts.append(table(model_rows(TreeDecodingConfig, own=True)))
     parts += ["For `Eagle` and `Eagle3`:\n"]
     parts.append(table(model_rows(EagleHeadDecodingConfig, own=True)))
     for decoding in dict.fromkeys(CONFIG_OF_TYPE.values()):

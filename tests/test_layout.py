@@ -6,6 +6,7 @@ import importlib.metadata
 import importlib.util
 import subprocess
 import sys
+import tokenize
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -20,6 +21,10 @@ MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60
 # Functions of the product, and their files, that one `LLM.generate` runs through.
 MAX_WALKS = {"plain": (318, 50), "EAGLE-3": (365, 59), "EAGLE-3 tree + SA": (408, 67)}
+# Of the product; lines of code are those without blank lines, comments and docstrings.
+MAX_COUNTS = {"files": 382, "classes": 745, "lines": 73_446, "lines of code": 52_197}
+MAX_TEST_LINES = 76_423
+MIN_DOCUMENTED = 0.733  # of the product's public functions: those with a docstring; it only rises
 MAX_FRAMES, MAX_FRAME_FILES = 7, 5  # from `PyExecutor.step` to the target's forward
 # The worker's main and calls of users' programs: only these may turn any fault into an answer.
 BORDERS = {
@@ -101,6 +106,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "tllm_spec.progress",
         "tllm_spec.child_command",
         "tllm_spec.request_errors",
+        "tllm_spec.version",
         "tllm_spec.zoo.registry",
         "tllm_spec.zoo.corpus",
     ),
@@ -144,9 +150,7 @@ def imported_modules(path: Path) -> Iterator[str]:
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            below = [
-                f"{node.module}.{alias.name}" for alias in node.names if alias.name != "__version__"
-            ]
+            below = [f"{node.module}.{alias.name}" for alias in node.names]
             names = [name if name in PACKAGE_FILES else str(node.module) for name in below]
         else:
             continue
@@ -246,6 +250,70 @@ def test_no_file_is_too_long() -> None:
         for path in sources
     }
     assert not {name: length for name, length in lengths.items() if length > MAX_FILE_LINES}
+
+
+def num_lines(path: Path) -> int:
+    return path.read_text(encoding="utf-8").count("\n")
+
+
+NO_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
+Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def num_code_lines(path: Path) -> int:
+    """Lines with a token other than those of a docstring."""
+    with tokenize.open(path) as file:
+        tokens = [each for each in tokenize.generate_tokens(file.readline) if each.string.strip()]
+    lines = [range(each.start[0], each.end[0] + 1) for each in tokens if each.type not in NO_CODE]
+    docstrings = [
+        range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1)
+        for node in nodes_of(path)
+        if isinstance(node, Documented) and ast.get_docstring(node) is not None
+    ]
+    return len(set().union(*lines) - set().union(*docstrings))
+
+
+def test_the_product_and_its_tests_only_get_smaller() -> None:
+    modules = PACKAGE_FILES.values()
+    others = [
+        path
+        for suffix in ("*.cu", "*.cuh", "*.html", "*.md", "*.typed")
+        for folder in ("tllm_spec", "kernels")
+        for path in (ROOT / folder).rglob(suffix)
+        if not any(parent.is_symlink() for parent in path.parents)
+    ]
+    found = {
+        "files": len(modules) + len(others),
+        "classes": sum(isinstance(n, ast.ClassDef) for path in modules for n in nodes_of(path)),
+        "lines": sum(map(num_lines, (*modules, *others))),
+        "lines of code": sum(map(num_code_lines, modules)),
+    }
+    assert all(found[name] <= most for name, most in MAX_COUNTS.items()), found
+    test_lines = sum(map(num_lines, (ROOT / "tests").rglob("*.py")))
+    assert test_lines <= MAX_TEST_LINES, test_lines
+
+
+def test_most_public_functions_have_a_docstring() -> None:
+    public = [
+        node
+        for path in PACKAGE_FILES.values()
+        for node in nodes_of(path)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name[0] != "_"
+    ]
+    documented = sum(ast.get_docstring(node) is not None for node in public) / len(public)
+    assert documented >= MIN_DOCUMENTED, documented
+
+
+def test_no_docstring_begins_with_of() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in python_files()
+        for node in nodes_of(path)
+        if isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and str(node.value.value).startswith("Of ")
+    ]
+    assert not found, f"begin these with a subject: {found}"
 
 
 def test_no_function_is_too_long() -> None:

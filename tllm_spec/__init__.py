@@ -6,6 +6,8 @@ tools start fast."""
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from tllm_spec.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from tllm_spec.config.engine_config import KVEventsConfig as KVEventsConfig
     from tllm_spec.config.engine_config import SchedulerConfig as SchedulerConfig
@@ -33,8 +35,6 @@ if TYPE_CHECKING:
     from tllm_spec.request_errors import RequestError as RequestError
     from tllm_spec.sampling_params import SamplingParams as SamplingParams
     from tllm_spec.text.chat_prompt import Conversation as Conversation
-
-__version__ = "0.1.0"
 
 _HOME = {
     "LLM": "llm",

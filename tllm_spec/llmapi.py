@@ -6,7 +6,7 @@ before a name needs it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -49,29 +49,13 @@ if TYPE_CHECKING:
     TorchLlmArgs = LlmArgs
 
 
-class CapacitySchedulerPolicy(str, Enum):
-    """Values of `SchedulerConfig.capacity_scheduler_policy`; it says which are served."""
-
-    GUARANTEED_NO_EVICT = "GUARANTEED_NO_EVICT"
-    MAX_UTILIZATION = "MAX_UTILIZATION"
-    STATIC_BATCH = "STATIC_BATCH"
-
-
-class ContextChunkingPolicy(str, Enum):
-    """Values of `SchedulerConfig.context_chunking_policy`; it says which are served."""
-
-    FIRST_COME_FIRST_SERVED = "FIRST_COME_FIRST_SERVED"
-    EQUAL_PROGRESS = "EQUAL_PROGRESS"
-    FORCE_CHUNK = "FORCE_CHUNK"
-
-
-class BatchingType(str, Enum):
-    """Values of `LlmArgs.batching_type`; it says which are served."""
-
-    INFLIGHT = "INFLIGHT"
-    STATIC = "STATIC"
-
-
+# Values of `capacity_scheduler_policy` and `context_chunking_policy` of `SchedulerConfig`, and of
+# `LlmArgs.batching_type`, which say which are served.
+ENUMS: Mapping[str, Sequence[str]] = {
+    "CapacitySchedulerPolicy": ("GUARANTEED_NO_EVICT", "MAX_UTILIZATION", "STATIC_BATCH"),
+    "ContextChunkingPolicy": ("FIRST_COME_FIRST_SERVED", "EQUAL_PROGRESS", "FORCE_CHUNK"),
+    "BatchingType": ("INFLIGHT", "STATIC"),
+}
 # Names of TensorRT-LLM for classes of ours.
 OTHER_NAMES: Mapping[str, str] = {
     "DecodeCudaGraphConfig": "CudaGraphConfig",
@@ -131,7 +115,7 @@ _TYPE_OF = {class_name: decoding_type for decoding_type, class_name in TYPES_NOT
 __all__ = sorted(
     {
         *tllm_spec.__all__,
-        *("BatchingType", "CapacitySchedulerPolicy", "ContextChunkingPolicy"),
+        *ENUMS,
         "LogitsProcessor",
         *OTHER_NAMES,
         *_TYPE_OF,
@@ -170,8 +154,11 @@ class _NotServedClass(type):
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'tllm_spec.llmapi' has no attribute {name!r}")
-    if name in _TYPE_OF or name in OPTION_OF or name in WITHOUT_OPTION:
-        found: Any = _NotServedClass(name, (), {"__module__": __name__})
+    if name in ENUMS:
+        make: Any = Enum  # which mypy knows with literal names only
+        found: Any = make(name, {each: each for each in ENUMS[name]}, type=str, module=__name__)
+    elif name in _TYPE_OF or name in OPTION_OF or name in WITHOUT_OPTION:
+        found = _NotServedClass(name, (), {"__module__": __name__})
     else:
         found = getattr(tllm_spec, OTHER_NAMES.get(name, name))
     globals()[name] = found  # so that a name is always the same object

@@ -81,5 +81,5 @@ def progress(
 
 
 def show_lines() -> None:
-    """Of commands whose log has warnings only."""
+    """Shows the lines where a command's log has warnings only."""
     logger.setLevel(logging.INFO)

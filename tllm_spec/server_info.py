@@ -8,8 +8,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from tllm_spec import __version__
 from tllm_spec.config.llm_args import LlmArgs
+from tllm_spec.version import __version__
 
 
 def server_info(args: LlmArgs, max_seq_len: int, state: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ class DeviceSpan:
     """A part of the device's stream. Begins where it is made and ends at `end`."""
 
     def __init__(self) -> None:
-        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call] # torch's
+        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
         self._events[0].record()
 
     def end(self) -> None:
@@ -100,7 +100,7 @@ class PinnedBuffer:
 
     def __init__(self, host: torch.Tensor) -> None:
         self.host = host
-        self.arrived = torch.cuda.Event()  # type: ignore[no-untyped-call] # torch has no annotation
+        self.arrived = torch.cuda.Event()
 
 
 class PinnedBuffers:
@@ -182,7 +182,7 @@ class HostCopies:
 
 
 def _new_stream(device: torch.device) -> torch.cuda.Stream:
-    stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch's
+    stream: torch.cuda.Stream = torch.cuda.Stream(device)
     return stream
 
 

@@ -49,7 +49,7 @@ class GraphPool:
         """Raises torch.cuda.OutOfMemoryError."""
         if self._stream is None:
             # One stream for all: torch keeps what a warm-up allocates for the stream it ran on.
-            self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call] # torch has no annotation
+            self._stream = torch.cuda.Stream(self._device)
         stream = self._stream
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):

@@ -6,7 +6,7 @@ drafter is made."""
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from tllm_spec.config.draft_tree_config import MatchedDraftsConfig
+from tllm_spec.config.draft_tree_config import DraftTreeDecodingConfig
 from tllm_spec.config.option_checks import find_class, import_path_of
 from tllm_spec.config.speculative_config import (
     DecodingBaseConfig,
@@ -93,7 +93,7 @@ def _build_network(config: DecodingBaseConfig, around: Surroundings) -> Drafter:
     match, choice = _suffix_match(config, around), None
     texts = () if match is None else match.resources
     if match is not None:
-        assert isinstance(config, MatchedDraftsConfig) and config.sa_config is not None
+        assert isinstance(config, DraftTreeDecodingConfig) and config.sa_config is not None
         choice = DraftChoice(match, slots, config.sa_config.threshold)
     max_num_tokens = around.max_num_tokens
     if kv is not None:

@@ -110,7 +110,7 @@ class PagedPrefill:
             BatchPrefillWithPagedKVCacheWrapper(self._workspace, "NHD", backend="auto")
             for _ in range(NUM_PLANS)
         ]
-        self._copied = [torch.cuda.Event() for _ in range(NUM_PLANS)]  # type: ignore[no-untyped-call] # torch's
+        self._copied = [torch.cuda.Event() for _ in range(NUM_PLANS)]
         self._next = 0
         self._layer, self._num_heads, self._scale = layer, num_heads, scale
         self._num_before = -1 if window is None else window - 1
@@ -196,7 +196,7 @@ class PrefillInPlace:
             return torch.zeros(size, dtype=torch.int32, device=kernels._layer.device)
 
         self._kernels = kernels
-        self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call] # torch's
+        self._copied = torch.cuda.Event()
         self._wrapper = BatchPrefillWithPagedKVCacheWrapper(
             kernels._workspace,
             "NHD",

@@ -24,7 +24,7 @@
 //
 // Compiler options define BFLOAT16 (otherwise float16), HEAD_DIM (64 or 128), ROW_TILES (of 16 rows
 // each), WARPS, DEPTH (tiles of a warp's ring), CTAS (least number per multiprocessor), TREE
-// (whether rows see the keys of a tree's region by their bits), SINKS (whether heads have sinks) and
+// (whether rows see the keys of a tree's region by their bits), SINKS (whether heads have any) and
 // CODES (whether the pool has E4M3 numbers, which become 16-bit numbers, exactly, on the way from
 // shared memory to tensor cores).
 

@@ -25,7 +25,7 @@
 //
 // W may also have codes of 4 bits, as int4_weights.py stores them: a byte has the codes of two
 // columns that are 64 apart. A word for each row and each GROUP columns has the scale and the zero
-// point, or of E2M1 numbers a byte has the scale's exponent. A code minus its zero point is a 16-bit
+// point, or of E2M1 a byte has the scale's exponent. A code minus its zero point is a 16-bit
 // number without rounding, and so is an E2M1 number.
 // All columns of one instruction belong to one group.
 //

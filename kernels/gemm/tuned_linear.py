@@ -294,7 +294,7 @@ class Search:
         """The time of one launch of each call."""
         events = []
         for call in calls:
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call] # torch's
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             self._run(self._torch, max(1, round(HEAD_START / self._estimate)))
             start.record()
             self._run(call, self._launches)

@@ -214,8 +214,8 @@ def head_inputs(
     num_heads, keys = shape.num_value_heads, shape.num_key_heads * shape.key_dim
     b, a = inputs[:, : 2 * num_heads].chunk(2, 1)
     q, k, v = mixed.split_with_sizes((keys, keys, num_heads * shape.value_dim), 1)
-    q, k = (_normed(each.unflatten(1, (shape.num_key_heads, -1)), num_heads) for each in (q, k))  # type: ignore[no-untyped-call] # torch's
-    v = v.unflatten(1, (num_heads, -1))  # type: ignore[no-untyped-call] # torch's
+    q, k = (_normed(each.unflatten(1, (shape.num_key_heads, -1)), num_heads) for each in (q, k))
+    v = v.unflatten(1, (num_heads, -1))
     step = -weights.a_log.exp() * F.softplus(a + weights.dt_bias)
     return q * shape.key_dim**-0.5, k, v, step, b.sigmoid()
 

@@ -21,8 +21,7 @@ from benchmarks.harness.scripted_tokens import MIXED, TokenScript, quantiles, sc
 from benchmarks.harness.simulated_rows import Simulation, round_ms
 from benchmarks.harness.tables import DOCUMENTS, filled
 from benchmarks.verify_budget import STEPS, Measurement
-from tllm_spec.config.draft_shape import DraftShape, chain_of
-from tllm_spec.config.verify_budget import with_budgets
+from tllm_spec.config.draft_shape import DraftShape, DraftShapes, chain_of
 from tllm_spec.executor.device.transfer import ToHost
 from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
 from tllm_spec.executor.speculative.draft_length.round_times import MeasuredRoundTimes
@@ -206,7 +205,7 @@ def test_every_job_runs_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[s
 # running engine counts what it verifies.
 
 
-SHAPES = with_budgets(7, STEPS)
+SHAPES = DraftShapes.with_budgets(7, STEPS)
 
 
 @pytest.mark.parametrize(("means", "least"), [(MIXED, 1.4), ((0.6,), 1.02)])

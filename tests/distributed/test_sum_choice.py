@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from tllm_spec.distributed.communicator import Collectives
-from tllm_spec.distributed.peer_sums import SIZES, ChosenSums, choose_sums
+from tllm_spec.distributed.peer_sums import SIZES, ChosenSums, PeerSum, choose_sums
 
 NAMES = ["one-shot", "nccl"]
 
 
-class Recorded:
+class Recorded(PeerSum):
     """A stand-in for one-shot sums of up to 64 KiB in float32."""
 
     max_bytes = 1 << 16

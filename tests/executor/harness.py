@@ -104,7 +104,7 @@ class Harness:
         is nothing to do."""
         try:
             return self.executor.step()
-        except Exception as error:  # noqa: BLE001 (stands in for the worker, a border of the process)
+        except Exception as error:  # noqa: BLE001 (stands in for the worker, a border)
             self.executor.recover(error)
             return True
 

@@ -15,8 +15,7 @@ from tests.executor.row_rounds import DRAFT_LEN, PROMPT, rows_and_batches
 from tests.lossless.engines import tiny_engine
 from tests.models import qwen3_next
 from tests.models.mtp_reference import save_predictable
-from tllm_spec.config.draft_shape import DraftShape
-from tllm_spec.config.verify_budget import with_budgets
+from tllm_spec.config.draft_shape import DraftShape, DraftShapes
 from tllm_spec.executor.request import LlmRequest, RequestState
 from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.kernels.slots.round_rows import RoundRows
@@ -78,7 +77,7 @@ def test_graphs_of_shared_and_of_whole_windows_follow_each_other(
     plain.run()
     options = tiny_engine("eagle3", drafts, DRAFT_LEN, enable_adaptive_verification=True)
     names = ("4@3", "4", "4", "3@2.5", "2", "4@3", "0")
-    shapes = with_budgets(DRAFT_LEN, range(DRAFT_LEN + 1))
+    shapes = DraftShapes.with_budgets(DRAFT_LEN, range(DRAFT_LEN + 1))
     tiers = {str(shapes.name(tier)): tier for tier in range(shapes.further_tiers.stop)}
     harness = with_graphs(tiny, SIZES[-1:], {tiers[name] for name in names}, **options)
     coming = cycle(tiers[name] for name in names)

@@ -5,13 +5,13 @@ from typing import Any
 import pytest
 
 from tllm_spec.config.adaptive_config import AdaptiveConfig
-from tllm_spec.config.verify_budget import with_budgets
+from tllm_spec.config.draft_shape import DraftShapes
 from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
 from tllm_spec.executor.speculative.draft_length.decisions import ObservedRound
 from tllm_spec.executor.speculative.draft_length.estimates import BudgetEstimate
 from tllm_spec.executor.speculative.draft_length.round_times import MeasuredRoundTimes
 
-SHAPES = with_budgets(7, (0, 1, 2, 3, 5, 7))
+SHAPES = DraftShapes.with_budgets(7, (0, 1, 2, 3, 5, 7))
 THREE, FIVE, SEVEN = SHAPES.budgeted_tiers
 COMPARED = [1, 2, 3, THREE, 5, FIVE, 7, SEVEN]
 BATCH = 64

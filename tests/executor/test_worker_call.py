@@ -52,7 +52,7 @@ def make_worker() -> tuple[Worker, FakeExecutor]:
 def in_thread(worker: Worker, answers: list[object], function: object) -> threading.Thread:
     def ask() -> None:
         try:
-            answers.append(worker.call(function))  # type: ignore[arg-type] # a function of the test's
+            answers.append(worker.call(function))  # type: ignore[arg-type] # the test's
         except (RuntimeError, LookupError, SystemExit) as error:
             answers.append(error)
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy
 
-from tllm_spec import __version__
 from tllm_spec.bench.runner import Run, num_output_tokens
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.config.speculative_config import DecodingBaseConfig
 from tllm_spec.outputs import RequestOutput, SpeculativeStats
+from tllm_spec.version import __version__
 
 # The draft lengths that a run used, from the engine's state before and after it.
 

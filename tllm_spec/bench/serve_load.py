@@ -250,7 +250,7 @@ async def _send(target: Target, model: str, request: BenchRequest, options: dict
 
 
 def _has_text(choice: dict[str, Any]) -> bool:
-    """Of a chunk of either API."""
+    """Whether a chunk of either API has some."""
     delta = choice.get("delta") or {}
     return any((choice.get("text"), delta.get("content"), delta.get("reasoning_content")))
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import click
 
-from tllm_spec import __version__
+from tllm_spec.version import __version__
 
 PACKAGE = Path(__file__).parents[1]
 # `pyzmq>=25; extra == "events"`, as packages' metadata has it.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -158,19 +159,24 @@ class AdaptiveConfig:
         return {"strategy": "ema", "compat": self.compat, **slots}
 
     @classmethod
-    def parse(cls, adaptive: object, max_draft_len: int | None = None) -> AdaptiveConfig:
+    def parse(cls, adaptive: object, max_draft_len: float = inf) -> AdaptiveConfig:
         """`max_draft_len`: the longest draft length that a ladder may have; the default ladder and
         those of presets end there. Raises ValueError, which names slot and key, for a mistake. With
         `max_draft_len` the enclosing configuration puts the name of the field before each line of
         the message."""
-        if isinstance(adaptive, AdaptiveConfig):
+        try:
             config = adaptive
-        elif max_draft_len is None:
-            config = cls._parse_alone(adaptive)
-        else:
-            config = cls._parse(adaptive, max_draft_len)
-        longest = config.draft_lens[-1]
-        if max_draft_len is not None and longest > max_draft_len:
+            if not isinstance(config, AdaptiveConfig):
+                config = cls._parse(adaptive, max_draft_len)
+        except ConfigError as error:
+            if max_draft_len < inf:
+                raise
+            raise ConfigError([f"adaptive.{line}" for line in error.lines]) from None
+        except ValueError as error:
+            if max_draft_len < inf:
+                raise
+            raise ValueError(f"adaptive = {shown(adaptive)}: {error}") from None
+        if (longest := config.draft_lens[-1]) > max_draft_len:
             raise ValueError(
                 f"candidate_steps has {longest}, and max_draft_len = {max_draft_len} is the most "
                 "that there is room for"
@@ -178,22 +184,12 @@ class AdaptiveConfig:
         return config
 
     @classmethod
-    def _parse_alone(cls, adaptive: object) -> AdaptiveConfig:
-        """Puts `adaptive` before every line of an error, as pydantic does for a field."""
-        try:
-            return cls._parse(adaptive, None)
-        except ConfigError as error:
-            raise ConfigError([f"adaptive.{line}" for line in error.lines]) from None
-        except ValueError as error:
-            raise ValueError(f"adaptive = {shown(adaptive)}: {error}") from None
-
-    @classmethod
-    def _parse(cls, adaptive: object, max_draft_len: int | None) -> AdaptiveConfig:
+    def _parse(cls, adaptive: object, max_draft_len: float) -> AdaptiveConfig:
         """Raises ConfigError, whose lines begin with a key inside, or ValueError about `adaptive`
         as a whole."""
         if isinstance(adaptive, str):
-            known = PRESETS if max_draft_len is None else _presets_up_to(max_draft_len)
-            adaptive = known[adaptive] if adaptive in known else _read_sglang_file(adaptive)
+            is_preset = adaptive in PRESETS
+            adaptive = _preset(adaptive, max_draft_len) if is_preset else _read_file(adaptive)
         if not isinstance(adaptive, Mapping):
             raise ValueError(f"a mapping, a path, or one of {', '.join(PRESETS)} is needed")
         root, slots = _split(adaptive)
@@ -201,23 +197,23 @@ class AdaptiveConfig:
             EmaOptions if _strategy(root, slots) == "ema" else CostModelOptions
         )
         lines = _mistakes_for_all_slots(root, options)
-        ladder = root.get("candidate_steps")
+        ladder = root.pop("candidate_steps", None)
         if ladder is not None and slots:
             lines.append(f"candidate_steps = {shown(ladder)} is refused: each slot has its own")
         elif ladder is not None:
             slots = {1: {"candidate_steps": ladder}}
         elif not slots and options is CostModelOptions:
-            slots = {1: {"candidate_steps": _default_ladder(max_draft_len)}}
+            steps = {min(each, max_draft_len) for each in (*DEFAULT_STEPS, max_draft_len)}
+            slots = {1: {"candidate_steps": sorted(steps - {inf})}}
         if not slots:
             raise ValueError(
                 'it has no batch-size slot; needed: e.g. "1": {"candidate_steps": [1, 3, 7]}'
             )
-        own = options.model_fields.keys() - {"candidate_steps"}
-        shared = {} if lines else {key: value for key, value in root.items() if key in own}
+        own = {key: value for key, value in root.items() if key in options.model_fields}
         checked = []
         for low in sorted(slots):
             try:
-                checked.append((low, _slot(options, shared, low, slots[low])))
+                checked.append((low, _slot(options, {} if lines else own, low, slots[low])))
             except ConfigError as error:
                 lines += error.lines
         if lines:
@@ -235,7 +231,12 @@ def _mistakes_for_all_slots(root: Mapping[str, Any], options: type[SlotOptions])
     if type(compat) is not bool or (compat and options is not EmaOptions):
         accepted = "true or false" if options is EmaOptions else "false, unless strategy: ema"
         lines.append(f"compat = {shown(compat)} is refused; accepted: {accepted}")
-    if not _are_buckets(buckets):
+    is_list = isinstance(buckets, (list, tuple))
+    if (
+        not is_list
+        or any(type(each) is not int or each < 1 for each in buckets)
+        or (list(buckets) != sorted(set(buckets)))
+    ):
         lines.append(
             f"context_buckets = {shown(buckets)} is refused; accepted: context lengths in tokens, "
             "ascending, e.g. [4096, 16384]"
@@ -246,21 +247,6 @@ def _mistakes_for_all_slots(root: Mapping[str, Any], options: type[SlotOptions])
     except ConfigError as error:
         lines += error.lines
     return lines
-
-
-def _are_buckets(buckets: object) -> bool:
-    """Whether they are ascending integers above 0."""
-    return (
-        isinstance(buckets, (list, tuple))
-        and all(type(each) is int and each > 0 for each in buckets)
-        and list(buckets) == sorted(set(buckets))
-    )
-
-
-def _default_ladder(max_draft_len: int | None) -> tuple[int, ...]:
-    if max_draft_len is None:
-        return DEFAULT_STEPS
-    return (*(steps for steps in DEFAULT_STEPS if steps < max_draft_len), max_draft_len)
 
 
 def _split(adaptive: Mapping[Any, Any]) -> tuple[dict[str, Any], dict[int, Any]]:
@@ -320,7 +306,7 @@ def _slot(
         raise ConfigError([f"{where}.{line}" for line in error.lines]) from None
 
 
-def _read_sglang_file(path: str) -> dict[str, Any]:
+def _read_file(path: str) -> dict[str, Any]:
     """SGLang's JSON file. Without `strategy` it is `strategy: ema`."""
     try:
         tree = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -338,7 +324,7 @@ def _ema(*slots: tuple[int, list[int], float, float]) -> dict[Any, Any]:
     return {"strategy": "ema"} | {low: dict(zip(names, slot, strict=True)) for low, *slot in slots}
 
 
-PRESETS: Mapping[str, Mapping[Any, Any]] = {
+PRESETS: Mapping[str, dict[Any, Any]] = {
     "conservative": _ema((1, [1, 3, 7], -0.25, 0.0), (8, [1, 3], 0.0, 0.0), (32, [1], 0.0, 0.0)),
     "aggressive": _ema(
         (1, [1, 3, 7], -0.25, 0.0),
@@ -355,14 +341,10 @@ PRESETS: Mapping[str, Mapping[Any, Any]] = {
 }
 
 
-def _presets_up_to(max_draft_len: int) -> Mapping[str, Mapping[Any, Any]]:
-    """The presets, without longer draft lengths."""
-
-    def clipped(slot: Mapping[str, Any]) -> dict[str, Any]:
-        kept = [steps for steps in slot["candidate_steps"] if steps <= max_draft_len]
-        return {**slot, "candidate_steps": kept}
-
-    return {
-        name: {key: clipped(slot) if isinstance(key, int) else slot for key, slot in preset.items()}
-        for name, preset in PRESETS.items()
+def _preset(name: str, max_draft_len: float) -> dict[Any, Any]:
+    """The preset, without longer draft lengths."""
+    slots = {low: slot for low, slot in PRESETS[name].items() if isinstance(low, int)}
+    return PRESETS[name] | {
+        low: slot | {"candidate_steps": [n for n in slot["candidate_steps"] if n <= max_draft_len]}
+        for low, slot in slots.items()
     }

@@ -60,12 +60,15 @@ class ConfigModel(BaseModel):
 
     renamed: ClassVar[Mapping[str, Renamed]] = {}  # the neighbours' names of options
     ignored: ClassVar[Ignored] = {}  # the neighbours' options without effect
+    null_is_default: ClassVar[frozenset[str]] = frozenset()  # options whose null is their default
     is_public: ClassVar[bool] = True  # whether users know the name of the class
 
     def __init__(self, /, **options: Any) -> None:
         options = self.with_our_names(options)
         if lines := many_unknown(options, {*type(self).model_fields, *self.ignored}):
             raise ConfigError(lines)
+        nulls = {name for name in self.null_is_default if options.get(name, "") is None}
+        options = {name: each for name, each in options.items() if name not in nulls}
         own = {name: each for name, each in options.items() if name in type(self).model_fields}
         others = {name: each for name, each in options.items() if name not in own}
         lines = list(refusals(others, self.ignored).values())

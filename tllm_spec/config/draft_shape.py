@@ -10,6 +10,9 @@ from math import ceil
 
 MAX_DRAFT_LEN = 1 << 16  # each length up to the longest has a shape of its own
 MAX_BUDGETS = 32  # that a round says the outcome of
+# Up to this batch size whole windows cost little, since reading the weights takes longer than
+# computing the rows. More than this number of rows take any GPU longer than reading the weights.
+MAX_WHOLE_BATCH, MAX_WHOLE_ROWS = 16, 512
 # What `path_ranks` shows: column d of a request says how its path of d drafts went on. It has the
 # rank of the next child (0 is the first in node order), or END + the number of children, of which
 # none was accepted.
@@ -52,6 +55,12 @@ class DraftShape:
         if not self.is_ragged:
             return whole
         return min(whole, max(batch_size, ceil(batch_size * self.mean_rows)))
+
+    def is_compared(self, batch_size: int) -> bool:
+        """Whether the shape is worth comparing in rounds of so many requests."""
+        if not self.is_ragged:
+            return self.num_nodes < max(MAX_WHOLE_ROWS // batch_size, 2)
+        return batch_size > MAX_WHOLE_BATCH
 
     @cached_property
     def path(self) -> int:
@@ -157,6 +166,16 @@ class DraftShapes:
         chains = map(chain_of, range(max_draft_len + 1))
         shares = 1 + max_draft_len if mean_rows is None else mean_rows
         return cls([replace(c, mean_rows=shares) if c.window > shares else c for c in chains])
+
+    @classmethod
+    def with_budgets(cls, max_draft_len: int, draft_lens: Sequence[int]) -> DraftShapes:
+        """Chains of every length, and for each of `draft_lens` above 2 a round that verifies the
+        likeliest half of the drafts. With 2 drafts that would be hardly better than a chain of
+        1."""
+        lengths = [length for length in draft_lens if length]
+        budgeted = [DraftShape(n, n, mean_rows=1 + n / 2) for n in lengths if n > 2]
+        chains = list(map(chain_of, range(max_draft_len + 1)))
+        return cls(chains, budgeted=budgeted, lengths=lengths)
 
     def lower(self, one: DraftShape, other: DraftShape) -> int:
         """The lower tier of the two; for chains, that of the shorter one."""

@@ -39,29 +39,11 @@ class SAEnhancerConfig(GlobalPoolConfig):
         return TextSearch(MAX_MATCH, num_shared=self.num_shared(max_batch_size), corpus=self.corpus)
 
 
-class MatchedDraftsConfig(DecodingBaseConfig):
-    """The option by which drafts of a network are combined with those of `SA`."""
-
-    sa_config: SAEnhancerConfig | None = None
-    """A mapping, also an empty one, combines the drafts with those of `SA`: a request whose text
-    repeats itself has drafts that continue the earlier occurrence."""
-
-    @check
-    def _check_matches(self) -> Iterator[str]:
-        if self.sa_config is not None and self.use_rejection_sampling:
-            yield (
-                "sa_config and use_rejection_sampling = True are exclusive: drafts that are copied "
-                "from the text have no probabilities to accept against"
-            )
-
-    def text_search(self, max_batch_size: int) -> TextSearch | None:
-        return None if self.sa_config is None else self.sa_config.text_search(max_batch_size)
-
-
 MAX_TOPK = 16
 MAX_NODES = 63  # without the root: a row's ancestors are bits of an int64
 MAX_BEAM_KEYS = 64  # of the draft network's forwards of one round, for the same reason
 
+NODES = "max_total_draft_tokens"
 Choices = tuple[tuple[int, ...], ...]
 
 
@@ -89,6 +71,11 @@ def _measures(choices: object) -> tuple[Any, Any]:
     return len(paths[-1]), len(paths)
 
 
+def _most_nodes(topk: int, depth: int) -> int:
+    """Candidates of a dynamic tree of draft weights."""
+    return topk + (depth - 1) * topk**2
+
+
 def _shown(tree: DraftShape) -> str:
     return (
         f"{{max_draft_len: {tree.depth}, dynamic_tree_max_topK: {tree.topk}, "
@@ -109,31 +96,70 @@ def default_trees(largest: DraftShape) -> list[DraftShape]:
     for smaller in (1, 2):
         depth, topk = largest.depth - smaller, max(2, largest.topk >> smaller)
         num_nodes = largest.num_nodes >> smaller
-        if depth > 0 and depth < num_nodes <= topk + (depth - 1) * topk**2:
+        if depth > 0 and depth < num_nodes <= _most_nodes(topk, depth):
             trees.append(DraftShape(depth, num_nodes, topk))
     return trees
 
 
-def chain_or_tree(options: Mapping[str, Any], renamed: dict[str, Any]) -> None:
-    """Reads SGLang's option for the number of children: more than one means trees, one a chain."""
-    topk = renamed.get("dynamic_tree_max_topK")
-    if NUM_CHILDREN in options and type(topk) is int:
-        renamed.setdefault("use_dynamic_tree", topk > 1)
-        if topk == 1:
-            renamed.pop("dynamic_tree_max_topK")
-
-
-class DraftTreeDecodingConfig(MatchedDraftsConfig):
-    """The options of the decoding types whose draft weights may draft trees."""
+class TreeDecodingConfig(DecodingBaseConfig):
+    """The options of the decoding types whose drafts may be dynamic trees."""
 
     use_dynamic_tree: bool = False
-    """True drafts a tree instead of a chain: the `dynamic_tree_max_topK` best paths grow for
-    `max_draft_len` steps, and the `max_total_draft_tokens` likeliest of all their candidates are
-    verified (EAGLE-2)."""
+    """True drafts a tree instead of a chain. With draft weights, the `dynamic_tree_max_topK` best
+    paths grow for `max_draft_len` steps, and the `max_total_draft_tokens` likeliest of all their
+    candidates are verified (EAGLE-2). `NGram` has several continuations of the last tokens, the
+    longest matches first and of equals the newest, up to `max_total_draft_tokens` tokens; it needs
+    `is_keep_all: true` and `is_use_oldest: false`, which is then the default."""
     dynamic_tree_max_topK: PositiveInt | None = None
-    """Children of a node of a dynamic tree, and paths that grow, at most. SGLang's name is
-    `speculative_eagle_topk`."""
+    """Children of a node of a dynamic tree, at most; with draft weights also paths that grow.
+    SGLang's name is `speculative_eagle_topk`, of which 1 is a chain."""
 
+    @classmethod
+    def with_our_names(cls, options: Mapping[str, Any]) -> dict[str, Any]:
+        renamed = super().with_our_names(options)
+        topk = renamed.get("dynamic_tree_max_topK")
+        if NUM_CHILDREN in options and type(topk) is int:
+            renamed.setdefault("use_dynamic_tree", topk > 1)
+            if topk == 1:
+                renamed.pop("dynamic_tree_max_topK")
+        return renamed
+
+    @classmethod
+    def _default_num_nodes(cls, options: Mapping[str, Any]) -> Any:
+        length, topk = super()._default_num_nodes(options), options.get("dynamic_tree_max_topK")
+        if options.get("use_dynamic_tree") is not True or length is None or type(topk) is not int:
+            return length
+        return min(length * topk, MAX_NODES)
+
+    @property
+    def drafts_trees(self) -> bool:
+        return self.use_dynamic_tree and self.dynamic_tree_max_topK != 1
+
+    @check
+    def _check_tree(self) -> Iterator[str]:
+        topk = self.dynamic_tree_max_topK
+        if not self.use_dynamic_tree:
+            if topk is not None:
+                yield f"dynamic_tree_max_topK = {topk} needs use_dynamic_tree: true"
+        elif topk is None:
+            yield "use_dynamic_tree = True needs dynamic_tree_max_topK, the children of a node"
+        else:
+            if topk > MAX_TOPK:
+                yield f"dynamic_tree_max_topK = {topk} is more than {MAX_TOPK}"
+            yield from self._tree_mistakes(topk, self.max_total_draft_tokens or 0)
+
+    def _tree_mistakes(self, topk: int, nodes: int) -> Iterator[str]:
+        """What is wrong with a dynamic tree of so many children and drafts."""
+        return iter(())
+
+
+class DraftTreeDecodingConfig(TreeDecodingConfig):
+    """The options of the decoding types whose draft weights may draft trees, which may be combined
+    with drafts of `SA`."""
+
+    sa_config: SAEnhancerConfig | None = None
+    """A mapping, also an empty one, combines the drafts with those of `SA`: a request whose text
+    repeats itself has drafts that continue the earlier occurrence."""
     eagle_choices: Annotated[Choices, BeforeValidator(_choices_of)] | None = None
     """A static tree: a list of paths, each the ranks of the children that lead from the root to a
     draft, e.g. `[[0], [1], [0, 0]]`. `max_draft_len` is the length of the longest path, and
@@ -145,107 +171,81 @@ class DraftTreeDecodingConfig(MatchedDraftsConfig):
         if renamed.get("eagle_choices") is not None and renamed.get("max_draft_len") is None:
             # Another check refuses what is no tree; its depth must not be refused first.
             renamed["max_draft_len"] = _measures(renamed["eagle_choices"])[0] or 1
-        chain_or_tree(options, renamed)
         return renamed
 
     @classmethod
     def _default_num_nodes(cls, options: Mapping[str, Any]) -> Any:
-        length, topk = super()._default_num_nodes(options), options.get("dynamic_tree_max_topK")
         if options.get("eagle_choices") is not None:
             return _measures(options["eagle_choices"])[1]
-        if not options.get("use_dynamic_tree") or length is None or type(topk) is not int:
-            return length
-        return min(length * topk, MAX_NODES)
+        return super()._default_num_nodes(options)
 
     @property
     def drafts_trees(self) -> bool:
-        is_dynamic = self.use_dynamic_tree and self.dynamic_tree_max_topK != 1
-        return is_dynamic or self.eagle_choices is not None
+        return super().drafts_trees or self.eagle_choices is not None
 
     @check
-    def _check_tree(self) -> list[str]:
-        return self._static_mistakes() if self.eagle_choices else self._dynamic_mistakes()
+    def _check_matches(self) -> Iterator[str]:
+        if self.sa_config is not None and self.use_rejection_sampling:
+            yield (
+                "sa_config and use_rejection_sampling = True are exclusive: drafts that are copied "
+                "from the text have no probabilities to accept against"
+            )
 
-    def _static_mistakes(self) -> list[str]:
+    def text_search(self, max_batch_size: int) -> TextSearch | None:
+        return None if self.sa_config is None else self.sa_config.text_search(max_batch_size)
+
+    @check
+    def _check_tree(self) -> Iterator[str]:
+        return self._static_mistakes() if self.eagle_choices else super()._check_tree()
+
+    def _static_mistakes(self) -> Iterator[str]:
         choices = self.eagle_choices
         assert choices is not None
-        depth, number = _measures(choices)
-        found = [
-            f"{name} = {value} is not {expected}, which eagle_choices has"
-            for name, value, expected in (
-                ("max_draft_len", self.max_draft_len, depth),
-                ("max_total_draft_tokens", self.max_total_draft_tokens, number),
-            )
-            if value != expected
-        ]
+        for name, expected in zip(("max_draft_len", NODES), _measures(choices), strict=True):
+            if (value := getattr(self, name)) != expected:
+                yield f"{name} = {value} is not {expected}, which eagle_choices has"
         if self.use_dynamic_tree or self.dynamic_tree_max_topK is not None:
-            found.append("eagle_choices and use_dynamic_tree are exclusive: a tree is one of them")
-        missing = sorted({path[:-1] for path in choices if len(path) > 1} - set(choices))
-        if missing:
-            found.append(f"eagle_choices continues {list(missing[0])}, which is not listed")
-        if number > MAX_NODES:
-            found.append(f"eagle_choices has {number} paths; a tree has {MAX_NODES} at most")
+            yield "eagle_choices and use_dynamic_tree are exclusive: a tree is one of them"
+        if missing := sorted({path[:-1] for path in choices if len(path) > 1} - set(choices)):
+            yield f"eagle_choices continues {list(missing[0])}, which is not listed"
+        if len(choices) > MAX_NODES:
+            yield f"eagle_choices has {len(choices)} paths; a tree has {MAX_NODES} at most"
         if (rank := max(map(max, choices))) >= MAX_TOPK:
-            found.append(f"eagle_choices has the rank {rank}; {MAX_TOPK - 1} is the most")
-        return found
+            yield f"eagle_choices has the rank {rank}; {MAX_TOPK - 1} is the most"
 
-    def _dynamic_mistakes(self) -> list[str]:
-        topk, steps, nodes = (
-            self.dynamic_tree_max_topK,
-            self.max_draft_len,
-            self.max_total_draft_tokens or 0,
-        )
-        if not self.use_dynamic_tree:
-            return (
-                []
-                if topk is None
-                else [f"dynamic_tree_max_topK = {topk} needs use_dynamic_tree: true"]
-            )
-        if topk is None:
-            return ["use_dynamic_tree = True needs dynamic_tree_max_topK, the children of a node"]
+    def _tree_mistakes(self, topk: int, nodes: int) -> Iterator[str]:
         if topk == 1:
-            return []
-        found, named = [], f"max_total_draft_tokens = {nodes}"
-        candidates, keys = topk + (steps - 1) * topk**2, (steps - 1) * topk
-        if topk > MAX_TOPK:
-            found.append(f"dynamic_tree_max_topK = {topk} is more than {MAX_TOPK}")
-        if nodes > min(candidates, MAX_NODES):
-            found.append(
-                f"{named} is more than {min(candidates, MAX_NODES)}: {topk} paths of {steps} steps "
-                f"have {topk} + {steps - 1} * {topk}**2 = {candidates} candidates, and a tree has "
+            return
+        steps, most = self.max_draft_len, _most_nodes(topk, self.max_draft_len)
+        if nodes > min(most, MAX_NODES):
+            yield (
+                f"{NODES} = {nodes} is more than {min(most, MAX_NODES)}: {topk} paths of {steps} "
+                f"steps have {topk} + {steps - 1} * {topk}**2 = {most} candidates, and a tree has "
                 f"{MAX_NODES} drafts at most"
             )
         if nodes < steps:
-            found.append(f"{named} is fewer than max_draft_len = {steps}, the depth of the tree")
-        found += self._candidate_mistakes(topk, nodes)
-        if keys > MAX_BEAM_KEYS:
-            found.append(
+            yield f"{NODES} = {nodes} is fewer than max_draft_len = {steps}, the depth of the tree"
+        room = DraftShape(steps, nodes, topk)
+        for tree in self.adaptive.trees if self.adaptive is not None else ():
+            named, most = (
+                f"adaptive.candidate_trees has {_shown(tree)}",
+                _most_nodes(tree.topk, tree.depth),
+            )
+            if tree.depth > steps or tree.topk > topk or tree.num_nodes > nodes:
+                yield f"{named}, and {_shown(room)} is the most that there is room for"
+            elif not tree.depth <= tree.num_nodes <= most:
+                yield f"{named}; {NODES} must be in {tree.depth}..{most}"
+        if (keys := (steps - 1) * topk) > MAX_BEAM_KEYS:
+            yield (
                 f"max_draft_len = {steps} with dynamic_tree_max_topK = {topk} is too much: "
                 f"({steps} - 1) * {topk} = {keys} drafts are read by the draft network in a round, "
                 f"and {MAX_BEAM_KEYS} is the most"
             )
-        return found
-
-    def _candidate_mistakes(self, topk: int, nodes: int) -> list[str]:
-        found, room = [], DraftShape(self.max_draft_len, nodes, topk)
-        for tree in self.adaptive.trees if self.adaptive is not None else ():
-            most, named = tree.topk + (tree.depth - 1) * tree.topk**2, _shown(tree)
-            if tree.depth > room.depth or tree.topk > topk or tree.num_nodes > nodes:
-                found.append(
-                    f"adaptive.candidate_trees has {named}, and {_shown(room)} is the most that "
-                    "there is room for"
-                )
-            elif not tree.depth <= tree.num_nodes <= most:
-                found.append(
-                    f"adaptive.candidate_trees has {named}; max_total_draft_tokens must be in "
-                    f"{tree.depth}..{most}"
-                )
-        return found
 
     @property
     def mixes_trees(self) -> bool:
-        is_dynamic = self.use_dynamic_tree and self.dynamic_tree_max_topK != 1
-        return is_dynamic and self.adaptive is not None and self.adaptive.is_cost_model
+        is_adaptive = self.adaptive is not None and self.adaptive.is_cost_model
+        return is_adaptive and super().drafts_trees
 
     @cached_property
     def shapes(self) -> DraftShapes:

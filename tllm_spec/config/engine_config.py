@@ -81,7 +81,6 @@ def _moved(endpoint: str, number: int) -> str:
 # The options of the KV cache, named as in TensorRT-LLM.
 
 
-FRACTION = "free_gpu_memory_fraction"
 KVCacheType = Literal["auto", "fp8", "model"]
 
 
@@ -115,16 +114,9 @@ class KvCacheConfig(ConfigModel):
     `docs/deploying.md`."""
 
     ignored: ClassVar[Ignored] = KV_CACHE_IGNORED
-
-    @field_validator("free_gpu_memory_fraction", mode="before")
-    @classmethod
-    def _null_means_default(cls, fraction: object) -> object:
-        return cls.model_fields[FRACTION].default if fraction is None else fraction
-
-    @field_validator("host_cache_size", mode="before")
-    @classmethod
-    def _null_means_none(cls, size: object) -> object:
-        return 0 if size is None else size
+    null_is_default: ClassVar[frozenset[str]] = frozenset(
+        ("free_gpu_memory_fraction", "host_cache_size")
+    )
 
     @check
     def _check_host_cache(self) -> Iterator[str]:

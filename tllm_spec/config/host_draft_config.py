@@ -10,13 +10,13 @@ from pydantic import PositiveInt
 
 from tllm_spec.config.config_base import check
 from tllm_spec.config.draft_shape import NO_DRAFTS, DraftShape, DraftShapes
-from tllm_spec.config.draft_tree_config import MAX_NODES, MAX_TOPK, chain_or_tree
+from tllm_spec.config.draft_tree_config import MAX_NODES, TreeDecodingConfig
 from tllm_spec.config.option_checks import find_class, make_object
 from tllm_spec.config.speculative_base import DecodingBaseConfig
 from tllm_spec.config.text_search import SHARED_WIDTH, CorpusConfig, TextSearch
 
 
-class NGramDecodingConfig(CorpusConfig, DecodingBaseConfig):
+class NGramDecodingConfig(CorpusConfig, TreeDecodingConfig):
     """Drafts looked up in the tokens seen so far (prompt lookup)."""
 
     decoding_type: Literal["NGram"] = "NGram"
@@ -35,34 +35,15 @@ class NGramDecodingConfig(CorpusConfig, DecodingBaseConfig):
     max_pool_entries: PositiveInt = 1_000_000
     """Tokens of finished texts in a public pool, rounded up to 4,096; the oldest ones go first. In
     TensorRT-LLM it grows without a limit."""
-    use_dynamic_tree: bool = False
-    """True drafts a tree instead of a chain: several continuations of the last tokens, the longest
-    matches first and of equals the newest, up to `max_total_draft_tokens` tokens. It needs
-    `is_keep_all: true` and `is_use_oldest: false`, which is then the default."""
-    dynamic_tree_max_topK: PositiveInt | None = None
-    """Children of a node of the tree, at most. SGLang's name is `speculative_eagle_topk`."""
-
     drafts_have_probabilities: ClassVar[bool] = False
     counts_on_device: ClassVar[bool] = True
 
     @classmethod
     def with_our_names(cls, options: Mapping[str, Any]) -> dict[str, Any]:
         renamed = super().with_our_names(options)
-        chain_or_tree(options, renamed)
         if renamed.get("use_dynamic_tree") is True:
             renamed.setdefault("is_use_oldest", False)
         return renamed
-
-    @classmethod
-    def _default_num_nodes(cls, options: Mapping[str, Any]) -> Any:
-        length, topk = super()._default_num_nodes(options), options.get("dynamic_tree_max_topK")
-        if options.get("use_dynamic_tree") is not True or not length or type(topk) is not int:
-            return length
-        return min(length * topk, MAX_NODES)
-
-    @property
-    def drafts_trees(self) -> bool:
-        return self.use_dynamic_tree and self.dynamic_tree_max_topK != 1
 
     @cached_property
     def shapes(self) -> DraftShapes:
@@ -78,10 +59,6 @@ class NGramDecodingConfig(CorpusConfig, DecodingBaseConfig):
         oldest = self.is_use_oldest or not self.is_keep_all
         return TextSearch(self.max_matching_ngram_size, oldest, num_shared, self.corpus)
 
-    @property
-    def may_pause(self) -> bool:
-        return False
-
     @check
     def _check_pool(self) -> Iterator[str]:
         if "max_pool_entries" in self.model_fields_set and not self.is_public_pool:
@@ -90,19 +67,8 @@ class NGramDecodingConfig(CorpusConfig, DecodingBaseConfig):
                 "pool is the request's own text"
             )
 
-    @check
-    def _check_tree(self) -> Iterator[str]:
-        topk, nodes = self.dynamic_tree_max_topK, self.max_total_draft_tokens or 0
-        if not self.use_dynamic_tree:
-            if topk is not None:
-                yield f"dynamic_tree_max_topK = {topk} needs use_dynamic_tree: true"
-            return
-        if topk is None:
-            yield "use_dynamic_tree = True needs dynamic_tree_max_topK, the children of a node"
-            return
+    def _tree_mistakes(self, topk: int, nodes: int) -> Iterator[str]:
         most = min(MAX_NODES, _most_nodes(topk, self.max_draft_len))
-        if topk > MAX_TOPK:
-            yield f"dynamic_tree_max_topK = {topk} is more than {MAX_TOPK}"
         if not self.max_draft_len <= nodes <= most:
             yield (
                 f"max_total_draft_tokens = {nodes} is not in {self.max_draft_len}..{most}, what a "
@@ -135,12 +101,11 @@ class UserProvidedDecodingConfig(DecodingBaseConfig):
     resource_manager_args: dict[str, Any] | None = None
     """Keyword arguments for a `resource_manager` named by its import path."""
 
-    serves_ranks: ClassVar[bool] = False
+    runs_users_code: ClassVar[bool] = True
+    why_no_overlap: ClassVar[str | None] = (
+        "the user's drafter sees every round end before the next one begins"
+    )
     drafts_have_probabilities: ClassVar[bool] = False
-
-    @property
-    def why_no_overlap(self) -> str | None:
-        return "the user's drafter sees every round end before the next one begins"
 
     @property
     def drafts_trees(self) -> bool:

@@ -235,7 +235,7 @@ class LlmArgs(ConfigModel):
                 "get a tokenizer object; a folder is accepted"
             )
         spec = self.speculative_config
-        if spec is not None and not spec.serves_ranks:
+        if spec is not None and spec.runs_users_code:
             yield (
                 f"tensor_parallel_size = {size} is not served with "
                 f"{spec.decoding_type}: its code might draft differently in each process"

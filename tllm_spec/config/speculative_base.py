@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
@@ -18,7 +19,7 @@ from pydantic import (
 from tllm_spec.config.adaptive_config import AdaptiveConfig, Probability
 from tllm_spec.config.config_base import ConfigError, ConfigModel, PathText, check
 from tllm_spec.config.draft_len_schedule import checked, with_lower_bounds
-from tllm_spec.config.draft_shape import MAX_DRAFT_LEN, DraftShapes
+from tllm_spec.config.draft_shape import MAX_BUDGETS, MAX_DRAFT_LEN, DraftShapes
 from tllm_spec.config.neighbours import (
     NUM_NODES,
     SPECULATIVE_IGNORED,
@@ -27,10 +28,10 @@ from tllm_spec.config.neighbours import (
     Renamed,
 )
 from tllm_spec.config.option_checks import shown
-from tllm_spec.config.synthetic_rates import Rates, rate_problem
 from tllm_spec.config.text_search import TextSearch
-from tllm_spec.config.verify_budget import budget_problem, with_budgets
 
+# Synthetic acceptance: a number for each draft of a chain, or a list for each depth of a tree.
+Rates = tuple[float, ...] | tuple[tuple[float, ...], ...]
 NO_BENCHMARK = "synthetic acceptance is for benchmarks and changes the text"
 
 
@@ -120,10 +121,12 @@ class DecodingBaseConfig(ConfigModel):
     to its last node's first child, second child and so on, e.g. `[[0.6, 0.2], [0.5, 0.2, 0.1]]`."""
 
     counts_on_device: ClassVar[bool] = False  # only the device knows how many drafts there are
-    # Whether every rank of a model comes to the same drafts.
-    serves_ranks: ClassVar[bool] = True
+    # Whether the user's code drafts, perhaps differently on each rank of a model.
+    runs_users_code: ClassVar[bool] = False
     # Whether a draft comes with the probability that its source gave it.
     drafts_have_probabilities: ClassVar[bool] = True
+    # Why a round cannot start before the host has read the last one's tokens.
+    why_no_overlap: ClassVar[str | None] = None
     renamed: ClassVar[Mapping[str, Renamed]] = SPECULATIVE_RENAMED
     ignored: ClassVar[Ignored] = SPECULATIVE_IGNORED
 
@@ -206,16 +209,37 @@ class DecodingBaseConfig(ConfigModel):
 
     @check
     def _check_budget(self) -> Iterator[str]:
-        if problem := budget_problem(
-            self.verify_budget,
-            self.adaptive if self.enable_adaptive_verification else None,
-            is_adaptive=self.adaptive is not None,
-            num_budgets=len(self.shapes.budgets),
-            drafts_trees=self.drafts_trees,
-            use_rejection_sampling=self.use_rejection_sampling,
-            has_schedule=self.draft_len_schedule is not None,
-        ):
-            yield problem
+        adaptive, named, reasons = self.adaptive, "enable_adaptive_verification = True", []
+        if self.verify_budget is not None:
+            named = f"verify_budget = {self.verify_budget:g}"
+            if adaptive is not None:
+                is_verifying = self.enable_adaptive_verification
+                other = "enable_adaptive_verification" if is_verifying else "adaptive"
+                reasons.append(f"{other} also says what is verified")
+        elif not self.enable_adaptive_verification or adaptive is None:
+            return
+        elif not adaptive.is_cost_model:
+            reasons.append("it needs adaptive's cost_model, and ema has rounds of equal windows")
+        elif (number := len(self.shapes.budgets)) > MAX_BUDGETS:
+            reasons.append(
+                f"it compares {MAX_BUDGETS} kinds of rounds at most, and candidate_steps make "
+                f"{number}: give fewer"
+            )
+        elif adaptive.draft_lens[-1] < 3:
+            reasons.append("it needs candidate_steps of 3 or more: shorter drafts gain nothing")
+        if self.verify_budget is None and self.draft_len_schedule is not None:
+            reasons.append("draft_len_schedule also says what is verified; use adaptive's slots")
+        if self.drafts_trees:
+            reasons.append(
+                "requests share the rows of chains only, not of draft trees; use a chain"
+            )
+        if self.use_rejection_sampling:
+            reasons.append(
+                "with use_rejection_sampling = True a choice by the drafts' probabilities would "
+                "change the distribution of the text"
+            )
+        if reasons:
+            yield f"{named} is refused: {'; '.join(reasons)}"
 
     @check
     def _check_pauses(self) -> Iterator[str]:
@@ -256,7 +280,7 @@ class DecodingBaseConfig(ConfigModel):
                 "use_rejection_sampling: true and a draft tree; accepted: 1.0"
             )
         rates = self.synthetic_acceptance_rates
-        if problem := rates and rate_problem(rates, is_tree=self.drafts_trees):
+        if problem := rates and _rate_problem(rates, is_tree=self.drafts_trees):
             yield f"synthetic_acceptance_rates = {shown(rates)}: {problem}; {NO_BENCHMARK}"
         elif rates is not None and len(rates) != self.max_draft_len:
             yield (
@@ -295,7 +319,7 @@ class DecodingBaseConfig(ConfigModel):
     def shapes(self) -> DraftShapes:
         """What a round's drafts look like, by tier."""
         if self.enable_adaptive_verification and self.adaptive is not None:
-            return with_budgets(self.max_draft_len, self.adaptive.draft_lens)
+            return DraftShapes.with_budgets(self.max_draft_len, self.adaptive.draft_lens)
         return DraftShapes.chains(self.max_draft_len, self.verify_budget)
 
     def text_search(self, max_batch_size: int) -> TextSearch | None:
@@ -308,19 +332,15 @@ class DecodingBaseConfig(ConfigModel):
         return None
 
     @property
-    def why_no_overlap(self) -> str | None:
-        """Why a round cannot start before the host has read the last one's tokens, or None."""
-        return None
-
-    @property
     def overlaps(self) -> bool:
         """Whether rounds may overlap."""
         return self.why_no_overlap is None
 
     @property
     def may_pause(self) -> bool:
-        """Whether a request that pauses saves the time of its drafts."""
-        return True
+        """Whether a request that pauses saves the time of its drafts: they have launches of their
+        own or are the user's code's."""
+        return not getattr(self, "draft_target_one_model", not self.runs_users_code)
 
     @property
     def length_varies(self) -> bool:
@@ -350,15 +370,27 @@ class DraftModelDecodingConfig(DecodingBaseConfig):
     without which it is refused. Both then count whole pages. null: none. SGLang's name is
     `speculative_draft_sink_size`."""
 
+    null_is_default: ClassVar[frozenset[str]] = frozenset(("load_format",))
+
     @check
     def _check_sink(self) -> Iterator[str]:
         if self.draft_sink_size is not None and self.draft_window_size is None:
             yield f"draft_sink_size = {self.draft_sink_size} needs draft_window_size"
 
-    @field_validator("load_format", mode="before")
-    @classmethod
-    def _null_means_auto(cls, load_format: object) -> object:
-        return "auto" if load_format is None else load_format
+
+def _rate_problem(rates: Rates, *, is_tree: bool) -> str | None:
+    """What is wrong with synthetic acceptance rates; None: nothing."""
+    if any(isinstance(each, tuple) != is_tree for each in rates):
+        form = "a list of probabilities for each depth" if is_tree else "one for each draft"
+        return f"of a {'tree' if is_tree else 'chain'} they are {form}"
+    numbers = [number for each in rates for number in (each if isinstance(each, tuple) else [each])]
+    if not all(0 <= number <= 1 for number in numbers):
+        return "probabilities are in 0..1"
+    if any(sum(each) > 1 + 1e-9 for each in rates if isinstance(each, tuple)):
+        return "those of one depth exclude each other, so they add up to 1 at most"
+    if not is_tree and any(later > earlier for earlier, later in pairwise(numbers)):
+        return "they cannot rise, because a draft is accepted only with all before it"
+    return None
 
 
 def _counted_root(options: Mapping[str, Any], lines: list[str]) -> list[str]:

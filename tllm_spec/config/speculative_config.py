@@ -57,10 +57,6 @@ class PARDDecodingConfig(DraftTreeDecodingConfig, DraftModelDecodingConfig):
     """The token that stands for drafts. null: `mask_token_id` or `pard_token` in the draft model's
     `config.json`."""
 
-    @property
-    def may_pause(self) -> bool:
-        return not self.draft_target_one_model
-
 
 class DFlashDecodingConfig(DraftTreeDecodingConfig, DraftModelDecodingConfig):
     """Drafts from a DFlash head, whose layers attend to keys and values of the target's hidden
@@ -73,10 +69,6 @@ class DFlashDecodingConfig(DraftTreeDecodingConfig, DraftModelDecodingConfig):
     target_layer_ids: Annotated[tuple[NonNegativeInt, ...], Strict(False)] | None = None
     """Target layers, counted from 0, whose outputs the head reads. null: what the head's
     `config.json` says."""
-
-    @property
-    def may_pause(self) -> bool:
-        return False
 
 
 DraftBackend = Literal["torch", "tensorrt", "onnxruntime"]
@@ -125,10 +117,6 @@ class DraftTargetDecodingConfig(DraftTreeDecodingConfig, DraftModelDecodingConfi
     def _check_draft_backend(self) -> Iterator[str]:
         return _backend_mistakes(self, self.draft_backend, "draft_target_one_model")
 
-    @property
-    def may_pause(self) -> bool:
-        return not self.draft_target_one_model
-
 
 class EagleHeadDecodingConfig(DraftTreeDecodingConfig, DraftModelDecodingConfig):
     """The options of the decoding types whose drafts come from a head on the target's hidden
@@ -161,10 +149,6 @@ class EagleHeadDecodingConfig(DraftTreeDecodingConfig, DraftModelDecodingConfig)
     @check
     def _check_draft_backend(self) -> Iterator[str]:
         return _backend_mistakes(self, self.draft_backend, "eagle3_one_model")
-
-    @property
-    def may_pause(self) -> bool:
-        return False
 
 
 class EagleDecodingConfig(EagleHeadDecodingConfig):
@@ -264,10 +248,6 @@ class MTPDecodingConfig(DraftTreeDecodingConfig):
             self.end_thinking_phase_token,
         )
 
-    @property
-    def may_pause(self) -> bool:
-        return False
-
 
 class SADecodingConfig(GlobalPoolConfig, DecodingBaseConfig):
     """Drafts copied from the latest of the longest earlier occurrences of the text's end."""
@@ -292,10 +272,6 @@ class SADecodingConfig(GlobalPoolConfig, DecodingBaseConfig):
         size = self.max_matching_ngram_size
         max_match = MAX_MATCH if size == -1 else size
         return TextSearch(max_match, num_shared=self.num_shared(max_batch_size), corpus=self.corpus)
-
-    @property
-    def may_pause(self) -> bool:
-        return False
 
 
 CONFIG_OF_TYPE: Mapping[str, type[DecodingBaseConfig]] = {

@@ -8,17 +8,12 @@ import logging
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
-from tllm_spec.distributed.communicator import Collectives
+from tllm_spec.distributed.communicator import Collectives, Communicator
 from tllm_spec.kernels.nvrtc import checked, is_installed
-
-if TYPE_CHECKING:
-    from tllm_spec.distributed.communicator import Communicator
-from typing import TYPE_CHECKING
-
 from tllm_spec.kernels.parallel.rank_sum import (
     BLOCK_WORDS,
     WORD_BYTES,
@@ -28,10 +23,6 @@ from tllm_spec.kernels.parallel.rank_sum import (
     serves,
 )
 from tllm_spec.kernels.parallel.two_shot_sum import PART_WORDS, RankParts, two_shot_sum
-
-if TYPE_CHECKING:
-    from tllm_spec.distributed.communicator import Communicator
-
 
 # Which way of summing small tensors is the fastest for each size: measured when the ranks meet,
 # decided by rank 0.
@@ -48,25 +39,34 @@ Way = Callable[[torch.Tensor, torch.Tensor], None]
 """Adds the sum of all ranks' first tensor to the second one."""
 
 
-class Sum(Protocol):
-    """One way of summing. `max_bytes`: of a sum that it can serve."""
+class PeerSum:
+    """One way of summing: by a kernel, of at most `capacity` words. `kernel`: gets the values and,
+    if it is to add their sum to another tensor, that one."""
 
-    max_bytes: int
+    def __init__(self, kernel: Callable[..., None], capacity: int) -> None:
+        self._kernel, self._capacity = kernel, capacity
+        self.max_bytes = capacity * WORD_BYTES
 
     def serves(self, values: torch.Tensor) -> bool:
         """Whether it serves these values: it follows from size, dtype and layout, so it is the same
         on all ranks."""
+        return serves(values, self._capacity)
 
     def __call__(self, values: torch.Tensor, add_to: torch.Tensor | None = None) -> None:
         """The sum of all ranks' values, in place. If `add_to` is given it is added to that, and
         `values` is scratch afterwards."""
+        if add_to is None or add_to.is_contiguous():
+            self._kernel(values, add_to)
+        else:
+            self._kernel(values)
+            add_to.add_(values)
 
 
 class ChosenSums(Collectives):
     """Collectives whose sums run in the fastest way for their size. `others`: ways of summing other
     than NCCL's. choice: the fastest one's name for tensors of up to each of `SIZES`."""
 
-    def __init__(self, others: Mapping[str, Sum], choice: Sequence[str]) -> None:
+    def __init__(self, others: Mapping[str, PeerSum], choice: Sequence[str]) -> None:
         self._by_size = [others.get(name) for name in choice]
 
     def all_reduce(self, values: torch.Tensor) -> None:
@@ -81,7 +81,7 @@ class ChosenSums(Collectives):
         else:
             super().all_reduce_into(total, values)
 
-    def _way_of(self, values: torch.Tensor) -> Sum | None:
+    def _way_of(self, values: torch.Tensor) -> PeerSum | None:
         """None: NCCL's."""
         index = bisect_left(SIZES, values.numel() * values.element_size())
         chosen = self._by_size[index] if index < len(SIZES) else None
@@ -89,7 +89,7 @@ class ChosenSums(Collectives):
 
 
 def choose_sums(
-    others: Mapping[str, Sum], seconds: Callable[[Way, int], float], share: Callable[[Any], Any]
+    others: Mapping[str, PeerSum], seconds: Callable[[Way, int], float], share: Callable[[Any], Any]
 ) -> ChosenSums:
     """seconds: of adding one sum of so many bytes. All ranks measure together, and rank 0's times
     count: `share` returns rank 0's value."""
@@ -137,7 +137,7 @@ def graph_seconds(device: torch.device) -> Callable[[Way, int], float]:
 
 def _seconds_in_graph(work: Callable[[], None], device: torch.device) -> float:
     """Seconds of one piece of work, of many in a row."""
-    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call] # torch has no annotation
+    stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         work()  # lets libraries allocate, which a capture must not
@@ -273,7 +273,7 @@ class PeerSums:
         counts = torch.zeros(num_blocks, dtype=torch.int32, device=device)
         self._lines = lines = RankLines(rank, addresses, counts)
         parts = RankParts(rank, addresses + of_lines, counts.new_zeros(num_chunks))
-        self.ways: dict[str, Sum] = {
+        self.ways: dict[str, PeerSum] = {
             "one-shot": PeerSum(lambda *tensors: rank_sum(lines, *tensors), lines.capacity),
             "two-shot": PeerSum(lambda *tensors: two_shot_sum(parts, *tensors), parts.capacity),
         }
@@ -284,22 +284,3 @@ class PeerSums:
 
     def close(self) -> None:
         self._memory.close()
-
-
-class PeerSum:
-    """`Sum` by a kernel, of at most `capacity` words. `kernel`: gets the values and, if it is to
-    add their sum to another tensor, that one."""
-
-    def __init__(self, kernel: Callable[..., None], capacity: int) -> None:
-        self._kernel, self._capacity = kernel, capacity
-        self.max_bytes = capacity * WORD_BYTES
-
-    def serves(self, values: torch.Tensor) -> bool:
-        return serves(values, self._capacity)
-
-    def __call__(self, values: torch.Tensor, add_to: torch.Tensor | None = None) -> None:
-        if add_to is None or add_to.is_contiguous():
-            self._kernel(values, add_to)
-        else:
-            self._kernel(values)
-            add_to.add_(values)

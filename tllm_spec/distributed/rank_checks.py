@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from tllm_spec import __version__
 from tllm_spec.config.llm_args import LlmArgs
+from tllm_spec.version import __version__
 from tllm_spec.zoo.registry import is_gguf, resolve_file, resolve_model
 
 # Their versions decide about bits of tensors, or about what a grammar or a stop string matches.

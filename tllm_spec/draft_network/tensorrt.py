@@ -262,7 +262,7 @@ class TensorRTNetwork:
         size = self._engine.device_memory_size_v2
         self._scratch = torch.empty(size + ALIGNMENT, dtype=torch.uint8, device=device)
         # On the default stream TensorRT would make the host wait.
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call] # torch has no annotation
+        self._stream = torch.cuda.Stream(device)
         # Made before the pools take the memory that is left, and not in a round.
         self._shared = [self._context(profile) for profile in range(len(limits.profiles))]
         self._captured: dict[tuple[torch.Size, torch.Size], Any] = {}

@@ -116,7 +116,7 @@ def _most(text: str, before: str) -> int:
 
 
 def _counts(text: str, before: str) -> list[int]:
-    """Of the repetitions of what ends with `before`."""
+    """How often what ends with `before` is repeated, for each of its repetitions."""
     found = re.findall(before + r"\{(\d+)(?:,(\d*))?\}", text)
     return [max(1, *(int(each) for each in pair if each)) for pair in found]
 

@@ -37,7 +37,7 @@ class HeadSource:
     communicator: Communicator = SINGLE
     """This rank's, with its place."""
     fp8_activations: bool = True
-    """Of exported MTP modules, as in `load_model`."""
+    """That of exported MTP modules, as in `load_model`."""
 
     @property
     def placement(self) -> Placement:

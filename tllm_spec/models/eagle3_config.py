@@ -42,7 +42,7 @@ class Eagle3Config(ModelConfig):
     bias: bool
     """Whether `fc` has one."""
     unknown_keys: tuple[str, ...] = field(compare=False)
-    """Of config.json, taken to change nothing."""
+    """Those of config.json, taken to change nothing."""
     mask_token: int | None
     """P-EAGLE: the token that stands for drafts in the rows that draft all tokens at once; None:
     the head drafts one token after the other."""

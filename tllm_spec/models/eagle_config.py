@@ -31,7 +31,7 @@ class EagleConfig(ModelConfig):
     bias: bool | None
     """Whether `fc` has one; None: the checkpoint decides."""
     unknown_keys: tuple[str, ...] = field(compare=False)
-    """Of config.json, taken to change nothing."""
+    """Those of config.json, taken to change nothing."""
 
     @classmethod
     def from_pretrained(cls, path: Path) -> "EagleConfig":

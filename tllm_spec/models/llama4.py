@@ -27,7 +27,7 @@ class InterleavedSlot(WeightSlot):
 
     def load(self, tensor: torch.Tensor | StoredWeight) -> None:
         assert isinstance(tensor, torch.Tensor)  # in FP8 Llama 4 is refused
-        pairs = tensor.unflatten(0, (-1, self.head_dim // 2, 2))  # type: ignore[no-untyped-call] # torch's
+        pairs = tensor.unflatten(0, (-1, self.head_dim // 2, 2))
         super().load(pairs.transpose(1, 2).flatten(0, 2))
 
 

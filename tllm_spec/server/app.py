@@ -19,7 +19,6 @@ from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from tllm_spec import __version__
 from tllm_spec.intake import max_model_len
 from tllm_spec.outputs import RequestOutput
 from tllm_spec.request_handle import RequestHandle
@@ -63,6 +62,7 @@ from tllm_spec.server.streaming import (
 )
 from tllm_spec.server.traces import Traces
 from tllm_spec.text.chat_prompt import ChatPrompts
+from tllm_spec.version import __version__
 
 MAX_TEMPLATE_TOKENS = 1024  # that a chat template adds to what the body has, usually
 DRAINING = "the server is about to end"

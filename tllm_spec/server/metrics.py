@@ -20,9 +20,9 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from tllm_spec import __version__
 from tllm_spec.outputs import FinishReason
 from tllm_spec.server.histograms import HISTOGRAMS, Histograms
+from tllm_spec.version import __version__
 
 # Metrics under vLLM's names, for dashboards that were made for it (`--vllm_metrics`).
 

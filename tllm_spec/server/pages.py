@@ -14,11 +14,11 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse
 
-from tllm_spec import __version__
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.server.admission import engine_running
 from tllm_spec.server.histograms import Histogram, Histograms
 from tllm_spec.server.replicas import Engine
+from tllm_spec.version import __version__
 
 # The figures of the dashboard, from the executor's state.
 
@@ -108,7 +108,7 @@ def pauses(state: Mapping[str, Any]) -> str:
 
 
 def measured(state: Mapping[str, Any]) -> Json | None:
-    """Of the present draft length or, if that is 0, of the one with the most rounds: tokens per
+    """Figures of the present draft length or, if it is 0, of that with the most rounds: tokens per
     round, the times of such a round and of a plain one, and how many times faster than plain rounds
     it is, for a request. The times are null until both lengths have MIN_ROUNDS of about the same
     batch size, or the controller has measured them at the latest one. None without drafts."""

@@ -13,7 +13,6 @@ from typing import Any
 
 from tllm_spec.config.adaptive_config import CostModelOptions
 from tllm_spec.config.draft_shape import END, NOTHING, OFF_CHAIN, DraftShape, DraftShapes
-from tllm_spec.config.verify_budget import may_have
 from tllm_spec.executor.speculative.draft_length.decisions import ObservedRound
 
 MIN_RATE, MAX_RATE = 0.001, 0.999  # an estimate never becomes certain
@@ -318,7 +317,7 @@ class BudgetEstimate:
         self.rates = [prior]
 
     def _find_compared(self, batch_size: int) -> tuple[int, ...]:
-        return tuple(tier for tier in self.ladder if may_have(batch_size, self._shapes.of(tier)))
+        return tuple(tier for tier in self.ladder if self._shapes.of(tier).is_compared(batch_size))
 
     def probe_of(self, batch_size: int, tier: int) -> int | None:
         """The longest drafts, unless rounds of that tier show what all tiers would bring."""

@@ -86,7 +86,7 @@ class DraftPlan:
 
     @property
     def num_modules(self) -> int:
-        """Of MTP, one for all drafts or one for each; 0: the network is no such module."""
+        """MTP modules: one for all drafts or one for each; 0: the network is none."""
         if self.kinds != ("MTP",):
             return 0
         return self.config.max_draft_len if self.option("use_mtp_vanilla") else 1

@@ -110,7 +110,7 @@ def gguf_config(file: GgufFile) -> dict[str, Any]:
 
 
 def unknown_keys(file: GgufFile) -> list[str]:
-    """Of the architecture's metadata, without its name: that are not used, and are not known to
+    """Keys of the architecture's metadata, without its name, that are neither used nor known to
     have no effect."""
     prefix = file.metadata["general.architecture"] + "."
     own = {key.removeprefix(prefix) for key in file.metadata if key.startswith(prefix)}
