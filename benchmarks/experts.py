@@ -48,9 +48,9 @@ from tllm_spec.kernels.attention.latent_attention import (
     latent_attention,
 )
 from tllm_spec.kernels.slots.round_rows import RoundRows
-from tllm_spec.models.module import Placement
+from tllm_spec.models.layers import Placement
 from tllm_spec.models.moe import SparseMoE
-from tllm_spec.models.moe_shape import DEEPSEEK_NAMES, QWEN_NAMES, MoEConfig
+from tllm_spec.models.moe_config import DEEPSEEK_NAMES, QWEN_NAMES, MoEConfig
 from tllm_spec.models.weights import fill_random
 
 ENTRY = 512 + 64  # of a token in the latent cache

@@ -67,11 +67,11 @@ from tllm_spec.kernels.gemm.scaled_linear import (
     slice_outputs,
 )
 from tllm_spec.kernels.gemm.small_m_gemm import MAX_ROWS, small_m_gemm
-from tllm_spec.models.experts import Experts
 from tllm_spec.models.formats.fp8_formats import ActivationScales
 from tllm_spec.models.formats.int4_formats import Int4Groups
-from tllm_spec.models.module import Placement
-from tllm_spec.models.moe_shape import QWEN_NAMES, MoEConfig
+from tllm_spec.models.layers import Placement
+from tllm_spec.models.moe import Experts
+from tllm_spec.models.moe_config import QWEN_NAMES, MoEConfig
 from tllm_spec.models.weights import fill_random
 
 WEIGHTS_ONLY = {"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"}

@@ -21,8 +21,8 @@ from tllm_spec.executor.speculative.drafting.loaded_draft import (
 from tllm_spec.executor.speculative.modes import text_bytes_of
 from tllm_spec.kernels.attention.paged_prefill import PLAN_BYTES
 from tllm_spec.kernels.gemm.cublas_lt import WORKSPACE_BYTES
-from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.config import ModelConfig
+from tllm_spec.models.llama import CausalLM
 from tllm_spec.models.registry import blank_model, weight_bytes
 from tllm_spec.zoo.registry import resolve_model
 

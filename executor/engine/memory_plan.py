@@ -23,9 +23,9 @@ from tllm_spec.executor.sampling.grammar_masks import mask_words
 from tllm_spec.executor.sampling.logprobs import BYTES_PER_LOGIT, SAMPLING_BYTES
 from tllm_spec.kernels.attention.visible_keys import KeySpan
 from tllm_spec.kernels.gemm.scaled_linear import MAX_BYTES as MAX_SLICE_BYTES
-from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.draft_head import DraftHead
 from tllm_spec.models.formats.stacked_weight import WIDE_BYTES
+from tllm_spec.models.llama import CausalLM
 from tllm_spec.models.mtp import NextnModules
 
 # How much memory a device has before anything is loaded.

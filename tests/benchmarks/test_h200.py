@@ -28,8 +28,8 @@ from tllm_spec.distributed.communicator import SINGLE_RANK
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.eagle3 import Eagle3Head
 from tllm_spec.models.eagle3_config import Eagle3Config
+from tllm_spec.models.layers import Placement
 from tllm_spec.models.llama import LlamaForCausalLM
-from tllm_spec.models.module import Placement
 from tllm_spec.outputs import CompletionOutput, RequestMetrics, RequestOutput
 
 META = Placement(torch.bfloat16, torch.device("meta"), SINGLE_RANK)

@@ -18,9 +18,9 @@ from tllm_spec.executor.engine.attention_groups import AttentionGroups, PagedGro
 from tllm_spec.executor.engine.rows import ContextChunk, Windows
 from tllm_spec.executor.speculative.drafting.draft_net import DraftNet, HeadNet
 from tllm_spec.executor.speculative.drafting.external_nets import ExternalHeadNet
-from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.draft_head import HeadSource
 from tllm_spec.models.eagle3 import Eagle3Head, load_eagle3_head
+from tllm_spec.models.llama import CausalLM
 from tllm_spec.models.registry import load_model
 
 MAX_ROWS = 256

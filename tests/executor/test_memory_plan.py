@@ -36,8 +36,8 @@ from tllm_spec.kernels.gemm.scaled_linear import MAX_BYTES
 from tllm_spec.llm import LLM
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.formats.int4_formats import Int4Groups
-from tllm_spec.models.formats.plain import CpuWeight
 from tllm_spec.models.formats.stacked_weight import WIDE_BYTES
+from tllm_spec.models.formats.weight_format import CpuWeight
 from tllm_spec.models.linear import Linear
 
 GEOMETRY = AttentionGeometry(num_layers=1, num_heads=1, num_kv_heads=1, head_dim=8, scale=1.0)

@@ -15,8 +15,8 @@ from tests.models.published_gpt_oss import GPT_OSS
 from tests.models.published_images import MISTRAL_SMALL_3_1, QWEN3_VL_30B
 from tests.models.published_states import QWEN3_5, QWEN3_NEXT
 from tllm_spec.models.config import ModelConfig
+from tllm_spec.models.eagle import EagleConfig
 from tllm_spec.models.eagle3_config import Eagle3Config
-from tllm_spec.models.eagle_config import EagleConfig
 from tllm_spec.models.registry import check_shards
 from tllm_spec.zoo.registry import resolve_model
 

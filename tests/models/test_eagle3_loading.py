@@ -22,8 +22,8 @@ from tests.models.tiny_eagle3 import (
     save,
     write_tiny_eagle3,
 )
-from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.eagle3 import Eagle3Head
+from tllm_spec.models.llama import CausalLM
 
 VOCAB_SIZE = 64
 

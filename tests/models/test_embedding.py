@@ -12,8 +12,7 @@ from tests.models.helpers import CPU, VOCAB_SIZE, load, save_checkpoint
 from tllm_spec.distributed.communicator import Communicator
 from tllm_spec.models import layers
 from tllm_spec.models.draft_head import BorrowedModules
-from tllm_spec.models.layers import Embedding
-from tllm_spec.models.module import Placement
+from tllm_spec.models.layers import Embedding, Placement
 
 HALF = VOCAB_SIZE // 2
 # The first and last token of each half, and repeated ones; the last rank has no token of the first.

@@ -11,17 +11,15 @@ from tests.models.helpers import CPU
 from tests.models.test_fp8_activations import Gathering
 from tllm_spec.distributed.communicator import SINGLE_RANK, Communicator, Mapping
 from tllm_spec.kernels.experts.permute import moe_permute
-from tllm_spec.models.experts import Experts
 from tllm_spec.models.formats import stacked_weight
+from tllm_spec.models.formats.fp8 import Fp8Tensor
 from tllm_spec.models.formats.fp8_formats import ActivationScales
-from tllm_spec.models.formats.fp8_scaled import Fp8Tensor
 from tllm_spec.models.formats.int4_formats import Int4Groups
-from tllm_spec.models.formats.int4_tensor import Int4Tensor
-from tllm_spec.models.formats.stacked_codes import StackedCodes
-from tllm_spec.models.formats.stacked_weight import StackedInt4
-from tllm_spec.models.module import Placement
-from tllm_spec.models.moe import SparseMoE
-from tllm_spec.models.moe_shape import DEEPSEEK_NAMES, QWEN_NAMES, MoEConfig
+from tllm_spec.models.formats.int4_packings import Int4Tensor
+from tllm_spec.models.formats.stacked_weight import StackedCodes, StackedInt4
+from tllm_spec.models.layers import Placement
+from tllm_spec.models.moe import Experts, SparseMoE
+from tllm_spec.models.moe_config import DEEPSEEK_NAMES, QWEN_NAMES, MoEConfig
 from tllm_spec.models.weights import weight_table
 
 CONFIG = MoEConfig(hidden_size=160, num_experts=4, top_k=2, intermediate_size=256)

@@ -17,11 +17,11 @@ from tllm_spec.distributed.communicator import Mapping
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.deepseek import DeepseekForCausalLM
 from tllm_spec.models.formats import quantised_layers
+from tllm_spec.models.formats.fp8 import Fp8Tensor, ScaledSlot
 from tllm_spec.models.formats.fp8_formats import Granularity
-from tllm_spec.models.formats.fp8_scaled import Fp8Tensor, ScaledSlot
 from tllm_spec.models.formats.quantised_layers import with_quantised
+from tllm_spec.models.layers import Module, Placement, WeightSlot
 from tllm_spec.models.linear import Linear
-from tllm_spec.models.module import Module, Placement, WeightSlot
 from tllm_spec.models.mtp import load_nextn
 from tllm_spec.models.registry import MODELS
 from tllm_spec.models.weights import stored_tensors, weight_table

@@ -24,16 +24,13 @@ from tests.models.helpers import (
 )
 from tests.models.test_fp8 import FAMILIES, SIZES, save_both
 from tllm_spec.distributed.communicator import SINGLE_RANK, Communicator, Mapping
-from tllm_spec.models.experts import Experts
-from tllm_spec.models.formats.fp8_activations import QuantisedActivations
+from tllm_spec.models.formats.fp8 import Fp8Tensor, QuantisedActivations
 from tllm_spec.models.formats.fp8_formats import ActivationScales
-from tllm_spec.models.formats.fp8_scaled import Fp8Tensor
-from tllm_spec.models.formats.plain import PlainWeight
-from tllm_spec.models.formats.stacked_codes import StackedCodes
-from tllm_spec.models.formats.stacked_weight import StackedWeight
-from tllm_spec.models.layers import RMSNorm
+from tllm_spec.models.formats.stacked_weight import StackedCodes, StackedWeight
+from tllm_spec.models.formats.weight_format import PlainWeight
+from tllm_spec.models.layers import Module, Placement, RMSNorm
 from tllm_spec.models.linear import ColumnLinear, Linear, RowLinear
-from tllm_spec.models.module import Module, Placement
+from tllm_spec.models.moe import Experts
 from tllm_spec.models.weights import weight_table
 
 TOKENS = random_tokens(40)

@@ -17,7 +17,7 @@ from tllm_spec.distributed.communicator import Mapping
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.deepseek import DeepseekForCausalLM
 from tllm_spec.models.formats.quantised_layers import prepare_quantised
-from tllm_spec.models.module import Placement
+from tllm_spec.models.layers import Placement
 from tllm_spec.models.mtp import load_nextn
 from tllm_spec.models.registry import MODELS
 

@@ -15,11 +15,11 @@ from tests.models.deepseek import save_deepseek
 from tests.models.fp8_checkpoint import keeping_int4
 from tests.models.helpers import CPU, PagedRunner, load, random_tokens, save_checkpoint
 from tllm_spec.distributed.communicator import Mapping
-from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.formats.int4 import Int4Slot
 from tllm_spec.models.formats.int4_formats import Int4Groups
+from tllm_spec.models.layers import Placement
 from tllm_spec.models.linear import ColumnLinear, Linear, RowLinear
-from tllm_spec.models.module import Placement
+from tllm_spec.models.llama import CausalLM
 from tllm_spec.models.registry import MODELS, check_shards
 from tllm_spec.models.weights import stored_tensors, weight_table
 from tllm_spec.zoo.quantise import Style, is_projection, quantise

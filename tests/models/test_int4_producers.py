@@ -12,8 +12,7 @@ from safetensors.torch import load_file, save_file
 from tests.models.fp8_checkpoint import keeping_int4
 from tests.models.helpers import load
 from tests.models.test_int4 import check_same_logits, int4_names, save
-from tllm_spec.models.formats.int4_packings import PACKINGS
-from tllm_spec.models.formats.int4_tensor import Int4Tensor
+from tllm_spec.models.formats.int4_packings import PACKINGS, Int4Tensor
 from tllm_spec.zoo.quantise import Style, awq_words, words
 
 # 8 numbers and the word that the producers' own code packs them into.

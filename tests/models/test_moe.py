@@ -12,10 +12,9 @@ from safetensors.torch import load_file, save_file
 from tests.models.helpers import CPU, load, save_checkpoint
 from tllm_spec.distributed.communicator import SINGLE_RANK, Mapping
 from tllm_spec.models.config import ModelConfig
-from tllm_spec.models.layers import RMSNorm
-from tllm_spec.models.module import Placement
+from tllm_spec.models.layers import Placement, RMSNorm
 from tllm_spec.models.moe import Router, SparseMoE
-from tllm_spec.models.moe_shape import (
+from tllm_spec.models.moe_config import (
     DEEPSEEK_NAMES,
     LLAMA4_NAMES,
     MIXTRAL_NAMES,

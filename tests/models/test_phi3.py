@@ -30,7 +30,7 @@ from tllm_spec.attention.triton import TritonAttention
 from tllm_spec.attention.vanilla import VanillaAttention
 from tllm_spec.distributed.communicator import Mapping
 from tllm_spec.models.config import ModelConfig
-from tllm_spec.models.module import Placement
+from tllm_spec.models.layers import Placement
 from tllm_spec.models.registry import MODELS
 from tllm_spec.models.weights import load_weights
 from tllm_spec.zoo.quantise import Style

@@ -14,8 +14,8 @@ from tests.models.test_llama4 import save_llama4
 from tllm_spec.distributed.communicator import Mapping
 from tllm_spec.models.checkpoint import INDEX, checkpoint_files
 from tllm_spec.models.config import ModelConfig
+from tllm_spec.models.layers import Placement
 from tllm_spec.models.llama import DecoderLayer, LlamaForCausalLM
-from tllm_spec.models.module import Placement
 from tllm_spec.models.registry import MODELS
 from tllm_spec.models.weights import weight_table
 

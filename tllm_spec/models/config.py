@@ -4,7 +4,7 @@ Both spellings are read: transformers 4.x (`rope_theta`, `rope_scaling`, `torch_
 (`rope_parameters`, `dtype`). A missing key has the default of transformers."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,7 +14,6 @@ from tllm_spec.attention.geometry import AttentionGeometry, LayerGroup
 from tllm_spec.distributed.communicator import Mapping
 from tllm_spec.kernels.attention.visible_keys import KeySpan
 from tllm_spec.models.config_file import read_checked, read_config, required, with_defaults
-from tllm_spec.models.config_values import dtype_of, head_dim_of, sliding_layers_of, token_ids_of
 from tllm_spec.models.deepseek_config import (
     DEEPSEEK_DEFAULTS,
     DEEPSEEK_V32,
@@ -46,8 +45,15 @@ from tllm_spec.models.llama4_config import (
     flat_llama4,
     llama4_config,
 )
-from tllm_spec.models.moe_config import MOE_DEFAULTS, moe_config, sparse_layers
-from tllm_spec.models.moe_shape import MoEConfig
+from tllm_spec.models.moe_config import (
+    MOE_DEFAULTS,
+    QWEN3_5_NAMES,
+    QWEN_NAMES,
+    MoEConfig,
+    MoENames,
+    moe_config,
+    sparse_layers,
+)
 from tllm_spec.models.phi3_config import PHI3, PHI3_DEFAULTS, flat_phi3
 from tllm_spec.models.qwen3_next_config import (
     DELTA_DEFAULTS,
@@ -55,8 +61,158 @@ from tllm_spec.models.qwen3_next_config import (
     delta_config,
     flat_qwen3_next,
 )
-from tllm_spec.models.rope_config import RopeConfig, rope_config
-from tllm_spec.models.text_part import WITH_IMAGES, TextPart, text_part_of
+from tllm_spec.models.rotary import RopeConfig, rope_config
+
+# Values of a `config.json` that follow from several keys, or have several spellings.
+
+
+_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+def dtype_of(raw: dict[str, Any]) -> torch.dtype:
+    name = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
+    if name not in _DTYPES:
+        raise ValueError(f"dtype is {name!r}; accepted are {', '.join(_DTYPES)}.")
+    return _DTYPES[name]
+
+
+def head_dim_of(raw: dict[str, Any]) -> int:
+    hidden_size, num_heads = int(raw["hidden_size"]), int(raw["num_attention_heads"])
+    if not raw.get("head_dim") and hidden_size % num_heads:
+        raise ValueError(
+            f"hidden_size is {hidden_size}; without head_dim, it must be a multiple of "
+            f"num_attention_heads, which is {num_heads}."
+        )
+    return int(raw.get("head_dim") or hidden_size // num_heads)
+
+
+def token_ids_of(value: int | list[int] | None) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, int) else tuple(value)
+
+
+def sliding_layers_of(raw: dict[str, Any], architecture: str) -> frozenset[int]:
+    """The layers with a sliding window, as in transformers. Raises ValueError for a window without
+    keys, and for `layer_types` of another number of layers."""
+    window, layers = raw.get("sliding_window"), range(required(raw, "num_hidden_layers"))
+    uses, types = raw.get("use_sliding_window"), raw.get("layer_types")
+    if types and len(types) != len(layers):
+        raise ValueError(f"layer_types has {len(types)} entries for {len(layers)} layers.")
+    if not window or uses is False:
+        return frozenset()
+    if window < 1:
+        raise ValueError(f"sliding_window is {window}; it must be at least 1.")
+    if architecture in ("MistralForCausalLM", "MixtralForCausalLM", PHI3):
+        return frozenset(layers)
+    if types:
+        return frozenset(layer for layer in layers if types[layer] == "sliding_attention")
+    if not uses:
+        return frozenset()
+    if architecture == "Qwen3MoeForCausalLM":
+        return frozenset(layers)
+    num_before = raw.get("max_window_layers")
+    num_before = 28 if num_before is None else num_before
+    if architecture == "Qwen2MoeForCausalLM":
+        return frozenset(layers[:num_before:2])
+    return frozenset(layers[num_before:])
+
+
+# Models that also see images, of which the text part is served: its architecture, its keys of
+# `config.json`, and which tensors of the checkpoint are those of images.
+
+
+@dataclass(frozen=True)
+class TextPart:
+    """The part of a model that is served: all of it, or of one that sees images the text model."""
+
+    architecture: str
+    """The name of the same text model without images."""
+    images: tuple[str, ...] = ()
+    """Prefixes of the names of images' tensors, after `model.` in some folders. Empty: the model
+    sees no images."""
+    expert_names: MoENames = QWEN_NAMES
+    """The names of experts, where those of the architecture without images have `QWEN_NAMES`."""
+    defaults: dict[str, Any] = field(default_factory=dict)
+    """Keys of config.json that have other defaults than without images."""
+    text_type: str | None = None
+    """`model_type` of the text model, where it may be another one; None: it may not."""
+
+    def keys(self, raw: dict[str, Any]) -> dict[str, Any]:
+        """The keys of a config.json that describe the text model, at the top, under the name of the
+        architecture without images. Raises ValueError for another text model."""
+        text = raw.get("text_config") or {}
+        if self.text_type not in (None, found := text.get("model_type", self.text_type)):
+            raise ValueError(
+                f"text_config has the model_type {found!r}; served is {self.text_type!r}."
+            )
+        flat = {**raw, **text}
+        if raw.get("tie_word_embeddings") is not None:  # the output layer is the whole model's
+            flat["tie_word_embeddings"] = raw["tie_word_embeddings"]
+        return with_defaults(flat, self.defaults) | {"architectures": [self.architecture]}
+
+    def parameter_name(self, name: str) -> str:
+        """The name without images of the checkpoint's tensor `name`. With images its layers are in
+        `model.language_model.`, in older folders in `language_model.model.` or `model.`."""
+        if not self.images:
+            return name
+        if name.startswith("model.language_model."):
+            return name.replace("language_model.", "", 1)
+        return name.removeprefix("language_model.")
+
+    def is_of_images(self, name: str) -> bool:
+        """Whether the checkpoint's tensor `name` is not the text model's."""
+        return name.removeprefix("model.").startswith(self.images)
+
+
+_PROJECTOR = "multi_modal_projector."
+_QWEN3_VL: dict[str, Any] = {"max_position_embeddings": 128000, "rope_theta": 5e5}
+_WITH_IMAGES: dict[str, TextPart] = {
+    "Llama4ForConditionalGeneration": TextPart("Llama4ForCausalLM", ("vision_model.", _PROJECTOR)),
+    "Gemma3ForConditionalGeneration": TextPart("Gemma3ForCausalLM", ("vision_tower.", _PROJECTOR)),
+    "Qwen3_5ForConditionalGeneration": TextPart("Qwen3_5ForCausalLM", ("visual.",)),
+    # Without images transformers writes the experts one by one.
+    "Qwen3_5MoeForConditionalGeneration": TextPart(
+        "Qwen3_5MoeForCausalLM", ("visual.",), QWEN3_5_NAMES
+    ),
+    "Qwen3VLForConditionalGeneration": TextPart(
+        "Qwen3ForCausalLM", ("visual.",), defaults=_QWEN3_VL
+    ),
+    "Qwen3VLMoeForConditionalGeneration": TextPart(
+        "Qwen3MoeForCausalLM",
+        ("visual.",),
+        QWEN3_5_NAMES,
+        _QWEN3_VL
+        | {
+            "num_key_value_heads": 16,
+            "intermediate_size": 5632,
+            "num_experts": 60,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 1408,
+            "norm_topk_prob": True,
+        },
+    ),
+    "Qwen2_5_VLForConditionalGeneration": TextPart(
+        "Qwen2ForCausalLM",
+        ("visual.",),
+        defaults={
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1e6,
+            "eos_token_id": 151645,
+        },
+    ),
+    "Mistral3ForConditionalGeneration": TextPart(
+        "MistralForCausalLM", ("vision_tower.", _PROJECTOR), text_type="mistral"
+    ),
+}
+WITH_IMAGES = tuple(_WITH_IMAGES)
+
+
+def text_part_of(architecture: str) -> TextPart:
+    """The served part of a model with this name in `architectures` of config.json."""
+    return _WITH_IMAGES.get(architecture) or TextPart(architecture)
+
 
 # The defaults of each architecture's configuration class in transformers.
 _COMMON = {

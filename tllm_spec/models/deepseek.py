@@ -16,12 +16,11 @@ from tllm_spec.kernels.attention.rotary_write import Rotary
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.deepseek_config import MLAConfig
 from tllm_spec.models.formats.weight_format import Part
-from tllm_spec.models.layers import RMSNorm
+from tllm_spec.models.layers import Module, Placement, RMSNorm, WeightSlot, sibling
 from tllm_spec.models.linear import Linear, RowLinear
 from tllm_spec.models.llama import MLP, DecoderLayer, LlamaForCausalLM
-from tllm_spec.models.module import Module, Placement, WeightSlot, sibling
 from tllm_spec.models.moe import SparseMoE
-from tllm_spec.models.moe_shape import DEEPSEEK_NAMES
+from tllm_spec.models.moe_config import DEEPSEEK_NAMES
 
 
 @dataclass(frozen=True)

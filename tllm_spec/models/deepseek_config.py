@@ -9,7 +9,7 @@ from tllm_spec.attention.geometry import LatentGeometry
 from tllm_spec.config.option_checks import shown
 from tllm_spec.distributed.communicator import Mapping
 from tllm_spec.models.config_file import required, with_defaults
-from tllm_spec.models.moe_shape import MoEConfig
+from tllm_spec.models.moe_config import MoEConfig
 
 # The defaults of each architecture's configuration class in transformers.
 _COMMON = {

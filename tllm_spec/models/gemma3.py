@@ -9,9 +9,8 @@ from tllm_spec.attention.interface import ForwardContext
 from tllm_spec.kernels.attention.rotary_write import Rotary
 from tllm_spec.kernels.gemm.norms import silu_and_mul
 from tllm_spec.models.config import ModelConfig
-from tllm_spec.models.layers import OffsetHeadNorm, OffsetRMSNorm, RMSNorm
+from tllm_spec.models.layers import OffsetHeadNorm, OffsetRMSNorm, Placement, RMSNorm
 from tllm_spec.models.llama import MLP, Attention, DecoderLayer, LlamaForCausalLM, LlamaModel
-from tllm_spec.models.module import Placement
 from tllm_spec.models.rotary import cos_sin_table
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tllm_spec.models.config_file import required, with_defaults
-from tllm_spec.models.rope_config import RopeConfig, rope_config
+from tllm_spec.models.rotary import RopeConfig, rope_config
 
 GEMMA3 = "Gemma3ForCausalLM"
 ACTIVATION = "gelu_pytorch_tanh"

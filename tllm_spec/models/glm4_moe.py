@@ -8,9 +8,9 @@ import torch
 
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.deepseek import DeepseekForCausalLM, DeepseekLayer
+from tllm_spec.models.layers import Placement, WeightSlot
 from tllm_spec.models.linear import ColumnLinear
 from tllm_spec.models.llama import Attention
-from tllm_spec.models.module import Placement, WeightSlot
 from tllm_spec.models.rotary import head_order
 
 

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from tllm_spec.models.config import ModelConfig
+from tllm_spec.models.layers import Placement, WeightSlot
 from tllm_spec.models.llama import Attention, DecoderLayer, LlamaForCausalLM
-from tllm_spec.models.module import Placement, WeightSlot
 from tllm_spec.models.moe import SparseMoE
-from tllm_spec.models.moe_shape import GPT_OSS_NAMES
+from tllm_spec.models.moe_config import GPT_OSS_NAMES
 
 
 class GptOssAttention(Attention):

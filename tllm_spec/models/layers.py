@@ -1,14 +1,174 @@
-"""Embedding and norms."""
+"""The base of every layer: how parameters are created, which checkpoint tensors fill them, and
+attribute lookups without overhead; embedding and norms."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Protocol
 
 import torch
+from torch import nn
 
+from tllm_spec.distributed.communicator import SINGLE, Communicator, Mapping
 from tllm_spec.kernels.attention.rotary_write import HeadWeights
 from tllm_spec.kernels.gemm.norms import NormWeight, rms_norm
 from tllm_spec.kernels.slots.row_copies import gather_rows, gather_slice_rows
-from tllm_spec.models.module import Module, Placement, StoredWeight, WeightSlot, sibling
+from tllm_spec.models.formats.fp8_formats import BLOCK, ActivationScales, Granularity
+from tllm_spec.models.formats.int4_formats import Int4Groups
+
+# The base of every layer: how parameters are created, which checkpoint tensors fill them, and
+# attribute lookups without overhead.
+
+
+@dataclass(frozen=True)
+class Placement:
+    """How and where parameters are created."""
+
+    dtype: torch.dtype
+    device: torch.device
+    mapping: Mapping
+    batch_invariant: bool = False
+    """Whether a row's result must have the same bits for any number of other rows."""
+    communicator: Communicator = SINGLE
+    fp8: Granularity | None = None
+    """What shares a scale in the checkpoint's FP8 weights that stay so; None: all weights are of
+    `dtype`."""
+    activations: ActivationScales | None = None
+    """How linear layers with weights in FP8 quantise activations; None: not."""
+    int4: Int4Groups | None = None
+    """The groups of 4-bit weights that stay so; None: there are none, or they do not."""
+    splits_inputs: bool = False
+    """Whether each rank has a slice of a layer's inputs."""
+
+    @property
+    def wide(self) -> "Placement":
+        """The placement of weights that checkpoints do not quantise."""
+        return replace(self, fp8=None, activations=None, int4=None)
+
+    def of_inputs(self, size: int, full: int) -> "Placement":
+        """The placement of weights with a rank's `size` of `full` inputs. If they do not end with a
+        block whose weights share a scale, this block would belong to two ranks, so the weights are
+        not FP8, or if activations have blocks as well, the layer refuses. The scale of a tensor or
+        row belongs to all ranks."""
+        in_blocks = self.activations is not None and self.activations.shared_by == "block"
+        is_cut = self.fp8 == "block" and size < full and size % BLOCK > 0 and not in_blocks
+        return replace(self.wide if is_cut else self, splits_inputs=size < full)
+
+    def parameter(self, *shape: int, column_major: bool = False) -> nn.Parameter:
+        """Uninitialised: loading fills it. `column_major` changes the strides, not the shape."""
+        if column_major:
+            values = torch.empty(shape[::-1], dtype=self.dtype, device=self.device).t()
+        else:
+            values = torch.empty(shape, dtype=self.dtype, device=self.device)
+        return nn.Parameter(values, requires_grad=False)
+
+
+def tp_sizes(inputs: int, group: int) -> str:
+    """The tensor parallel sizes with whole groups of a row-parallel layer's inputs, for errors."""
+    number, rest = divmod(inputs, group)
+    sizes = [size for size in range(1, number + 1) if not rest and number % size == 0] or [1]
+    return f"{', '.join(map(str, sizes))} devices"
+
+
+class StoredWeight(Protocol):
+    """A quantised weight `[N, K]` of a checkpoint, with what belongs to it."""
+
+    @property
+    def shape(self) -> torch.Size: ...
+
+    def dequantised(self, dtype: torch.dtype) -> torch.Tensor:
+        """`[N, K]`."""
+
+
+@dataclass(frozen=True)
+class WeightSlot:
+    """Where a checkpoint tensor goes: a view of a parameter, and the slice of the tensor that it
+    takes."""
+
+    dtypes: ClassVar[tuple[torch.dtype, ...]] = (
+        torch.bfloat16, torch.float16, torch.float32, torch.float64,
+    )  # fmt: skip
+    """In which the checkpoint may have the tensor, unless it is a `StoredWeight`."""
+    is_quantised: ClassVar[bool] = False
+    """Whether the parameter keeps a `StoredWeight` as it is."""
+    destination: torch.Tensor | None
+    """None: only other ranks need the tensor."""
+    shape: tuple[int, ...]
+    """The shape of the whole tensor."""
+    shard_dim: int | None = None
+    start: int = 0
+    order: torch.Tensor | None = None
+    """int64, on the host: the tensor's rows in the order of the parameter's; None: the same."""
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Those that the whole tensor may have."""
+        return (self.shape,)
+
+    def load(self, tensor: torch.Tensor | StoredWeight) -> None:
+        """Copy this rank's slice of `tensor`, converted to the parameter's dtype and device."""
+        if self.destination is None:
+            return
+        if not isinstance(tensor, torch.Tensor):
+            tensor = tensor.dequantised(self.destination.dtype)
+        self.destination.copy_(self.own(tensor))
+
+    def own(self, tensor: torch.Tensor, inputs: int = 1) -> torch.Tensor:
+        """This rank's slice. `inputs`: that share a column. Where columns of scales lie in two
+        slices, all scales of a row are equal (`Placement.of_inputs`)."""
+        assert self.destination is not None
+        if self.shard_dim is not None:
+            per_column = inputs if self.shard_dim == 1 else 1
+            size = -(-self.destination.shape[self.shard_dim] // per_column)
+            tensor = tensor.narrow(self.shard_dim, self.start // per_column, size)
+        return tensor if self.order is None else tensor.index_select(0, self.order)
+
+
+class Module(nn.Module):
+    """`nn.Module` with plain attribute lookups for parameters and submodules.
+
+    On a CPU the ops of a small layer have 60 µs of overhead, and the lookups and `__call__` of
+    `nn.Module` would add 15. So attributes are also kept in the instance's dictionary, and layers
+    call each other's `forward`, which is typed."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        self.__dict__[name] = value
+
+    def add_under(self, name: str, attribute: str, module: nn.Module | None) -> None:
+        """Add a submodule under its checkpoint's name, with another attribute for the code."""
+        setattr(self, name, module)
+        self.__dict__[attribute] = module
+
+    def slots(self, path: str) -> Iterator[tuple[str, WeightSlot]]:
+        """The checkpoint names of the module's own parameters, with their slots; `path` is the
+        module's name."""
+        prefix = f"{path}." if path else ""
+        for name, parameter in self.named_parameters(recurse=False):
+            yield f"{prefix}{name}", WeightSlot(parameter, tuple(parameter.shape))
+
+    def widen(self, placement: Placement) -> None:
+        """Called before loading where the checkpoint's weights are not quantised: makes them of the
+        placement's dtype. Most modules have none that could be."""
+
+    def specialize_for_cpu(self) -> None:
+        """Called after loading for float32 on a CPU: derives faster forms of the weights."""
+
+
+def specialize_for_cpu(model: nn.Module, placement: Placement) -> None:
+    """Let the layers of a loaded model derive faster forms of their weights, for float32 on a
+    CPU."""
+    if placement.device.type == "cpu" and placement.dtype == torch.float32:
+        for module in model.modules():
+            if isinstance(module, Module):
+                module.specialize_for_cpu()
+
+
+def sibling(path: str, name: str) -> str:
+    """The path of the module `name` next to `path`: the checkpoint's name of a fused part."""
+    return path[: path.rfind(".") + 1] + name
+
+
+# Embedding and norms.
 
 
 class Embedding(Module):

@@ -10,12 +10,11 @@ import torch
 from tllm_spec.attention.interface import ForwardContext
 from tllm_spec.kernels.attention.rotary_write import Rotary
 from tllm_spec.models.config import ModelConfig
-from tllm_spec.models.layers import HeadNorm, RMSNorm
+from tllm_spec.models.layers import HeadNorm, Placement, RMSNorm, StoredWeight, WeightSlot
 from tllm_spec.models.linear import ColumnLinear
 from tllm_spec.models.llama import MLP, Attention, DecoderLayer, LlamaForCausalLM, LlamaModel
-from tllm_spec.models.module import Placement, StoredWeight, WeightSlot
 from tllm_spec.models.moe import SparseMoE
-from tllm_spec.models.moe_shape import LLAMA4_NAMES
+from tllm_spec.models.moe_config import LLAMA4_NAMES
 
 
 @dataclass(frozen=True)

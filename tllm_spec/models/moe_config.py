@@ -1,12 +1,99 @@
 """The mixture of experts that a Hugging Face `config.json` describes."""
 
+from dataclasses import dataclass
 from typing import Any
 
+from tllm_spec.kernels.experts.routing import RoutingRule, Scoring
 from tllm_spec.models.config_file import required
 from tllm_spec.models.gpt_oss_config import GPT_OSS
 from tllm_spec.models.llama4_config import LLAMA4
-from tllm_spec.models.moe_shape import MoEConfig
 from tllm_spec.models.qwen3_next_config import DELTA_WITH_EXPERTS
+
+# The shape of a mixture-of-experts layer, and its tensors' names.
+
+
+@dataclass(frozen=True)
+class MoEConfig:
+    """The shape of a layer, and how its router chooses."""
+
+    hidden_size: int
+    num_experts: int
+    top_k: int
+    intermediate_size: int
+    """Width of one expert."""
+    scoring: Scoring = "softmax"
+    normalise_top_k: bool = False
+    routed_scaling_factor: float = 1.0
+    num_groups: int = 1
+    top_groups: int = 1
+    """Groups of experts that a token may take experts from (`RoutingRule`)."""
+    has_correction_bias: bool = False
+    """DeepSeek V3: `e_score_correction_bias` is added to the scores for the choice."""
+    shared_intermediate_size: int = 0
+    """Width of the expert that every token takes; 0: there is none."""
+    shared_gate: bool = False
+    """Qwen2-MoE: the shared expert's output is multiplied by the sigmoid of one more output."""
+    apply_weight_on_input: bool = False
+    """Llama 4: an expert's weight multiplies its input instead of its output."""
+    has_bias: bool = False
+    """gpt-oss: the router and the experts have biases."""
+    swiglu_limit: float | None = None
+    """gpt-oss: the limit of its SwiGLU (kernels/experts/grouped_gemm.py)."""
+    float32_router: bool = False
+    """DeepSeek: a model in 16 bits computes its router's logits in float32."""
+    fuses_shared: bool = True
+    """Whether the shared expert may be computed as one more routed expert."""
+
+    @property
+    def num_shared(self) -> int:
+        """1 if the shared expert is computed as one more routed expert, which every token takes
+        with weight 1: it saves the launches of a layer of its own. Otherwise 0."""
+        has_size = self.shared_intermediate_size == self.intermediate_size
+        return int(has_size and not self.shared_gate and self.fuses_shared)
+
+    @property
+    def routing(self) -> RoutingRule:
+        return RoutingRule(
+            top_k=self.top_k,
+            scoring=self.scoring,
+            normalises=self.normalise_top_k,
+            scale=self.routed_scaling_factor,
+            num_groups=self.num_groups,
+            top_groups=self.top_groups,
+            num_shared=self.num_shared,
+        )
+
+    @property
+    def row_elements(self) -> int:
+        """Elements of the activations that a token has at a time in addition to hidden states: what
+        its experts compute and put out, or the shared expert."""
+        taken = self.routing.num_taken * (self.intermediate_size + self.hidden_size)
+        return taken + (0 if self.num_shared else 3 * self.shared_intermediate_size)
+
+
+@dataclass(frozen=True)
+class MoENames:
+    """The checkpoint's names below the layer's. With `fused`, all experts are one tensor of gates
+    and ups `[E, H, 2 * I]` and one of downs `[E, I, H]`, as in Llama 4, or with `outputs_first`
+    `[E, 2 * I, H]` and `[E, H, I]`, as in Qwen3.5, or as in Qwen3-VL either."""
+
+    router: str = "gate"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    shared: str = "shared_expert"
+    shared_gate: str = "shared_expert_gate"
+    fused: bool = False
+    outputs_first: bool = False
+
+
+QWEN_NAMES = MoENames()
+DEEPSEEK_NAMES = MoENames(shared="shared_experts")
+MIXTRAL_NAMES = MoENames(gate="w1", up="w3", down="w2")
+GPT_OSS_NAMES = MoENames(router="router")
+QWEN3_5_NAMES = MoENames(fused=True, outputs_first=True)
+LLAMA4_NAMES = MoENames(router="router", fused=True)
+
 
 # The defaults of each architecture's configuration class in transformers.
 MOE_DEFAULTS: dict[str, dict[str, Any]] = {

@@ -6,6 +6,7 @@ the step before instead of the target's state. Used as in EAGLE, one module make
 "vanilla", each step has a module. The rotary table is the target's, and so are the embedding and
 the output layer unless the checkpoint has others."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,32 +16,174 @@ from torch import nn
 
 from tllm_spec.attention.interface import ForwardContext
 from tllm_spec.distributed.communicator import SINGLE, Communicator
-from tllm_spec.kernels.drafts.draft_input import DraftInputNorms
-from tllm_spec.models.checkpoint import checkpoint_tensors
+from tllm_spec.kernels.attention.rotary_write import Rotary
+from tllm_spec.kernels.drafts.draft_input import DraftInputNorms, draft_input
+from tllm_spec.models.checkpoint import OUTPUT, checkpoint_tensors, is_same
 from tllm_spec.models.config import ModelConfig
+from tllm_spec.models.config_file import read_config
 from tllm_spec.models.deepseek import DeepseekLayer
-from tllm_spec.models.draft_head import HeadSource
+from tllm_spec.models.draft_head import EMBEDDING, HeadSource, drop_copies
+from tllm_spec.models.draft_kind import MODULES, is_exported
 from tllm_spec.models.formats.quantised_layers import (
     computed_as,
     log_quantised,
     prepare_quantised,
     with_quantised,
 )
-from tllm_spec.models.head_checkpoint import EMBEDDING
-from tllm_spec.models.head_copies import drop_copies
-from tllm_spec.models.layers import Embedding, RMSNorm
+from tllm_spec.models.layers import (
+    Embedding,
+    Module,
+    OffsetRMSNorm,
+    Placement,
+    RMSNorm,
+    StoredWeight,
+    specialize_for_cpu,
+)
 from tllm_spec.models.linear import Linear, OutputLinear
-from tllm_spec.models.llama import MLP, LlamaForCausalLM
-from tllm_spec.models.module import Module, Placement, StoredWeight, specialize_for_cpu
+from tllm_spec.models.llama import MLP, DecoderLayer, LlamaForCausalLM
 from tllm_spec.models.moe import SparseMoE
-from tllm_spec.models.moe_shape import DEEPSEEK_NAMES
-from tllm_spec.models.nextn_checkpoint import exported_config
-from tllm_spec.models.nextn_step import NextnStep
-from tllm_spec.models.qwen3_next import Qwen3NextForCausalLM
-from tllm_spec.models.qwen3_next_mtp import Qwen3NextModule
+from tllm_spec.models.moe_config import DEEPSEEK_NAMES
+from tllm_spec.models.qwen3_next import Qwen3NextForCausalLM, Qwen3NextLayer
 from tllm_spec.models.registry import LoadFormat
-from tllm_spec.models.tied_output import OUTPUT, is_same
 from tllm_spec.models.weights import fill, fill_random, load_tensor, stored_tensors, weight_table
+
+# Folders that have next-token-prediction modules and nothing else: SGLang exports the last layer
+# of a DeepSeek V3 so, as `model.layers.0`, with its copies of the target's weights left out.
+
+
+# What a module computes with.
+SHAPE = (
+    *("architecture", "vocab_size", "hidden_size", "num_heads", "intermediate_size"),
+    *("rms_norm_eps", "rope", "mla", "moe"),
+)
+
+
+def exported_config(folder: Path, target: ModelConfig) -> ModelConfig:
+    """The configuration of an exported folder; its layers are the modules.
+
+    Raises:
+        ValueError: the folder is not an exported one, or its modules are not for the target.
+    """
+    raw = read_config(folder)
+    if not is_exported(raw):
+        raise ValueError(
+            f"speculative_config.speculative_model = {str(folder)!r} must be a folder of exported "
+            f"MTP modules, whose architectures is ['{target.architecture}{MODULES}']; it is "
+            f"{raw.get('architectures')}"
+        )
+    name = raw["architectures"][0].removesuffix(MODULES)
+    own = ModelConfig.from_parsed(folder, raw | {"architectures": [name]})
+    differing = [key for key in SHAPE if getattr(own, key) != getattr(target, key)]
+    if differing:
+        shown = "; ".join(
+            f"{key}: {getattr(own, key)}, and {getattr(target, key)} of the target"
+            for key in differing
+        )
+        raise ValueError(
+            f"speculative_config.speculative_model = {str(folder)!r} is not for this target: "
+            f"{shown}"
+        )
+    return own
+
+
+# What next-token-prediction modules (MTP) of all architectures have in common: one step.
+
+
+class NextnStep(ABC):
+    """A decoder layer whose input is projected from the normed embedding and the normed hidden
+    state."""
+
+    target: LlamaForCausalLM
+    norms: DraftInputNorms
+    eh_proj: Linear
+
+    @staticmethod
+    @abstractmethod
+    def prefix(number: int) -> str:
+        """What the names of the checkpoint's tensors begin with; number: of the module, counted
+        from the decoder's first layer."""
+
+    @property
+    @abstractmethod
+    def layer(self) -> DecoderLayer: ...
+
+    @property
+    @abstractmethod
+    def last_norm(self) -> RMSNorm: ...
+
+    def predict(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        hidden: torch.Tensor,
+        context: ForwardContext,
+        looked_up: tuple[torch.Tensor | None, torch.Tensor],
+    ) -> torch.Tensor:
+        """One step. `hidden` is not changed.
+
+        Args:
+            input_ids: `[T]`; the token after the one that the row's hidden state was computed from.
+            positions: `[T]`.
+            hidden: `[T, H]`, the target's after its final norm, or the result of the step before.
+            context: of the module's own KV pool.
+            looked_up: what `Embedding.lookup` gives for the ids.
+
+        Returns:
+            `[T, H]`, or `[R, H]` of the rows that the context wants, after the module's final norm:
+            for `compute_logits` and for the next step.
+        """
+        rotary = Rotary(self.target.model.cos_sin, positions)
+        given = draft_input(*looked_up, hidden, self.norms, rotary, input_ids[:0])
+        total = self.eh_proj.forward(given.both)
+        total = self.layer.forward(total, rotary, context, context.wanted)
+        return self.last_norm.forward(total) if len(total) else total
+
+
+# The next-token-prediction layer of a Qwen3-Next checkpoint, which has attention.
+
+
+class Qwen3NextModule(NextnStep, Module):
+    """Module paths are the checkpoint's names below `mtp.`."""
+
+    eh_proj: Linear
+
+    def __init__(self, target: LlamaForCausalLM, index: int, placement: Placement) -> None:
+        super().__init__()
+        assert index == 0, "a checkpoint has one module"
+        config = target.config
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.pre_fc_norm_embedding = OffsetRMSNorm(size, eps, placement)
+        self.pre_fc_norm_hidden = OffsetRMSNorm(size, eps, placement)
+        self.norms = DraftInputNorms(
+            self.pre_fc_norm_embedding.weight, self.pre_fc_norm_hidden.weight, eps
+        )
+        fc = Linear(2 * size, size, bias=False, placement=placement)
+        self.add_under("fc", "eh_proj", fc)
+        self.layers = nn.ModuleList([Qwen3NextLayer(_of_one_layer(config), 0, placement)])
+        self.norm = OffsetRMSNorm(size, eps, placement)
+        # Not a submodule: the target's weights are not this module's.
+        self.__dict__["target"] = target
+
+    @staticmethod
+    def prefix(number: int) -> str:
+        return "mtp."
+
+    @property
+    def layer(self) -> Qwen3NextLayer:
+        [layer] = self.layers
+        assert isinstance(layer, Qwen3NextLayer)
+        return layer
+
+    @property
+    def last_norm(self) -> RMSNorm:
+        return self.norm
+
+
+def _of_one_layer(config: ModelConfig) -> ModelConfig:
+    """The layer has experts if any of the model's has."""
+    sparse = frozenset({0}) if config.sparse_layers else config.sparse_layers
+    return replace(config, num_layers=1, delta=None, sparse_layers=sparse)
+
 
 # The embedding and the output layer, which a checkpoint has in each module, by their names in a
 # module. All modules have the same ones.

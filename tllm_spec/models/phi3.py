@@ -7,9 +7,9 @@ import torch
 
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.formats.weight_format import Part
+from tllm_spec.models.layers import Placement, WeightSlot
 from tllm_spec.models.linear import ColumnLinear
 from tllm_spec.models.llama import MLP, Attention, DecoderLayer, LlamaForCausalLM
-from tllm_spec.models.module import Placement, WeightSlot
 from tllm_spec.models.rotary import head_order
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from tllm_spec.distributed.communicator import SINGLE, Communicator, Mapping
-from tllm_spec.models.causal_lm import CausalLM
+from tllm_spec.models.checkpoint import has_own_output
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.deepseek import DeepseekForCausalLM
 from tllm_spec.models.formats.quantised_layers import (
@@ -20,13 +20,12 @@ from tllm_spec.models.formats.quantised_layers import (
 from tllm_spec.models.gemma3 import Gemma3ForCausalLM
 from tllm_spec.models.glm4_moe import Glm4MoeForCausalLM
 from tllm_spec.models.gpt_oss import GptOssForCausalLM
+from tllm_spec.models.layers import Placement, specialize_for_cpu
 from tllm_spec.models.linear import Linear
-from tllm_spec.models.llama import LlamaForCausalLM
+from tllm_spec.models.llama import CausalLM, LlamaForCausalLM
 from tllm_spec.models.llama4 import Llama4ForCausalLM
-from tllm_spec.models.module import Placement, specialize_for_cpu
 from tllm_spec.models.phi3 import Phi3ForCausalLM
 from tllm_spec.models.qwen3_next import Qwen3NextForCausalLM
-from tllm_spec.models.tied_output import has_own_output
 from tllm_spec.models.weights import fill_random, load_weights
 
 LoadFormat = Literal["auto", "dummy"]

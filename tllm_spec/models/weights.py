@@ -9,18 +9,15 @@ from pathlib import Path
 import torch
 
 from tllm_spec.kernels.gemm.int4_weights import exponent_words, group_words
-from tllm_spec.models.causal_lm import CausalLM
-from tllm_spec.models.checkpoint import checkpoint_tensors, listed
+from tllm_spec.models.checkpoint import EMBEDDING, OUTPUT, checkpoint_tensors, listed, stored_pair
 from tllm_spec.models.config import ModelConfig
-from tllm_spec.models.formats.fp8_tensors import fp8_tensors
 from tllm_spec.models.formats.gguf_tensors import gguf_tensors
 from tllm_spec.models.formats.gpt_oss_tensors import gpt_oss_tensors
 from tllm_spec.models.formats.int4_packings import SYMMETRIC_ZERO
-from tllm_spec.models.formats.int4_tensors import int4_tensors
+from tllm_spec.models.formats.quantised_tensors import fp8_tensors, int4_tensors
 from tllm_spec.models.gpt_oss_config import GPT_OSS
-from tllm_spec.models.layers import HeadNorm, RMSNorm
-from tllm_spec.models.module import Module, StoredWeight, WeightSlot
-from tllm_spec.models.tied_output import EMBEDDING, OUTPUT, stored_pair
+from tllm_spec.models.layers import HeadNorm, Module, RMSNorm, StoredWeight, WeightSlot
+from tllm_spec.models.llama import CausalLM
 from tllm_spec.progress import Progress, progress
 from tllm_spec.zoo.registry import is_gguf
 

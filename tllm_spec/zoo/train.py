@@ -17,7 +17,7 @@ import click
 import torch
 
 from tllm_spec.models.config import ModelConfig
-from tllm_spec.models.head_checkpoint import head_kind
+from tllm_spec.models.draft_head import head_kind
 from tllm_spec.training.acceptance import evaluate as acceptance
 from tllm_spec.training.deepseek import SHAPE, balanced_loss, build_target, load_target, save_target
 from tllm_spec.training.eagle3 import FeatureHead

@@ -14,9 +14,9 @@ from tllm_spec.executor.speculative.drafting.heads import (
 from tllm_spec.executor.speculative.drafting.loaded_draft import mask_token
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.config_file import read_config
+from tllm_spec.models.draft_head import head_kind
 from tllm_spec.models.draft_kind import TYPES, check_kind
 from tllm_spec.models.eagle3_config import Eagle3Config
-from tllm_spec.models.head_checkpoint import head_kind
 from tllm_spec.models.mtp import check_nextn
 from tllm_spec.models.token_map import DraftTokens, read_token_map
 from tllm_spec.text.tokenizer import Tokenizer, has_vocabulary, load_tokenizer

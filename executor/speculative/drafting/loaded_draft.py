@@ -18,12 +18,11 @@ from tllm_spec.executor.speculative.drafting.heads import (
     draft_folder,
     kind_of_head,
 )
-from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.config_file import read_config
-from tllm_spec.models.draft_head import DraftHead, HeadSource
+from tllm_spec.models.draft_head import MASK_TOKENS, DraftHead, HeadSource, mask_token_in
 from tllm_spec.models.draft_kind import HeadKind
-from tllm_spec.models.head_checkpoint import MASK_TOKENS, mask_token_in
-from tllm_spec.models.module import Placement
+from tllm_spec.models.layers import Placement
+from tllm_spec.models.llama import CausalLM
 from tllm_spec.models.mtp import NextnModules
 from tllm_spec.models.token_map import DraftTokens
 

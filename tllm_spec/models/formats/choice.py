@@ -2,14 +2,26 @@
 
 from torch import nn
 
-from tllm_spec.models.formats.fp8_activations import QuantisedActivations
-from tllm_spec.models.formats.fp8_scaled import BatchInvariantScaledWeight, ScaledWeight
+from tllm_spec.models.formats.fp8 import (
+    BatchInvariantScaledWeight,
+    QuantisedActivations,
+    ScaledWeight,
+)
 from tllm_spec.models.formats.int4 import BatchInvariantInt4Weight, Int4Weight
-from tllm_spec.models.formats.plain import BatchInvariantWeight, CpuWeight, CudaWeight, PlainWeight
-from tllm_spec.models.formats.stacked_codes import StackedCodes
-from tllm_spec.models.formats.stacked_weight import StackedInt4, StackedScaled, StackedWeight
-from tllm_spec.models.formats.weight_format import WeightFormat
-from tllm_spec.models.module import Placement
+from tllm_spec.models.formats.stacked_weight import (
+    StackedCodes,
+    StackedInt4,
+    StackedScaled,
+    StackedWeight,
+)
+from tllm_spec.models.formats.weight_format import (
+    BatchInvariantWeight,
+    CpuWeight,
+    CudaWeight,
+    PlainWeight,
+    WeightFormat,
+)
+from tllm_spec.models.layers import Placement
 
 
 def choose_format(

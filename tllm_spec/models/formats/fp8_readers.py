@@ -8,6 +8,7 @@ from typing import Any
 
 from tllm_spec.config.option_checks import shown
 from tllm_spec.models.checkpoint import checkpoint_names
+from tllm_spec.models.config_file import read_json
 from tllm_spec.models.formats.fp8_formats import (
     BLOCK,
     ActivationScales,
@@ -15,7 +16,6 @@ from tllm_spec.models.formats.fp8_formats import (
     Granularity,
     ModuleNames,
 )
-from tllm_spec.models.json_file import read_json
 
 MODELOPT_FILE = "hf_quant_config.json"
 # Keys of config.json; the second is from early versions of compressed-tensors.

@@ -13,11 +13,14 @@ import torch
 from numpy.typing import NDArray
 
 from tllm_spec.kernels.gemm.int4_weights import group_words
-from tllm_spec.models.formats.gguf_architectures import architecture_of, stored_name
-from tllm_spec.models.formats.gguf_config import ROPE_FACTORS, unknown_keys
+from tllm_spec.models.formats.gguf_config import (
+    ROPE_FACTORS,
+    architecture_of,
+    stored_name,
+    unknown_keys,
+)
 from tllm_spec.models.formats.gguf_file import TYPES, GgufFile, TensorPlace, read_gguf
-from tllm_spec.models.formats.int4_packings import SYMMETRIC_ZERO
-from tllm_spec.models.formats.int4_tensor import Int4Tensor
+from tllm_spec.models.formats.int4_packings import SYMMETRIC_ZERO, Int4Tensor
 
 logger = logging.getLogger(__name__)
 

@@ -17,8 +17,7 @@ from pathlib import Path
 import torch
 
 from tllm_spec.models.checkpoint import checkpoint_names, checkpoint_tensors, listed
-from tllm_spec.models.formats.int4_packings import e2m1_codes, mxfp4_scales
-from tllm_spec.models.formats.int4_tensor import Int4Tensor
+from tllm_spec.models.formats.int4_packings import Int4Tensor, e2m1_codes, mxfp4_scales
 
 GROUP = 32
 BLOCKS, SCALES = "_blocks", "_scales"

@@ -17,12 +17,11 @@ from tllm_spec.kernels.gemm.int4_weights import (
     row_words,
     unpacked,
 )
-from tllm_spec.models.formats.fp8_scaled import BatchInvariantScaledGemms, ScaledGemms
+from tllm_spec.models.formats.fp8 import BatchInvariantScaledGemms, ScaledGemms
 from tllm_spec.models.formats.int4_formats import Int4Groups
-from tllm_spec.models.formats.int4_tensor import Int4Source, Int4Tensor, in_given_order
+from tllm_spec.models.formats.int4_packings import Int4Source, Int4Tensor, in_given_order
 from tllm_spec.models.formats.weight_format import Part, WeightFormat
-from tllm_spec.models.layers import RMSNorm
-from tllm_spec.models.module import Placement, StoredWeight, WeightSlot
+from tllm_spec.models.layers import Placement, RMSNorm, StoredWeight, WeightSlot
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from tllm_spec.config.option_checks import shown
+from tllm_spec.models.config_file import read_json
 from tllm_spec.models.formats.fp8_formats import ModuleNames
 from tllm_spec.models.formats.fp8_readers import (
     module_names,
@@ -16,7 +17,6 @@ from tllm_spec.models.formats.fp8_readers import (
 from tllm_spec.models.formats.gguf_tensors import Q4_0, Q4_0_GROUP, gguf_names
 from tllm_spec.models.formats.int4_formats import Int4Format, Int4Groups, Packing
 from tllm_spec.models.gpt_oss_config import GPT_OSS
-from tllm_spec.models.json_file import read_json
 from tllm_spec.zoo.registry import is_gguf
 
 GPTQ_FILE = "quantize_config.json"

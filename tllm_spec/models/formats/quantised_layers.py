@@ -14,7 +14,7 @@ from tllm_spec.models.formats.fp8_formats import BLOCK
 from tllm_spec.models.formats.gguf_tensors import Q4_0, gguf_names
 from tllm_spec.models.formats.gpt_oss_tensors import has_codes
 from tllm_spec.models.formats.int4_packings import PACKINGS
-from tllm_spec.models.module import Module, Placement, WeightSlot
+from tllm_spec.models.layers import Module, Placement, WeightSlot
 from tllm_spec.zoo.registry import is_gguf
 
 logger = logging.getLogger(__name__)
