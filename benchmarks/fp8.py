@@ -71,7 +71,7 @@ from tllm_spec.models.formats.fp8_formats import ActivationScales
 from tllm_spec.models.formats.int4_formats import Int4Groups
 from tllm_spec.models.layers import Placement
 from tllm_spec.models.moe import Experts
-from tllm_spec.models.moe_config import QWEN_NAMES, MoEConfig
+from tllm_spec.models.moe_config import MoEConfig
 from tllm_spec.models.weights import fill_random
 
 WEIGHTS_ONLY = {"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"}
@@ -301,7 +301,7 @@ def experts(options: Options) -> Iterator[Row]:
     for name, config in EXPERTS.items():
         layers = {}
         for column, placement in BY_COLUMN.items():
-            layers[column] = Experts(config, placement, QWEN_NAMES)
+            layers[column] = Experts(config, placement)
             fill_random(layers[column])
         for tokens in (1, 64) if options.quick else TOKENS:
             calls: dict[str, list[Callable[[], object]]] = {column: [] for column in layers}

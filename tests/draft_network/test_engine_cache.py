@@ -14,7 +14,7 @@ from tests.draft_network.network_interpreter import PACKAGE, trt
 from tests.draft_network.test_tensorrt import LIMITS, zoo_model
 from tllm_spec.draft_network import tensorrt_build
 from tllm_spec.draft_network.tensorrt_build import EngineLimits, engine_file, load_or_build
-from tllm_spec.models.llama import LlamaForCausalLM
+from tllm_spec.models.llama import CausalLM
 
 
 class Runtime:
@@ -31,7 +31,7 @@ def builds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[EngineLimits
     """What was built; engines are kept in a folder of the test."""
     made: list[EngineLimits] = []
 
-    def stand_in(package: Any, model: LlamaForCausalLM, limits: EngineLimits) -> bytes:
+    def stand_in(package: Any, model: CausalLM, limits: EngineLimits) -> bytes:
         made.append(limits)
         return b"built"
 

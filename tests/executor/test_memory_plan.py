@@ -39,6 +39,7 @@ from tllm_spec.models.formats.int4_formats import Int4Groups
 from tllm_spec.models.formats.stacked_weight import WIDE_BYTES
 from tllm_spec.models.formats.weight_format import CpuWeight
 from tllm_spec.models.linear import Linear
+from tllm_spec.models.registry import model_config_of
 
 GEOMETRY = AttentionGeometry(num_layers=1, num_heads=1, num_kv_heads=1, head_dim=8, scale=1.0)
 ROOM = SpanRoom(page_size=32, ahead=10, in_context=128)
@@ -109,7 +110,7 @@ def pages_for(
 def test_requests_of_8k_tokens_of_gpt_oss_take_about_half_of_what_full_layers_would(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    config, length = ModelConfig.from_dict(GPT_OSS_20B), 8192
+    config, length = model_config_of(GPT_OSS_20B), 8192
     (full,) = pages_for(40 * GIB, config.within(1), length, monkeypatch)
     windows, mixed = pages_for(40 * GIB, config, length, monkeypatch)
     assert full / mixed < 0.55

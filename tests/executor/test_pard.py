@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM
+from transformers import CausalLM
 
 from tests.executor.draft_caches import (
     HOT,
@@ -22,7 +22,7 @@ from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.executor.speculative.drafting.draft_checks import check_draft
 from tllm_spec.executor.speculative.drafting.drafting_steps import ChainDrafting
 from tllm_spec.executor.speculative.modes import draft_plan_of
-from tllm_spec.models.config import ModelConfig
+from tllm_spec.models.registry import model_config
 
 MODES = ["pard", "pard_two_model"]
 DRAFT_LEN = 4
@@ -57,7 +57,7 @@ def test_drafts_are_those_of_one_whole_forward_with_mask_tokens_at_the_end(
     found = drafted_logits(monkeypatch)
     speculation = one_model(tiny_draft, tiny_draft, mode, DRAFT_LEN)
     harness = Harness(tiny, **speculation, disable_overlap_scheduler=True)
-    reference = LlamaForCausalLM.from_pretrained(tiny_draft, dtype=torch.float32)
+    reference = CausalLM.from_pretrained(tiny_draft, dtype=torch.float32)
     requests = [
         harness.submit([i, 3, 14, 15, 9], 30, temperature=HOT if i % 2 else None) for i in range(4)
     ]
@@ -101,7 +101,7 @@ def test_texts_are_those_of_plain_decoding_with_preemption_and_prefix_hits(
 
 
 def test_a_model_without_a_mask_token_is_refused_by_option(tiny: Path, tiny_draft: Path) -> None:
-    config = ModelConfig.from_pretrained(tiny)
+    config = model_config(tiny)
 
     def check(**options: Any) -> None:
         spec = {"decoding_type": "PARD", "max_draft_len": 3, "speculative_model": str(tiny_draft)}

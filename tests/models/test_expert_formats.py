@@ -19,7 +19,7 @@ from tllm_spec.models.formats.int4_packings import Int4Tensor
 from tllm_spec.models.formats.stacked_weight import StackedCodes, StackedInt4
 from tllm_spec.models.layers import Placement
 from tllm_spec.models.moe import Experts, SparseMoE
-from tllm_spec.models.moe_config import DEEPSEEK_NAMES, QWEN_NAMES, MoEConfig
+from tllm_spec.models.moe_config import MoEConfig
 from tllm_spec.models.weights import weight_table
 
 CONFIG = MoEConfig(hidden_size=160, num_experts=4, top_k=2, intermediate_size=256)
@@ -37,8 +37,7 @@ on_each_form = pytest.mark.parametrize("form", PLACEMENTS)
 
 def filled(placement: Placement, config: MoEConfig = CONFIG) -> SparseMoE:
     """With the same weights on any rank."""
-    names = DEEPSEEK_NAMES if config.shared_intermediate_size else QWEN_NAMES
-    layer = SparseMoE(config, placement, names)
+    layer = SparseMoE(config, placement)
     for index, (name, slot) in enumerate(weight_table(layer).items()):
         generator = torch.Generator().manual_seed(index)
 
@@ -180,4 +179,4 @@ REFUSED = {
 def test_what_ranks_cannot_share_is_refused_with_what_works(name: str) -> None:
     placement, message = REFUSED[name]
     with pytest.raises(ValueError, match=message):
-        Experts(CONFIG, placement, QWEN_NAMES)
+        Experts(CONFIG, placement)

@@ -23,9 +23,9 @@ from tests.models.published_fp8 import (
     changed_group,
     compressed,
 )
-from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.formats.fp8_formats import ActivationScales, Fp8Format
 from tllm_spec.models.formats.fp8_readers import fp8_format
+from tllm_spec.models.registry import model_config, model_config_of
 
 LAYER = "model.layers.5"
 ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
@@ -50,8 +50,8 @@ def write(folder: Path, raw: Raw, modelopt: Raw | None = None) -> Path:
 @pytest.mark.parametrize("name", PUBLISHED_FP8)
 def test_published_checkpoints_are_recognised(name: str, tmp_path: Path) -> None:
     raw, granularity, suffix = PUBLISHED_FP8[name]
-    found = ModelConfig.from_pretrained(write(tmp_path, raw)).fp8
-    assert found is not None and found == ModelConfig.from_dict(raw).fp8
+    found = model_config(write(tmp_path, raw)).fp8
+    assert found is not None and found == model_config_of(raw).fp8
     assert (found.granularity, found.scale_suffix) == (granularity, suffix)
     for module in (*ATTENTION, *LATENT, *EXPERTS, "mlp.gate_proj", "mlp.shared_experts.up_proj"):
         assert found.keeps(f"{LAYER}.{module}"), module
@@ -60,7 +60,7 @@ def test_published_checkpoints_are_recognised(name: str, tmp_path: Path) -> None
 
 
 def test_metas_405b_has_a_scale_for_each_row_in_all_mlps_but_two(tmp_path: Path) -> None:
-    found = ModelConfig.from_pretrained(write(tmp_path, LLAMA_405B_FP8)).fp8
+    found = model_config(write(tmp_path, LLAMA_405B_FP8)).fp8
     assert found is not None
     assert (found.granularity, found.scale_suffix) == ("row", "_scale")
     kept = [f"model.layers.{layer}.mlp.up_proj" for layer in range(126)]
@@ -69,15 +69,15 @@ def test_metas_405b_has_a_scale_for_each_row_in_all_mlps_but_two(tmp_path: Path)
 
 
 def test_a_checkpoint_without_quantization_has_no_format(tmp_path: Path) -> None:
-    assert ModelConfig.from_pretrained(write(tmp_path, LLAMA_31_8B)).fp8 is None
+    assert model_config(write(tmp_path, LLAMA_31_8B)).fp8 is None
     assert fp8_format(None, {"quantization_config": None}) is None
 
 
 def test_modelopts_file_is_read_and_comes_before_config_json(tmp_path: Path) -> None:
-    only_file = ModelConfig.from_pretrained(write(tmp_path, LLAMA_31_8B, NVIDIA_FP8)).fp8
-    assert only_file == ModelConfig.from_dict(PUBLISHED_FP8["NVIDIA's Llama-3.1-8B-FP8"][0]).fp8
+    only_file = model_config(write(tmp_path, LLAMA_31_8B, NVIDIA_FP8)).fp8
+    assert only_file == model_config_of(PUBLISHED_FP8["NVIDIA's Llama-3.1-8B-FP8"][0]).fp8
     stale = LLAMA_31_8B | {"quantization_config": {"quant_method": "awq"}}
-    assert ModelConfig.from_pretrained(write(tmp_path, stale, NVIDIA_FP8)).fp8 == only_file
+    assert model_config(write(tmp_path, stale, NVIDIA_FP8)).fp8 == only_file
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_the_checkpoint_says_how_scales_are_named(
         save_file(tensors, tmp_path / "model.safetensors")
     for quantization in (FP8, BLOCKS, compressed("block", "float-quantized", **BLOCK_OF_128)):
         raw = LLAMA_31_8B | {"quantization_config": quantization}
-        found = ModelConfig.from_pretrained(write(tmp_path, raw)).fp8
+        found = model_config(write(tmp_path, raw)).fp8
         assert found is not None and found.scale_suffix == suffix
 
 
@@ -367,7 +367,7 @@ def test_the_key_of_early_compressed_tensors_is_read() -> None:
 
 def test_powers_of_2_as_scales_are_served() -> None:
     later = V3 | {"quantization_config": BLOCKS | {"scale_fmt": "ue8m0"}}  # DeepSeek V3.1
-    assert ModelConfig.from_dict(later).fp8 == ModelConfig.from_dict(V3).fp8
+    assert model_config_of(later).fp8 == model_config_of(V3).fp8
 
 
 def test_listed_routers_are_found_among_hundreds_of_entries() -> None:

@@ -20,7 +20,7 @@ from tllm_spec.attention.batch_invariant import BatchInvariantAttention
 from tllm_spec.attention.interface import HeadsBackend
 from tllm_spec.attention.triton import TritonAttention
 from tllm_spec.attention.vanilla import VanillaAttention
-from tllm_spec.models.config import ModelConfig
+from tllm_spec.models.registry import model_config, model_config_of
 
 TOKENS = random_tokens(MAX_POSITIONS, seed=3)
 MODELS: dict[str, dict[str, Any]] = {
@@ -49,7 +49,7 @@ def test_a_missing_key_has_the_default_of_transformers() -> None:
     own = {"architectures": ["Glm4MoeForCausalLM"], "head_dim": 128}
     theirs = transformers.Glm4MoeConfig(head_dim=128).to_dict() | own
     theirs |= {"dtype": None, "num_nextn_predict_layers": 0}
-    assert ModelConfig.from_dict(own) == ModelConfig.from_dict(theirs)
+    assert model_config_of(own) == model_config_of(theirs)
 
 
 @pytest.mark.parametrize(
@@ -65,4 +65,4 @@ def test_what_is_not_served_is_refused_by_name(
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(GLM_45 | change))
     with pytest.raises(ValueError, match=message):
-        ModelConfig.from_pretrained(tmp_path)
+        model_config(tmp_path)

@@ -20,8 +20,8 @@ from tllm_spec.models.formats.int4_formats import Int4Groups
 from tllm_spec.models.layers import Placement
 from tllm_spec.models.linear import ColumnLinear, Linear, RowLinear
 from tllm_spec.models.llama import CausalLM
-from tllm_spec.models.registry import MODELS, check_shards
-from tllm_spec.models.weights import stored_tensors, weight_table
+from tllm_spec.models.registry import check_shards, model_type
+from tllm_spec.models.weights import weight_table
 from tllm_spec.zoo.quantise import Style, is_projection, quantise
 
 TOKENS = random_tokens(20)
@@ -195,8 +195,10 @@ def test_ranks_have_whole_groups_of_codes_scales_and_zero_points(
         placement = Placement(
             torch.float32, CPU, Mapping(rank, 2, 2, 1), int4=Int4Groups(case.group)
         )
-        model = MODELS[whole.config.architecture](whole.config, 64, placement)
-        stored = dict(stored_tensors(path, whole.config, lambda name: not whole.ignores(name)))
+        model = model_type(whole.config)(whole.config, 64, placement)
+        stored = dict(
+            whole.stored_tensors(path, whole.config, lambda name: not whole.ignores(name))
+        )
         for name, slot in weight_table(model).items():
             slot.load(stored[name])
         for name, layer in model.named_modules():

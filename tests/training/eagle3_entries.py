@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import CausalLM, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.eagle3_config import Eagle3Config
+from tllm_spec.models.registry import model_config_of
 from tllm_spec.training import head_loss as training
 from tllm_spec.training.eagle3 import Eagle3Head, FeatureHead
 from tllm_spec.training.head_files import build_head
@@ -49,8 +50,8 @@ def settings(**changes: Any) -> Settings:
     return Settings(**values | {"checkpoint_steps": 1, "seed": 0} | changes)
 
 
-def model_config(target: LlamaForCausalLM) -> ModelConfig:
-    return ModelConfig.from_dict(target.config.to_dict() | {"architectures": ["LlamaForCausalLM"]})
+def model_config(target: CausalLM) -> ModelConfig:
+    return model_config_of(target.config.to_dict() | {"architectures": ["LlamaForCausalLM"]})
 
 
 def with_large_weights(model: Any) -> Any:
@@ -147,7 +148,7 @@ class EntryByEntryHead:
         return logits
 
 
-def learn(target: LlamaForCausalLM, num_steps: int) -> tuple[FeatureHead, list[float]]:
+def learn(target: CausalLM, num_steps: int) -> tuple[FeatureHead, list[float]]:
     """A head after a few training steps on random text, and their losses."""
     data = TokenData(torch.randint(12, (400,), dtype=torch.int16), 0)
     head = build_head(SHAPE, target, DRAFT_IDS, settings())

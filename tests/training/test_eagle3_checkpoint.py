@@ -10,12 +10,12 @@ from safetensors.torch import load_file
 
 from tests.training.eagle3_entries import FOLDER
 from tests.zoo.runs import read_json
-from tllm_spec.models.config import ModelConfig
+from tllm_spec.models.registry import model_config
 from tllm_spec.training.eagle3 import Eagle3Head
 from tllm_spec.training.head_files import load_head, read_shape, save_head
 from tllm_spec.zoo.registry import resolve_model
 
-TARGET = ModelConfig.from_pretrained(resolve_model("zoo:llama"))
+TARGET = model_config(resolve_model("zoo:llama"))
 
 
 def test_the_checkpoint_has_the_published_format_and_loads_again(tmp_path: Path) -> None:

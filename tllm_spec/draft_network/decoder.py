@@ -15,7 +15,7 @@ from tllm_spec.draft_network.emitter import Emitter, Value
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.layers import RMSNorm
 from tllm_spec.models.linear import Linear
-from tllm_spec.models.llama import MLP, Attention, DecoderLayer, LlamaForCausalLM
+from tllm_spec.models.llama import MLP, Attention, CausalLM, DecoderLayer
 
 BATCH, WINDOW, CACHED, KV_ROWS = "batch", "window", "cached", "kv_rows"
 TOKEN_IDS, POSITIONS, OWN_KEYS = "token_ids", "positions", "own_keys"
@@ -238,7 +238,7 @@ class Decoder(Layers[Value]):
     """Emits the network of `model`: `Layers` with the input `token_ids` `[B, W]` int64, and the
     output `logits` `[B, V]` after the last token of each window."""
 
-    def __init__(self, emitter: Emitter[Value], model: LlamaForCausalLM) -> None:
+    def __init__(self, emitter: Emitter[Value], model: CausalLM) -> None:
         super().__init__(emitter, model.config, model.dtype, model.model.cos_sin)
         self._model = model
 

@@ -9,9 +9,9 @@ from tllm_spec.draft_network.decoder import Decoder
 from tllm_spec.draft_network.emitter import Emitter, Value
 from tllm_spec.draft_network.head_decoder import HeadDecoder
 from tllm_spec.models.eagle3 import Eagle3Head
-from tllm_spec.models.llama import LlamaForCausalLM
+from tllm_spec.models.llama import CausalLM
 
-NetworkModel = LlamaForCausalLM | Eagle3Head
+NetworkModel = CausalLM | Eagle3Head
 
 
 def emit_network(emitter: Emitter[Value], model: NetworkModel) -> None:

@@ -15,7 +15,6 @@ from torch import nn
 
 from tllm_spec.attention.interface import ForwardContext
 from tllm_spec.kernels.attention.rotary_write import Rotary
-from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.config_file import read_config
 from tllm_spec.models.draft_head import BorrowedModules, DraftHead, HeadSource, Masks, head_tensors
 from tllm_spec.models.draft_kind import HeadKind
@@ -24,6 +23,7 @@ from tllm_spec.models.eagle3_config import DECODER_KEYS, Eagle3Config, check_hea
 from tllm_spec.models.layers import Placement, RMSNorm
 from tllm_spec.models.linear import Linear
 from tllm_spec.models.llama import CausalLM, DecoderLayer
+from tllm_spec.models.registry import model_config_of
 from tllm_spec.models.rotary import cos_sin_table
 
 # The shape of a DFlash head, read from its `config.json`.
@@ -79,7 +79,7 @@ class DFlashConfig(Eagle3Config):
         """The same, from the parsed file."""
         flat = _flat(raw)
         config = cls(
-            **vars(ModelConfig.from_dict(flat)),
+            **vars(model_config_of(flat)) | {"unknown_keys": flat["unknown_keys"]},
             draft_vocab_size=flat.get("draft_vocab_size"),
             target_hidden_size=int(flat.get("target_hidden_size") or flat["hidden_size"]),
             capture_layers=flat["capture_layers"],
@@ -89,7 +89,6 @@ class DFlashConfig(Eagle3Config):
             norm_before_residual=False,
             norm_output=False,
             bias=False,
-            unknown_keys=flat["unknown_keys"],
             mask_token=flat.get("mask_token_id"),
             block_size=int(flat.get("block_size") or 16),
         )

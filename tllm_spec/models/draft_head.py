@@ -23,10 +23,6 @@ from tllm_spec.models.llama import CausalLM
 from tllm_spec.models.registry import LoadFormat
 from tllm_spec.models.token_map import DraftTokens, reduced_output
 
-# Reads the tensors of a published draft head and tells the kinds of heads apart. The modules that
-# they fill are not known here.
-
-
 EMBEDDING = "embed_tokens.weight"  # of a head; its output layer has the target's name
 BIN = "pytorch_model.bin"
 # Names of the mask token of networks that draft all tokens at once; the first that is there holds.
@@ -110,10 +106,6 @@ def _bin_tensors(file: Path) -> list[tuple[str, torch.Tensor]]:
     ):
         raise ValueError(f"{file} must hold a dictionary of names to tensors.")
     return list(state.items())
-
-
-# What the heads that read hidden states of the target have in common: which states they read, how
-# they form their inputs, and the modules that they borrow from the target.
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ Embedding and output layer are the target's, unless the checkpoint has others. R
 the drafting loop are not known here."""
 
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from tllm_spec.models.eagle3_config import DECODER_KEYS, check_layers, unknown_k
 from tllm_spec.models.layers import Embedding, Placement, specialize_for_cpu
 from tllm_spec.models.linear import Linear, OutputLinear
 from tllm_spec.models.llama import CausalLM, DecoderLayer
+from tllm_spec.models.registry import model_config_of
 from tllm_spec.models.rotary import cos_sin_table
 from tllm_spec.models.weights import fill, fill_random
 
@@ -59,8 +60,6 @@ class EagleConfig(ModelConfig):
 
     bias: bool | None
     """Whether `fc` has one; None: the checkpoint decides."""
-    unknown_keys: tuple[str, ...] = field(compare=False)
-    """Of config.json, taken to change nothing."""
 
     @classmethod
     def from_pretrained(cls, path: Path) -> "EagleConfig":
@@ -82,10 +81,10 @@ class EagleConfig(ModelConfig):
             )
         unknown = unknown_keys(raw, _READ, {}, "EAGLE-1/2")
         own = raw | {"architectures": [_LAYERS[names[0]]]}
-        shape = vars(ModelConfig.from_dict(own))
+        shape = vars(model_config_of(own))
         if raw.get("qkv_bias") is not None:
             shape = shape | {"qkv_bias": bool(raw["qkv_bias"])}
-        config = cls(**shape, bias=raw.get("bias"), unknown_keys=unknown)
+        config = cls(**shape | {"unknown_keys": unknown}, bias=raw.get("bias"))
         check_layers(config, "EAGLE-1/2")
         return config
 

@@ -39,10 +39,6 @@ from tllm_spec.models.rotary import cos_sin_table
 from tllm_spec.models.token_map import as_ids, check_ids
 from tllm_spec.models.weights import fill, fill_random
 
-# Reads the tensors of a published EAGLE-3 head, renames them to one set of names and checks them
-# against its config. The module that they fill is not known here.
-
-
 # `midlayer` is the name in the paper's code; `aux_norm_*` came before the numbered norms.
 _RENAMED = {
     "midlayer.": "layers.0.",
@@ -158,10 +154,6 @@ def target_ids(
 
 def _are(ids: torch.Tensor, marked: torch.Tensor) -> bool:
     return ids.sort().values.equal(marked)
-
-
-# Fills a head on several captured states of the target (EAGLE-3, DFlash) with the tensors of its
-# checkpoint, or with random numbers.
 
 
 Config = TypeVar("Config", bound=Eagle3Config, contravariant=True)

@@ -4,7 +4,7 @@ A head is a Llama, Qwen3 or DeepSeek layer with a different input, so its config
 `ModelConfig` with further fields. `eagle3_format.py` knows the published spellings."""
 
 from collections.abc import Mapping, Set
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -13,6 +13,7 @@ from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.config_file import read_config
 from tllm_spec.models.draft_head import EMBEDDING, MASK_TOKENS, mask_token_in
 from tllm_spec.models.draft_kind import HeadKind
+from tllm_spec.models.registry import model_config_of
 
 # The published spellings of an EAGLE-3 head's `config.json`, read into one flat dictionary.
 #
@@ -262,8 +263,6 @@ class Eagle3Config(ModelConfig):
     """The next step reads the hidden state after the final norm instead of before it."""
     bias: bool
     """Whether `fc` has one."""
-    unknown_keys: tuple[str, ...] = field(compare=False)
-    """Of config.json, taken to change nothing."""
     mask_token: int | None
     """P-EAGLE: the token that stands for drafts in the rows that draft all tokens at once; None:
     the head drafts one token after the other."""
@@ -304,11 +303,11 @@ class Eagle3Config(ModelConfig):
     def from_dict(cls, raw: dict[str, Any]) -> "Eagle3Config":
         """The same, from the parsed file."""
         flat = flat_config(raw)
-        decoder = ModelConfig.from_dict(flat)
+        decoder = model_config_of(flat)
         if decoder.mla is not None:  # trainers of heads give all norms the same epsilon
             decoder = replace(decoder, mla=replace(decoder.mla, norm_eps=decoder.rms_norm_eps))
         config = cls(
-            **vars(decoder),
+            **vars(decoder) | {"unknown_keys": flat["unknown_keys"]},
             draft_vocab_size=_draft_vocab_size(flat),
             target_hidden_size=int(flat.get("target_hidden_size") or flat["hidden_size"]),
             capture_layers=flat["capture_layers"],
@@ -318,7 +317,6 @@ class Eagle3Config(ModelConfig):
             norm_before_residual=bool(flat.get("norm_before_residual")),
             norm_output=bool(flat.get("norm_output")),
             bias=bool(flat.get("bias")),
-            unknown_keys=flat["unknown_keys"],
             mask_token=flat["mask_token"],
         )
         check_head(config)

@@ -10,13 +10,11 @@ from torch import nn
 
 from tllm_spec.distributed.communicator import SINGLE, Communicator, Mapping
 from tllm_spec.kernels.attention.rotary_write import HeadWeights
+from tllm_spec.kernels.gemm.batch_invariant_linear import batch_invariant_linear
 from tllm_spec.kernels.gemm.norms import NormWeight, rms_norm
 from tllm_spec.kernels.slots.row_copies import gather_rows, gather_slice_rows
 from tllm_spec.models.formats.fp8_formats import BLOCK, ActivationScales, Granularity
 from tllm_spec.models.formats.int4_formats import Int4Groups
-
-# The base of every layer: how parameters are created, which checkpoint tensors fill them, and
-# attribute lookups without overhead.
 
 
 @dataclass(frozen=True)
@@ -168,9 +166,6 @@ def sibling(path: str, name: str) -> str:
     return path[: path.rfind(".") + 1] + name
 
 
-# Embedding and norms.
-
-
 class Embedding(Module):
     """Token ids to rows. Vocabulary-parallel: each rank has a slice of the rows, and a lookup sums
     over the ranks, exactly, since all ranks but one add 0.
@@ -204,13 +199,15 @@ class Embedding(Module):
 
 
 class RMSNorm(Module):
-    """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension (arXiv 1910.07467)."""
+    """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension (arXiv 1910.07467). is_offset:
+    the checkpoint has the weight's difference from 1."""
 
-    def __init__(self, size: int, eps: float, placement: Placement) -> None:
+    def __init__(
+        self, size: int, eps: float, placement: Placement, *, is_offset: bool = False
+    ) -> None:
         super().__init__()
-        self.weight = placement.parameter(size)
-        self.size = size
-        self.eps = eps
+        self.weight = (in_float32(placement) if is_offset else placement).parameter(size)
+        self.size, self.eps, self.is_offset = size, eps, is_offset
         self.kernel_weight = NormWeight(self.weight, eps)
         self.scaled_weight: torch.Tensor | None = None
 
@@ -233,6 +230,9 @@ class RMSNorm(Module):
         self.scaled_weight = self.weight * self.size**0.5
         self.root_eps = torch.tensor((self.size * self.eps) ** 0.5)
 
+    def slots(self, path: str) -> Iterator[tuple[str, WeightSlot]]:
+        yield f"{path}.weight", norm_slot(self.weight, is_offset=self.is_offset)
+
 
 @dataclass(frozen=True)
 class OffsetSlot(WeightSlot):
@@ -243,20 +243,17 @@ class OffsetSlot(WeightSlot):
         super().load(tensor.float() + 1)
 
 
+def norm_slot(
+    weight: torch.Tensor, order: torch.Tensor | None = None, *, is_offset: bool
+) -> WeightSlot:
+    kind = OffsetSlot if is_offset else WeightSlot
+    return kind(weight, (weight.shape[-1],), order=order)
+
+
 def in_float32(placement: Placement) -> Placement:
     """The placement of norms' weights that are stored as differences from 1: in 16 bits the sum
     would lose half of their digits."""
     return replace(placement, dtype=torch.float32)
-
-
-class OffsetRMSNorm(RMSNorm):
-    """RMSNorm with the weight 1 + w in float32, for the checkpoint's w."""
-
-    def __init__(self, size: int, eps: float, placement: Placement) -> None:
-        super().__init__(size, eps, in_float32(placement))
-
-    def slots(self, path: str) -> Iterator[tuple[str, WeightSlot]]:
-        yield f"{path}.weight", OffsetSlot(self.weight, (self.size,))
 
 
 class HeadNorm(Module):
@@ -265,31 +262,68 @@ class HeadNorm(Module):
     the same."""
 
     def __init__(
-        self, num_heads: int, num_kv_heads: int, head_dim: int, eps: float, placement: Placement
+        self,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        eps: float,
+        placement: Placement,
+        *,
+        is_offset: bool = False,
+        order: torch.Tensor | None = None,
+        kv_copies: int = 1,
     ) -> None:
+        """kv_copies: ranks that have the same heads of k."""
         super().__init__()
-        self.num_heads = num_heads
-        self.order: torch.Tensor | None = None
+        placement = in_float32(placement) if is_offset else placement
+        self.num_heads, self.is_offset, self.order = num_heads, is_offset, order
         self.weight = placement.parameter(num_heads + num_kv_heads, head_dim)
         self.head_weights = HeadWeights(self.weight, eps)
+        self.mapping, self.communicator = placement.mapping, placement.communicator
+        self.copies = (1, kv_copies)
+
+    def normed(self, heads: torch.Tensor) -> tuple[torch.Tensor, HeadWeights | None]:
+        """Heads of q, k and v, `[T, Hq + 2 * Hkv, D]`, and what the attention backend does."""
+        return heads, self.head_weights
 
     def slots(self, path: str) -> Iterator[tuple[str, WeightSlot]]:
         """One `[D]` tensor of the checkpoint fills the rows of all heads of q, another those of
         k."""
-        shape, order = (self.weight.shape[1],), self.order
         parts = self.weight[: self.num_heads], self.weight[self.num_heads :]
         for name, own in zip(("q_norm", "k_norm"), parts, strict=True):
-            yield f"{sibling(path, name)}.weight", WeightSlot(own, shape, order=order)
+            slot = norm_slot(own, self.order, is_offset=self.is_offset)
+            yield f"{sibling(path, name)}.weight", slot
 
 
-class OffsetHeadNorm(HeadNorm):
-    """Head norm with weights 1 + w in float32, for the checkpoint's w."""
+class AllHeadsNorm(HeadNorm):
+    """RMSNorm over all heads of q together, and over all of k, also those of other ranks. The
+    checkpoint has a weight for each element."""
 
-    def __init__(
-        self, num_heads: int, num_kv_heads: int, head_dim: int, eps: float, placement: Placement
-    ) -> None:
-        super().__init__(num_heads, num_kv_heads, head_dim, eps, in_float32(placement))
+    def normed(self, heads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        number, (q, kv) = self.mapping.tp_size, (self.num_heads, len(self.weight) - self.num_heads)
+        parts, eps = (heads[:, :q], heads[:, q : q + kv]), self.head_weights.eps
+        if number == 1:
+            for part, weight in zip(parts, self.weight.split_with_sizes((q, kv)), strict=True):
+                part.copy_(rms_norm(part.flatten(1), weight.flatten(), eps).view_as(part))
+            return heads, None
+        squares = torch.cat([self._mean_square(part) for part in parts], 1)
+        self.communicator.all_reduce(squares)
+        roots = (squares / number + eps).rsqrt()
+        weights = self.weight.float().split_with_sizes((q, kv))
+        for part, weight, root in zip(parts, weights, roots.unbind(1), strict=True):
+            part.copy_(part.float() * root[:, None, None] * weight)
+        return heads, None
+
+    def _mean_square(self, part: torch.Tensor) -> torch.Tensor:
+        """`[T, 1]` float32, the same bits in every batch."""
+        rows = part.float().flatten(1)
+        return (
+            batch_invariant_linear(rows.square(), rows.new_ones(1, rows.shape[1])) / rows.shape[1]
+        )
 
     def slots(self, path: str) -> Iterator[tuple[str, WeightSlot]]:
-        for name, slot in super().slots(path):
-            yield name, OffsetSlot(slot.destination, slot.shape, order=slot.order)
+        parts = self.weight[: self.num_heads], self.weight[self.num_heads :]
+        for name, own, copies in zip(("q_norm", "k_norm"), parts, self.copies, strict=True):
+            size, rank = own.numel(), self.mapping.tp_rank // copies
+            full = size * self.mapping.tp_size // copies
+            yield f"{sibling(path, name)}.weight", WeightSlot(own.view(-1), (full,), 0, size * rank)

@@ -110,7 +110,9 @@ class Linear(Module):
 class ColumnLinear(Linear):
     """Column-parallel: each rank has a slice of the outputs of every part. `parts`: the names of
     the fused checkpoint tensors, with their full output sizes. `copies`: parts of which so many
-    neighbouring ranks have the same slice. `weight`: a parameter to share."""
+    neighbouring ranks have the same slice. `orders`: int64, the rows of a rank's slice of a part in
+    the order of the parameter's. `is_fused`: the checkpoint has all parts in one tensor, under the
+    module's own name. `weight`: a parameter to share."""
 
     def __init__(
         self,
@@ -121,6 +123,8 @@ class ColumnLinear(Linear):
         placement: Placement,
         weight: nn.Parameter | None = None,
         copies: Mapping[str, int] = MappingProxyType({}),
+        orders: Mapping[str, torch.Tensor] = MappingProxyType({}),
+        is_fused: bool = False,
     ) -> None:
         local = {
             name: placement.mapping.shard(size * copies.get(name, 1), f"the output of {name}")
@@ -129,22 +133,40 @@ class ColumnLinear(Linear):
         super().__init__(
             in_features, sum(local.values()), bias=bias, placement=placement, weight=weight
         )
-        self.parts, self.copies = local, copies
+        self.parts, self.copies, self.orders, self.is_fused = local, copies, orders, is_fused
 
     def slots(self, path: str) -> Iterator[tuple[str, WeightSlot]]:
         """None for a shared weight, which the other module loads."""
         if self.shares_weight:
             return
+        if self.is_fused:
+            yield from self._fused_slots(path)
+            return
         first = 0
         for name, size in self.parts.items():
-            own, copies = slice(first, first + size), self.copies.get(name, 1)
-            full, start = size * self.mapping.tp_size // copies, self.mapping.tp_rank // copies
-            part = Part((full, self.weight_format.shape[1]), 0, size * start)
+            own, order = slice(first, first + size), self.orders.get(name)
+            full, start = self._place(name)
+            part = Part((full, self.weight_format.shape[1]), 0, start, order)
             yield from self.weight_format.slots(sibling(path, name), own, part)
             if self.bias is not None:
-                slot = WeightSlot(self.bias[own], (full,), 0, size * start)
+                slot = WeightSlot(self.bias[own], (full,), 0, start, order)
                 yield f"{sibling(path, name)}.bias", slot
             first += size
+
+    def _fused_slots(self, path: str) -> Iterator[tuple[str, WeightSlot]]:
+        assert self.bias is None
+        rows, first = [], 0
+        for name, size in self.parts.items():
+            order, (full, start) = self.orders.get(name), self._place(name)
+            rows.append(first + start + (torch.arange(size) if order is None else order))
+            first += full
+        part = Part((first, self.weight_format.shape[1]), order=torch.cat(rows))
+        yield from self.weight_format.slots(path, slice(None), part)
+
+    def _place(self, name: str) -> tuple[int, int]:
+        """Outputs of a part on all ranks, and where this rank's begin."""
+        size, copies = self.parts[name], self.copies.get(name, 1)
+        return size * self.mapping.tp_size // copies, size * (self.mapping.tp_rank // copies)
 
 
 class OutputLinear(ColumnLinear):

@@ -17,7 +17,7 @@ from tllm_spec.models.formats.stacked_weight import StackedWeight
 from tllm_spec.models.formats.weight_format import Part
 from tllm_spec.models.layers import Module, Placement, RMSNorm, StoredWeight, WeightSlot, sibling
 from tllm_spec.models.linear import ColumnLinear, Linear, RowLinear
-from tllm_spec.models.moe_config import QWEN_NAMES, MoEConfig, MoENames
+from tllm_spec.models.moe_config import MoEConfig
 
 # The experts of a mixture-of-experts layer.
 
@@ -58,9 +58,9 @@ class Experts(Module):
     gate_up_weights: StackedWeight
     down_weights: StackedWeight
 
-    def __init__(self, config: MoEConfig, placement: Placement, names: MoENames) -> None:
+    def __init__(self, config: MoEConfig, placement: Placement) -> None:
         super().__init__()
-        self.names, self.mapping = names, placement.mapping
+        self.names, self.mapping = config.names, placement.mapping
         self.num_routed = self.mapping.shard_experts(config.num_experts)
         hidden, number = config.hidden_size, self.num_routed + config.num_shared
         inner = self.mapping.shard_expert(config.intermediate_size)
@@ -232,16 +232,15 @@ class SparseMoE(Module):
     shared: SharedExpert | None
     shared_gate: Linear | None
 
-    def __init__(
-        self, config: MoEConfig, placement: Placement, names: MoENames = QWEN_NAMES
-    ) -> None:
+    def __init__(self, config: MoEConfig, placement: Placement) -> None:
         super().__init__()
+        names = config.names
         if placement.mapping.ep_size > 1:  # every rank needs a slice of the shared expert
             config = replace(config, fuses_shared=False)
         self.config, self.communicator = config, placement.communicator
         self.is_shared = placement.mapping.tp_size > 1
         self.add_under(names.router, "router", Router(config, placement))
-        self.experts = Experts(config, placement, names)
+        self.experts = Experts(config, placement)
         has_layer = config.shared_intermediate_size > 0 and not config.num_shared
         shared = SharedExpert(config, placement) if has_layer else None
         self.add_under(names.shared, "shared", shared)

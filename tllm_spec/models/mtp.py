@@ -6,7 +6,6 @@ the step before instead of the target's state. Used as in EAGLE, one module make
 "vanilla", each step has a module. The rotary table is the target's, and so are the embedding and
 the output layer unless the checkpoint has others."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +20,6 @@ from tllm_spec.kernels.drafts.draft_input import DraftInputNorms, draft_input
 from tllm_spec.models.checkpoint import OUTPUT, checkpoint_tensors, is_same
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.config_file import read_config
-from tllm_spec.models.deepseek import DeepseekLayer
 from tllm_spec.models.draft_head import EMBEDDING, HeadSource, drop_copies
 from tllm_spec.models.draft_kind import MODULES, is_exported
 from tllm_spec.models.formats.quantised_layers import (
@@ -33,19 +31,15 @@ from tllm_spec.models.formats.quantised_layers import (
 from tllm_spec.models.layers import (
     Embedding,
     Module,
-    OffsetRMSNorm,
     Placement,
     RMSNorm,
     StoredWeight,
     specialize_for_cpu,
 )
 from tllm_spec.models.linear import Linear, OutputLinear
-from tllm_spec.models.llama import MLP, DecoderLayer, LlamaForCausalLM
-from tllm_spec.models.moe import SparseMoE
-from tllm_spec.models.moe_config import DEEPSEEK_NAMES
-from tllm_spec.models.qwen3_next import Qwen3NextForCausalLM, Qwen3NextLayer
-from tllm_spec.models.registry import LoadFormat
-from tllm_spec.models.weights import fill, fill_random, load_tensor, stored_tensors, weight_table
+from tllm_spec.models.llama import CausalLM, DecoderLayer, layer_norm
+from tllm_spec.models.registry import LoadFormat, model_config_of
+from tllm_spec.models.weights import fill, fill_random, load_tensor, weight_table
 
 # Folders that have next-token-prediction modules and nothing else: SGLang exports the last layer
 # of a DeepSeek V3 so, as `model.layers.0`, with its copies of the target's weights left out.
@@ -72,7 +66,7 @@ def exported_config(folder: Path, target: ModelConfig) -> ModelConfig:
             f"{raw.get('architectures')}"
         )
     name = raw["architectures"][0].removesuffix(MODULES)
-    own = ModelConfig.from_parsed(folder, raw | {"architectures": [name]})
+    own = model_config_of(raw | {"architectures": [name]}, folder)
     differing = [key for key in SHAPE if getattr(own, key) != getattr(target, key)]
     if differing:
         shown = "; ".join(
@@ -86,30 +80,38 @@ def exported_config(folder: Path, target: ModelConfig) -> ModelConfig:
     return own
 
 
-# What next-token-prediction modules (MTP) of all architectures have in common: one step.
+# The embedding and the output layer, which a checkpoint has in each module, by their names in a
+# module. All modules have the same ones.
+SHARED = {"embed_tokens.weight": EMBEDDING, "shared_head.head.weight": OUTPUT}
 
 
-class NextnStep(ABC):
+class NextnModule(Module):
     """A decoder layer whose input is projected from the normed embedding and the normed hidden
-    state."""
+    state. Module paths are the checkpoint's names below `CausalLM.nextn_prefix`."""
 
-    target: LlamaForCausalLM
+    target: CausalLM
     norms: DraftInputNorms
     eh_proj: Linear
+    layer: DecoderLayer
+    last_norm: RMSNorm
 
-    @staticmethod
-    @abstractmethod
-    def prefix(number: int) -> str:
-        """What the names of the checkpoint's tensors begin with; number: of the module, counted
-        from the decoder's first layer."""
-
-    @property
-    @abstractmethod
-    def layer(self) -> DecoderLayer: ...
-
-    @property
-    @abstractmethod
-    def last_norm(self) -> RMSNorm: ...
+    def __init__(
+        self, target: CausalLM, config: ModelConfig, index: int, placement: Placement
+    ) -> None:
+        super().__init__()
+        size, eps = config.hidden_size, config.rms_norm_eps
+        embedding_norm, hidden_norm = (layer_norm(config, placement) for _ in range(2))
+        eh_proj = Linear(2 * size, size, bias=False, placement=placement.wide)
+        last_norm = layer_norm(config, placement)
+        # A layer with a recurrent state is none of a module's.
+        layer = target.layer_type(config, index, placement)
+        modules = embedding_norm, hidden_norm, eh_proj, last_norm, layer
+        for name, module in zip(target.nextn_names, modules, strict=True):
+            _put(self, name, module)
+        norms = DraftInputNorms(embedding_norm.weight, hidden_norm.weight, eps)
+        # Not submodules: they have no names of their own, and the target's weights are not these.
+        self.__dict__ |= {"target": target, "norms": norms, "eh_proj": eh_proj}
+        self.__dict__ |= {"layer": layer, "last_norm": last_norm}
 
     def predict(
         self,
@@ -139,125 +141,37 @@ class NextnStep(ABC):
         return self.last_norm.forward(total) if len(total) else total
 
 
-# The next-token-prediction layer of a Qwen3-Next checkpoint, which has attention.
-
-
-class Qwen3NextModule(NextnStep, Module):
-    """Module paths are the checkpoint's names below `mtp.`."""
-
-    eh_proj: Linear
-
-    def __init__(self, target: LlamaForCausalLM, index: int, placement: Placement) -> None:
-        super().__init__()
-        assert index == 0, "a checkpoint has one module"
-        config = target.config
-        size, eps = config.hidden_size, config.rms_norm_eps
-        self.pre_fc_norm_embedding = OffsetRMSNorm(size, eps, placement)
-        self.pre_fc_norm_hidden = OffsetRMSNorm(size, eps, placement)
-        self.norms = DraftInputNorms(
-            self.pre_fc_norm_embedding.weight, self.pre_fc_norm_hidden.weight, eps
-        )
-        fc = Linear(2 * size, size, bias=False, placement=placement)
-        self.add_under("fc", "eh_proj", fc)
-        self.layers = nn.ModuleList([Qwen3NextLayer(_of_one_layer(config), 0, placement)])
-        self.norm = OffsetRMSNorm(size, eps, placement)
-        # Not a submodule: the target's weights are not this module's.
-        self.__dict__["target"] = target
-
-    @staticmethod
-    def prefix(number: int) -> str:
-        return "mtp."
-
-    @property
-    def layer(self) -> Qwen3NextLayer:
-        [layer] = self.layers
-        assert isinstance(layer, Qwen3NextLayer)
-        return layer
-
-    @property
-    def last_norm(self) -> RMSNorm:
-        return self.norm
-
-
-def _of_one_layer(config: ModelConfig) -> ModelConfig:
-    """The layer has experts if any of the model's has."""
-    sparse = frozenset({0}) if config.sparse_layers else config.sparse_layers
-    return replace(config, num_layers=1, delta=None, sparse_layers=sparse)
-
-
-# The embedding and the output layer, which a checkpoint has in each module, by their names in a
-# module. All modules have the same ones.
-SHARED = {"embed_tokens.weight": EMBEDDING, "shared_head.head.weight": OUTPUT}
-
-
-class SharedHead(Module):
-    """The norm before the target's output layer."""
-
-    def __init__(self, config: ModelConfig, placement: Placement) -> None:
-        super().__init__()
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, placement)
-
-
-class NextnModule(NextnStep, DeepseekLayer):
-    """DeepSeek's and GLM's. Module paths are the checkpoint's names below `model.layers.N.`."""
-
-    eh_proj: Linear
-
-    def __init__(self, target: LlamaForCausalLM, index: int, placement: Placement) -> None:
-        config = target.config
-        # Not a submodule: the target's weights are not this checkpoint's.
-        self.__dict__["target"] = target
-        super().__init__(config, index, placement)
-        size, eps = config.hidden_size, config.rms_norm_eps
-        self.enorm = RMSNorm(size, eps, placement)
-        self.hnorm = RMSNorm(size, eps, placement)
-        self.norms = DraftInputNorms(self.enorm.weight, self.hnorm.weight, eps)
-        self.eh_proj = Linear(2 * size, size, bias=False, placement=placement.wide)
-        self.shared_head = SharedHead(config, placement)
-
-    def add_attention(self, config: ModelConfig, layer: int, placement: Placement) -> None:
-        self.target.layer_type.add_attention(self, config, layer, placement)
-
-    def add_mlp(self, config: ModelConfig, layer: int, placement: Placement) -> None:
-        """A module has experts if the model has any."""
-        moe = config.moe
-        self.mlp = SparseMoE(moe, placement, DEEPSEEK_NAMES) if moe else MLP(config, placement)
-
-    @staticmethod
-    def prefix(number: int) -> str:
-        return f"model.layers.{number}."
-
-    @property
-    def layer(self) -> DeepseekLayer:
-        return self
-
-    @property
-    def last_norm(self) -> RMSNorm:
-        return self.shared_head.norm
-
-
-def module_type(target: LlamaForCausalLM) -> type[NextnModule] | type[Qwen3NextModule]:
-    """The class of the target's modules."""
-    return Qwen3NextModule if isinstance(target, Qwen3NextForCausalLM) else NextnModule
+def _put(parent: Module, path: str, module: Module) -> None:
+    """Adds a submodule under a path; without one, the submodule's own submodules."""
+    if not path:
+        for name, child in module.named_children():
+            setattr(parent, name, child)
+        return
+    *outer, last = path.split(".")
+    for name in outer:
+        parent.add_module(name, Module())
+        parent = getattr(parent, name)
+    setattr(parent, last, module)
 
 
 class NextnModules(Module):
     """One module that makes every step, or a module for each step. Each has a layer of the draft
     network's KV pool."""
 
-    target: LlamaForCausalLM
+    target: CausalLM
 
     def __init__(
-        self, target: LlamaForCausalLM, count: int, placement: Placement, owns: Collection[str] = ()
+        self, target: CausalLM, count: int, placement: Placement, owns: Collection[str] = ()
     ) -> None:
         """owns: `EMBEDDING` and `OUTPUT`, if they are not the target's."""
         super().__init__()
-        config = self.config = replace(target.config, num_layers=count, delta=None)
+        sparse = frozenset(range(count)) if target.config.sparse_layers else frozenset[int]()
+        config = replace(target.config, num_layers=count, delta=None, sparse_layers=sparse)
+        self.config = config
         sizes, wide = (config.vocab_size, config.hidden_size), placement.wide
         self.embed_tokens = Embedding(*sizes, wide) if EMBEDDING in owns else None
         self.lm_head = OutputLinear(*sizes[::-1], placement=wide) if OUTPUT in owns else None
-        kind = module_type(target)
-        steps = [kind(target, index, placement) for index in range(count)]
+        steps = [NextnModule(target, config, index, placement) for index in range(count)]
         self.steps = nn.ModuleList(steps)
         self.modules_by_step = steps
         # Not a submodule, as above.
@@ -285,7 +199,7 @@ class NextnModules(Module):
         context: ForwardContext,
         step: int,
     ) -> torch.Tensor:
-        """As `NextnStep.predict`. The modules of later steps only write their KV: they attend to
+        """As `NextnModule.predict`. The modules of later steps only write their KV: they attend to
         the rows of all steps before."""
         modules = self.modules_by_step
         embedding = self.embed_tokens or self.target.model.embed_tokens
@@ -331,7 +245,7 @@ def check_nextn(config: ModelConfig, num_modules: int, exported: Path | None = N
 
 def load_nextn(
     path: Path,
-    target: LlamaForCausalLM,
+    target: CausalLM,
     load_format: LoadFormat,
     count: int = 1,
     communicator: Communicator = SINGLE,
@@ -358,7 +272,7 @@ def load_nextn(
     placement = with_quantised(placement, config)
     if is_exported:
         log_quantised(path, config, placement)
-    prefixes = [module_type(target).prefix(first + index) for index in range(count)]
+    prefixes = [target.nextn_prefix(first + index) for index in range(count)]
     shared = {}
     if load_format != "dummy":
         source = HeadSource(path, target, load_format, max_positions=0, communicator=communicator)
@@ -373,7 +287,7 @@ def load_nextn(
         for name, tensor in shared.items():
             load_tensor(name, tensor, slots[name])
         for prefix, module in parts.items():
-            tensors = _below(prefix, path, config, known)
+            tensors = _below(target, prefix, path, config, known)
             fill(module, tensors, f"The tensors {prefix}* in {path} do not fit an MTP module")
     specialize_for_cpu(modules, placement)
     return modules
@@ -396,14 +310,14 @@ def _shared(prefixes: list[str], source: HeadSource) -> dict[str, torch.Tensor]:
 
 
 def _below(
-    prefix: str, path: Path, config: ModelConfig, known: tuple[str, ...] | None
+    target: CausalLM, prefix: str, path: Path, config: ModelConfig, known: tuple[str, ...] | None
 ) -> Iterator[tuple[str, torch.Tensor | StoredWeight]]:
     """The tensors below `prefix`, without it, and those below none of the prefixes `known`."""
 
     def is_wanted(name: str) -> bool:
         return name.startswith(prefix) or (known is not None and not name.startswith(known))
 
-    for name, tensor in stored_tensors(path, config, is_wanted):
+    for name, tensor in target.stored_tensors(path, config, is_wanted):
         name = name.removeprefix(prefix)
         if name not in SHARED:
             yield name, tensor

@@ -1,33 +1,154 @@
-"""Qwen3-Next and Qwen3.5's text models: layers with a recurrent state (gated delta net) and, every
-few layers, attention whose output is multiplied by a gate; an MLP, or experts next to a shared
-one."""
+"""Qwen3-Next and Qwen3.5's text models: layers with a recurrent state (gated delta net, arXiv
+2412.06464: linear attention whose inputs go through a short causal convolution) and, every few
+layers, attention whose output is multiplied by a gate; an MLP, or experts next to a shared one."""
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from tllm_spec.attention.interface import ForwardContext
-from tllm_spec.kernels.attention.rotary_write import Rotary
-from tllm_spec.kernels.states.gated_delta import DeltaWeights, gated_norm
-from tllm_spec.models.config import ModelConfig
-from tllm_spec.models.layers import (
-    Module,
-    OffsetHeadNorm,
-    OffsetRMSNorm,
-    Placement,
-    RMSNorm,
-    WeightSlot,
-    in_float32,
-    sibling,
-)
-from tllm_spec.models.linear import ColumnLinear, Linear, RowLinear
-from tllm_spec.models.llama import Attention, DecoderLayer, LlamaForCausalLM
-from tllm_spec.models.qwen3_next_config import DeltaConfig
-from tllm_spec.models.rotary import head_order
+from tllm_spec.kernels.attention.rotary_write import HeadWeights, Rotary
+from tllm_spec.kernels.states.gated_delta import DeltaShape, DeltaWeights, gated_norm
+from tllm_spec.models.config import FULL, DeltaConfig, ModelConfig, decoder_config
+from tllm_spec.models.config_file import required, with_defaults
+from tllm_spec.models.layers import Module, Placement, RMSNorm, WeightSlot, in_float32, sibling
+from tllm_spec.models.linear import Linear, RowLinear
+from tllm_spec.models.llama import Attention, CausalLM, DecoderLayer
+from tllm_spec.models.moe_config import moe_config, sparse_layers
+from tllm_spec.models.rotary import RopeConfig, rope_config
 
-# The gated delta net (arXiv 2412.06464): linear attention with a recurrent state, whose inputs go
-# through a short causal convolution.
+QWEN3_NEXT = "Qwen3NextForCausalLM"
+_LINEAR = "linear_attention"
+_COMMON: dict[str, Any] = {
+    "hidden_size": 2048,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "hidden_act": "silu",
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.25,
+    "full_attention_interval": 4,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+}
+_EXPERTS = {
+    "norm_topk_prob": True,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+}
+# The defaults of each architecture's configuration class in transformers.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    QWEN3_NEXT: _COMMON
+    | _EXPERTS
+    | {
+        "vocab_size": 151936,
+        "intermediate_size": 5632,
+        "num_hidden_layers": 48,
+        "num_experts": 512,
+        "num_experts_per_tok": 10,
+        "num_nextn_predict_layers": 1,
+    },
+    "Qwen3_5ForCausalLM": _COMMON
+    | {
+        "vocab_size": 248320,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 4,
+        "mtp_num_hidden_layers": 1,
+    },
+    "Qwen3_5MoeForCausalLM": _COMMON
+    | _EXPERTS
+    | {
+        "vocab_size": 248320,
+        "intermediate_size": 0,
+        "num_hidden_layers": 40,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "mtp_num_hidden_layers": 1,
+    },
+}
+
+
+def read_qwen3_next(raw: dict[str, Any]) -> ModelConfig:
+    """Raises ValueError for what is not served."""
+    name = raw["architectures"][0]
+    flat = with_defaults(raw, _DEFAULTS[name])
+    number, interval = required(flat, "num_hidden_layers"), flat["full_attention_interval"]
+    types = flat.get("layer_types") or [
+        _LINEAR if (layer + 1) % interval else FULL for layer in range(number)
+    ]
+    if len(types) != number:
+        raise ValueError(f"layer_types has {len(types)} entries for {number} layers.")
+    if unknown := set(types) - {_LINEAR, FULL}:
+        raise ValueError(f"layer_types has {sorted(unknown)}; served are {_LINEAR!r} and {FULL!r}.")
+    if FULL not in types:
+        raise ValueError(f"layer_types has no {FULL!r}, which at least one layer must have.")
+    key = "num_nextn_predict_layers" if name == QWEN3_NEXT else "mtp_num_hidden_layers"
+    if (modules := flat[key] or 0) > 1:
+        raise ValueError(f"{key} is {modules}; served are 0 and 1.")
+    if flat.get("attn_output_gate") is False:
+        raise ValueError("attn_output_gate is false; attention is served with a gate only.")
+    linear = tuple(layer for layer, kind in enumerate(types) if kind == _LINEAR)
+    flat |= {"sliding_window": None, "layer_types": None}
+    bias = bool(flat.get("attention_bias"))
+    config = replace(
+        decoder_config(flat, rope=_rope(flat)),
+        qkv_bias=bias,
+        o_bias=bias,
+        qk_norm=True,
+        offset_norms=True,
+        delta=_delta_config(flat, linear),
+        num_nextn_layers=int(modules),
+    )
+    if not _DEFAULTS[name].keys() >= _EXPERTS.keys():
+        return config
+    size = int(flat["shared_expert_intermediate_size"])
+    moe = replace(moe_config(flat), shared_intermediate_size=size, shared_gate=True)
+    return replace(config, moe=moe, sparse_layers=sparse_layers(flat))
+
+
+def _rope(flat: dict[str, Any]) -> RopeConfig:
+    """Raises ValueError unless an even number of a head's elements is rotated."""
+    fields = flat.get("rope_scaling") or flat.get("rope_parameters") or {}
+    share = fields.get("partial_rotary_factor") or flat["partial_rotary_factor"] or 1.0
+    head_dim = required(flat, "head_dim")
+    rotated = int(head_dim * share)
+    if rotated % 2 or not 0 < rotated <= head_dim:
+        raise ValueError(
+            f"partial_rotary_factor is {share}; of {head_dim} elements a head, an even number must "
+            "be rotated."
+        )
+    fields = {"rope_type": "default", **fields, "partial_rotary_factor": share}
+    rope = {"rope_parameters": fields, "rope_scaling": None}
+    return rope_config(flat | rope, may_be_partial=True)
+
+
+def _delta_config(flat: dict[str, Any], layers: tuple[int, ...]) -> DeltaConfig | None:
+    """layers: those with a state. None: all have keys and values. Raises ValueError for heads that
+    do not belong to each other."""
+    heads = DeltaShape(
+        flat["linear_num_key_heads"],
+        flat["linear_num_value_heads"],
+        flat["linear_key_head_dim"],
+        flat["linear_value_head_dim"],
+        flat["linear_conv_kernel_dim"],
+    )
+    if heads.num_value_heads % heads.num_key_heads:
+        raise ValueError(
+            f"linear_num_key_heads is {heads.num_key_heads}; it must divide "
+            f"linear_num_value_heads, which is {heads.num_value_heads}."
+        )
+    is_split = flat["architectures"] != [QWEN3_NEXT]
+    return DeltaConfig(layers, heads, is_split) if layers else None
 
 
 class _Heads:
@@ -160,87 +281,61 @@ class GatedDeltaNet(Module):
             yield f"{path}.{name}", WeightSlot(values, full, 0, start)
 
 
-# The checkpoint's next-token-prediction layer (qwen3_next_mtp.py loads it).
-MTP = (
-    "mtp.fc.",
-    "mtp.layers.0.",
-    "mtp.norm.",
-    "mtp.pre_fc_norm_embedding.",
-    "mtp.pre_fc_norm_hidden.",
-)
-
-
-class GatedQKV(ColumnLinear):
-    """Each head of the checkpoint's `q_proj` has queries, then gates; here all queries come first,
-    then all gates, keys and values. `GatedAttention` sets `head_order`."""
-
-    head_order: torch.Tensor
-
-    def slots(self, path: str) -> Iterator[tuple[str, WeightSlot]]:
-        for name, slot in super().slots(path):
-            part = name.split(".")[-2]
-            rows = torch.arange(self.parts[part]).view(-1, len(self.head_order))
-            if part == "q_proj":
-                order = torch.cat((rows[::2, self.head_order], rows[1::2]))
-            else:
-                order = rows[:, self.head_order] if part == "k_proj" else rows
-            yield name, replace(slot, order=order.flatten())
-
-
 class GatedAttention(Attention):
-    """Attention whose output is multiplied by the sigmoid of a gate for each element."""
+    """Attention whose output is multiplied by the sigmoid of a gate for each element. Each head of
+    the checkpoint's `q_proj` has queries, then gates; here all queries come first, then all gates,
+    keys and values."""
 
-    projection = GatedQKV
-    head_norm = OffsetHeadNorm
     query_outputs = 2
 
-    def __init__(self, config: ModelConfig, layer: int, placement: Placement) -> None:
-        super().__init__(config, layer, placement)
-        assert isinstance(self.qkv_proj, GatedQKV) and self.qk_norm is not None
-        order = head_order(config.rope, config.head_dim)
-        self.qkv_proj.head_order = self.qk_norm.order = order
+    def _row_orders(self, order: torch.Tensor | None) -> dict[str, torch.Tensor]:
+        order = torch.arange(self.head_dim) if order is None else order
+        rows = torch.arange(2 * self.num_heads * self.head_dim).view(-1, self.head_dim)
+        queries = torch.cat((rows[::2, order], rows[1::2])).flatten()
+        return super()._row_orders(order) | {"q_proj": queries}
 
     def forward(
         self, hidden: torch.Tensor, norm: RMSNorm | None, rotary: Rotary, context: ForwardContext
     ) -> torch.Tensor:
-        heads, gates = self._split(self.qkv_proj.forward(hidden, norm))
+        heads, gates = self._split(hidden, norm)
         own = context.groups[self.group]
         assert self.qk_norm is not None
         weights = self.qk_norm.head_weights
         attended = own.heads_backend.run(self.layer, heads, rotary, own.plan, weights)
         return attended.mul_(gates.sigmoid())
 
-    def write(
-        self, hidden: torch.Tensor, norm: RMSNorm | None, rotary: Rotary, context: ForwardContext
-    ) -> None:
-        heads, _ = self._split(self.qkv_proj.forward(hidden, norm))
-        own = context.groups[self.group]
+    def _heads(
+        self, hidden: torch.Tensor, norm: RMSNorm | None
+    ) -> tuple[torch.Tensor, HeadWeights | None]:
         assert self.qk_norm is not None
-        weights = self.qk_norm.head_weights
-        own.heads_backend.write(self.layer, heads, rotary, own.plan, weights)
+        return self._split(hidden, norm)[0], self.qk_norm.head_weights
 
-    def _split(self, projected: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _split(
+        self, hidden: torch.Tensor, norm: RMSNorm | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """q, k and v `[T, Hq + 2 * Hkv, D]`, and the gates `[T, Hq * D]`."""
         q_size = self.num_heads * self.head_dim
+        projected = self.qkv_proj.forward(hidden, norm)
         queries, gates, kv = projected.tensor_split((q_size, 2 * q_size), 1)
         heads = torch.cat((queries, kv), 1)
         return heads.view(len(heads), -1, self.head_dim), gates
 
 
 class Qwen3NextLayer(DecoderLayer):
-    norm_type = OffsetRMSNorm
+    attention = GatedAttention
 
     def add_attention(self, config: ModelConfig, layer: int, placement: Placement) -> None:
         if config.delta is not None and layer in config.delta.layers:
             delta_net = GatedDeltaNet(config, config.delta, layer, placement)
             self.add_under("linear_attn", "self_attn", delta_net)
         else:
-            self.self_attn = GatedAttention(config, layer, placement)
+            super().add_attention(config, layer, placement)
 
 
-class Qwen3NextForCausalLM(LlamaForCausalLM):
+class Qwen3NextForCausalLM(CausalLM):
     layer_type = Qwen3NextLayer
+    nextn_names = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm", "layers.0")
 
-    def ignores(self, name: str) -> bool:
-        has_mtp = self.config.num_nextn_layers > 0
-        return (has_mtp and name.startswith(MTP)) or super().ignores(name)
+    @staticmethod
+    def nextn_prefix(number: int) -> str:
+        return "mtp."

@@ -49,6 +49,8 @@ class RopeConfig:
     """Share of a head's elements that are rotated."""
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
+    is_interleaved: bool = False
+    """Whether the elements of a checkpoint's pair are neighbours instead of half a head apart."""
     is_long: bool = False
     """Whether longrope has its long factors, otherwise the short ones."""
 
@@ -137,12 +139,16 @@ def cos_sin_table(
     return cos_sin[:, :, None].to(placement.device, placement.dtype)
 
 
-def head_order(rope: RopeConfig, head_dim: int) -> torch.Tensor:
-    """`[D]` int64: the checkpoint's element of a head of q and k for each one here. The checkpoint
-    rotates a head's first elements, and pairs their halves. The kernels pair the halves of the
-    whole head, so the other elements, whose angle is 0, are at the ends of both."""
+def head_order(rope: RopeConfig, head_dim: int) -> torch.Tensor | None:
+    """`[D]` int64: the checkpoint's element of a head of q and k for each one here; None: the same.
+    The checkpoint rotates a head's first elements, and pairs their halves, or neighbours. The
+    kernels pair the halves of the whole head, so the other elements, whose angle is 0, are at the
+    ends of both."""
     rotated = int(head_dim * rope.partial_factor)
-    halves = torch.arange(rotated).view(2, -1)
+    if rotated == head_dim and not rope.is_interleaved:
+        return None
+    elements = torch.arange(rotated)
+    halves = elements.view(-1, 2).t() if rope.is_interleaved else elements.view(2, -1)
     others = torch.arange(rotated, head_dim).view(2, -1)
     return torch.cat((halves, others), 1).flatten()
 

@@ -18,6 +18,7 @@ from tllm_spec.models.draft_head import head_kind
 from tllm_spec.models.draft_kind import TYPES, check_kind
 from tllm_spec.models.eagle3_config import Eagle3Config
 from tllm_spec.models.mtp import check_nextn
+from tllm_spec.models.registry import model_config
 from tllm_spec.models.token_map import DraftTokens, read_token_map
 from tllm_spec.text.tokenizer import Tokenizer, has_vocabulary, load_tokenizer
 from tllm_spec.text.vocabulary import have_same_ids, shared_tokens
@@ -44,7 +45,7 @@ def check_draft(
     if draft.is_head:
         ids = _ids_of_head(draft, folder, target)
         return None if ids is None else DraftTokens(ids, ids)
-    own = ModelConfig.from_pretrained(folder)
+    own = model_config(folder)
     if own.delta is not None:
         raise ValueError(
             f"speculative_config.speculative_model = {draft.path!r} is a {own.architecture}, "

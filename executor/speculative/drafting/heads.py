@@ -30,7 +30,7 @@ from tllm_spec.models.eagle import EagleConfig, EagleHead, load_eagle_head
 from tllm_spec.models.eagle3 import Eagle3Head, load_eagle3_head
 from tllm_spec.models.eagle3_config import Eagle3Config
 from tllm_spec.models.layers import Placement
-from tllm_spec.models.llama import CausalLM, LlamaForCausalLM
+from tllm_spec.models.llama import CausalLM
 from tllm_spec.models.mtp import NextnModules, exported_config, load_nextn
 from tllm_spec.models.registry import LoadFormat, blank_placement
 from tllm_spec.zoo.registry import resolve_model
@@ -233,7 +233,6 @@ def _blank_with_layers(
 def _load_modules(
     plan: DraftPlan, source: HeadSource, config: None, num_captured: int
 ) -> NextnModules:
-    assert isinstance(source.target, LlamaForCausalLM)
     return load_nextn(
         source.path,
         source.target,
@@ -252,7 +251,6 @@ def _blank_modules(
     num_captured: int,
     device: torch.device,
 ) -> NextnModules:
-    assert isinstance(target, LlamaForCausalLM)
     own = target.config
     if plan.path is not None:
         own = exported_config(draft_folder(plan), own)

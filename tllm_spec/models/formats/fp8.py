@@ -1,5 +1,5 @@
 """FP8 weights with float32 scales for each row and each 128 inputs, next to activations of the
-model's dtype (W8A16, kernels/gemm/scaled_linear.py) or to activations that are quantised, too (W8A8,
+model's type (W8A16, kernels/gemm/scaled_linear.py), or that are quantised, too (W8A8,
 kernels/gemm/fp8_numbers.py and kernels/gemm/fp8_linear.py)."""
 
 from collections.abc import Iterator

@@ -55,8 +55,6 @@ def fp8_format(path: Path | None, raw: Mapping[str, Any]) -> Fp8Format | None:
     targets = None
     if read.targets is not None:
         targets = module_names(read.targets, "targets", reasons)
-    if any(str(name).startswith("Llama4") for name in raw.get("architectures") or ()):
-        reasons.append("Llama 4's experts are served in 16 or 32 bits")
     if reasons:
         raise ValueError(f"{source}: {'; '.join(reasons)}. {_SERVED}")
     default = "_scale_inv" if method == "fp8" and read.granularity == "block" else "_scale"

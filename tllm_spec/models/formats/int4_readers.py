@@ -16,7 +16,6 @@ from tllm_spec.models.formats.fp8_readers import (
 )
 from tllm_spec.models.formats.gguf_tensors import Q4_0, Q4_0_GROUP, gguf_names
 from tllm_spec.models.formats.int4_formats import Int4Format, Int4Groups, Packing
-from tllm_spec.models.gpt_oss_config import GPT_OSS
 from tllm_spec.zoo.registry import is_gguf
 
 GPTQ_FILE = "quantize_config.json"
@@ -54,11 +53,7 @@ def int4_format(path: Path | None, raw: Mapping[str, Any]) -> Int4Format | None:
     if wrong := wrong_types(settings):
         raise ValueError(f"{source}: {'; '.join(wrong)}. {_SERVED}")
     reasons: list[str] = []
-    if any(str(name).startswith("Llama4") for name in raw.get("architectures") or ()):
-        reasons.append("Llama 4's experts are served in 16 or 32 bits")
     found = reader(settings, reasons)
-    if found.packing == "mxfp4_experts" and raw["architectures"] != [GPT_OSS]:
-        reasons.append(f"quant_method 'mxfp4' is served for {GPT_OSS}")
     if reasons:
         raise ValueError(f"{source}: {'; '.join(reasons)}. {_SERVED}")
     return found

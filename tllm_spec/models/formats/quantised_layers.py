@@ -12,8 +12,8 @@ from tllm_spec.models.checkpoint import checkpoint_names, names_of_type
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.formats.fp8_formats import BLOCK
 from tllm_spec.models.formats.gguf_tensors import Q4_0, gguf_names
-from tllm_spec.models.formats.gpt_oss_tensors import has_codes
 from tllm_spec.models.formats.int4_packings import PACKINGS
+from tllm_spec.models.gpt_oss import has_codes
 from tllm_spec.models.layers import Module, Placement, WeightSlot
 from tllm_spec.zoo.registry import is_gguf
 

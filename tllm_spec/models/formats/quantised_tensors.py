@@ -8,8 +8,10 @@ import torch
 
 from tllm_spec.kernels.gemm.int4_weights import group_words
 from tllm_spec.models.checkpoint import checkpoint_tensors, listed
+from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.formats.fp8 import Fp8Tensor
 from tllm_spec.models.formats.fp8_formats import INPUT_SCALES, Fp8Format, is_left_out
+from tllm_spec.models.formats.gguf_tensors import gguf_tensors
 from tllm_spec.models.formats.int4_formats import Int4Format, Int4Groups, Packing
 from tllm_spec.models.formats.int4_packings import (
     EIGHTS,
@@ -19,8 +21,22 @@ from tllm_spec.models.formats.int4_packings import (
     Unpacked,
     four_bits,
 )
+from tllm_spec.models.layers import StoredWeight
+from tllm_spec.zoo.registry import is_gguf
 
-# The tensors of a checkpoint with FP8 weights, joined with their scales.
+
+def stored_tensors(
+    path: Path, config: ModelConfig, wants: Callable[[str], bool]
+) -> Iterator[tuple[str, torch.Tensor | StoredWeight]]:
+    """The tensors of a checkpoint whose names are wanted. Raises ValueError for a file that is
+    missing or not readable."""
+    if is_gguf(path):
+        return gguf_tensors(path, wants)
+    if config.int4 is not None:
+        return int4_tensors(path, config.int4, wants)
+    if config.fp8 is not None:
+        return fp8_tensors(path, config.fp8, wants)
+    return checkpoint_tensors(path, wants)
 
 
 def fp8_tensors(
