@@ -67,8 +67,7 @@ from tllm_spec.kernels.gemm.scaled_linear import (
     slice_outputs,
 )
 from tllm_spec.kernels.gemm.small_m_gemm import MAX_ROWS, small_m_gemm
-from tllm_spec.models.formats.fp8_formats import ActivationScales
-from tllm_spec.models.formats.int4_formats import Int4Groups
+from tllm_spec.models.formats.quantisation import ActivationScales, FourBitGroups, Quantisation
 from tllm_spec.models.layers import Placement
 from tllm_spec.models.moe import Experts
 from tllm_spec.models.moe_config import MoEConfig
@@ -91,11 +90,11 @@ EXPERTS = {
 TOKENS, TURNS = (1, 8, 64, 256, 8192), 4
 PLAIN = Placement(torch.bfloat16, torch.device("cuda"), SINGLE_RANK)
 BY_COLUMN = {
-    "FP8": replace(PLAIN, fp8="block"),
-    "activations": replace(PLAIN, fp8="row", activations=ActivationScales()),
-    "blocks": replace(PLAIN, fp8="block", activations=ActivationScales("block")),
-    "int4": replace(PLAIN, int4=Int4Groups(BLOCK)),
-    "mxfp4": replace(PLAIN, int4=Int4Groups(32, is_float=True)),
+    "FP8": replace(PLAIN, quantised=Quantisation("block")),
+    "activations": replace(PLAIN, quantised=Quantisation("row", ActivationScales())),
+    "blocks": replace(PLAIN, quantised=Quantisation("block", ActivationScales("block"))),
+    "int4": replace(PLAIN, quantised=Quantisation(four_bit=FourBitGroups(BLOCK))),
+    "mxfp4": replace(PLAIN, quantised=Quantisation(four_bit=FourBitGroups(32, is_float=True))),
     "bf16": PLAIN,
 }
 WEIGHTS_BYTES = 512 << 20  # of a call's side together: more than the L2 cache holds

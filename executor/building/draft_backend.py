@@ -57,7 +57,7 @@ def check_draft_backend(plan: BuildPlan) -> None:
                 f"its network is a dense decoder ({', '.join(ARCHITECTURES)}), and the draft model "
                 f"is {config.architecture}"
             )
-        if config.int4 is not None and config.int4.packing != "gguf":  # hosts dequantise GGUF
+        if config.quantisation.packing not in (None, "gguf"):  # hosts dequantise GGUF
             reasons.append("its network has weights of 16 or 32 bits, and the draft model's have 4")
     window = draft.window_size or config.sliding_window
     if window is not None and window < plan.max_seq_len:

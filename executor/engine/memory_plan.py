@@ -295,12 +295,12 @@ def round_bytes(args: LlmArgs, models: Sequence[ServedModel]) -> int:
 
 def _has_slices(model: ServedModel) -> bool:
     """Whether weights are quantised. Heads have none."""
-    return any(getattr(model.config, name, None) is not None for name in ("fp8", "int4"))
+    return not model.config.quantisation.is_plain
 
 
 def _widens_experts(model: ServedModel) -> bool:
-    int4 = getattr(model.config, "int4", None)
-    return int4 is not None and int4.groups.has_exponents and model.config.moe is not None
+    groups = model.config.quantisation.four_bit
+    return groups is not None and groups.has_exponents and model.config.moe is not None
 
 
 def _activation_bytes(num_rows: int, model: ServedModel) -> int:

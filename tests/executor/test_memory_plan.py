@@ -35,7 +35,7 @@ from tllm_spec.kernels.gemm.int4_weights import MXFP4_GROUP
 from tllm_spec.kernels.gemm.scaled_linear import MAX_BYTES
 from tllm_spec.llm import LLM
 from tllm_spec.models.config import ModelConfig
-from tllm_spec.models.formats.int4_formats import Int4Groups
+from tllm_spec.models.formats.quantisation import PLAIN, FourBitGroups, Quantisation
 from tllm_spec.models.formats.stacked_weight import WIDE_BYTES
 from tllm_spec.models.formats.weight_format import CpuWeight
 from tllm_spec.models.linear import Linear
@@ -52,7 +52,10 @@ GIB = 1 << 30
 def model_of(hidden: int, intermediate: int, vocab: int, dtype: torch.dtype) -> Any:
     """What the plan looks at in a model on a GPU."""
     config = SimpleNamespace(
-        hidden_size=hidden, mlp_row_elements=4 * intermediate, vocab_size=vocab
+        hidden_size=hidden,
+        mlp_row_elements=4 * intermediate,
+        vocab_size=vocab,
+        quantisation=PLAIN,
     )
     on_cuda = torch.device("cuda")
     return SimpleNamespace(config=config, dtype=dtype, device=on_cuda, num_logits=vocab)
@@ -138,14 +141,15 @@ def test_a_cache_in_fp8_has_as_many_more_tokens_as_its_numbers_are_smaller(
 def test_a_slice_of_an_fp8_weight_has_room() -> None:
     args, model = LlmArgs(model="m"), model_of(8, 8, 8, torch.bfloat16)
     plain = round_bytes(args, [model])
-    model.config.fp8 = object()
+    model.config.quantisation = Quantisation("block")
     assert round_bytes(args, [model]) - plain == 2 * 2 * MAX_BYTES
 
 
 @pytest.mark.parametrize(("size", "is_widened"), [(MXFP4_GROUP, True), (16, False)])
 def test_experts_in_mxfp4_have_room_in_16_bits(size: int, is_widened: bool) -> None:
     args, model = LlmArgs(model="m"), model_of(8, 8, 8, torch.bfloat16)
-    model.config.int4 = SimpleNamespace(groups=Int4Groups(size, is_float=True))
+    groups = FourBitGroups(size, is_float=True)
+    model.config.quantisation = Quantisation(four_bit=groups)
     model.config.moe = None
     dense = round_bytes(args, [model])
     model.config.moe = object()

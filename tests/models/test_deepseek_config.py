@@ -28,7 +28,7 @@ def test_v3_is_read_as_published() -> None:
     config = model_config_of(V3)
     moe, mla = config.moe, config.mla
     assert moe is not None and mla is not None and mla.q_lora_rank == 1536 and mla.is_interleaved
-    assert config.fp8 is not None and config.num_nextn_layers == 1
+    assert config.quantisation.fp8 is not None and config.num_nextn_layers == 1
     assert config.sparse_layers == frozenset(range(3, 61))
     assert (moe.scoring, moe.top_k, moe.num_groups, moe.top_groups) == ("sigmoid", 8, 8, 4)
     assert moe.normalise_top_k and moe.has_correction_bias and moe.routed_scaling_factor == 2.5

@@ -96,7 +96,7 @@ def test_a_tensor_next_to_the_indexer_and_an_indexer_of_v3_are_surplus(tmp_path:
 def test_the_published_config_is_read() -> None:
     config = model_config_of(V3_2)
     assert config.mla is not None and config.mla.index_topk == 2048 and config.mla.is_interleaved
-    assert config.fp8 is not None and config.num_nextn_layers == 1
+    assert config.quantisation.fp8 is not None and config.num_nextn_layers == 1
     assert config.sparse_layers == frozenset(range(3, 61)) and config.max_positions == 163840
 
 

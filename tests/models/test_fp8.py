@@ -16,7 +16,7 @@ from tests.models.mtp_reference import export_modules, save_with_mtp
 from tllm_spec.distributed.communicator import Mapping
 from tllm_spec.models.formats import quantised_layers
 from tllm_spec.models.formats.fp8 import Fp8Tensor, ScaledSlot
-from tllm_spec.models.formats.fp8_formats import Granularity
+from tllm_spec.models.formats.quantisation import Granularity, Quantisation
 from tllm_spec.models.formats.quantised_layers import with_quantised
 from tllm_spec.models.layers import Module, Placement, WeightSlot
 from tllm_spec.models.linear import Linear
@@ -120,7 +120,10 @@ def test_ranks_have_their_part_of_weights_and_scales(
     tp_size, ep_size = sizes
     for rank in range(tp_size):
         placement = Placement(
-            torch.float32, CPU, Mapping(rank, tp_size, tp_size, ep_size), fp8=granularity
+            torch.float32,
+            CPU,
+            Mapping(rank, tp_size, tp_size, ep_size),
+            quantised=Quantisation(granularity),
         )
         model = model_type(whole.config)(whole.config, 64, placement)
         stored = dict(
@@ -192,7 +195,7 @@ def test_gpus_without_fp8_get_dequantised_weights(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     config = model_config(path)
     placement = Placement(torch.bfloat16, torch.device("cuda", 0), Mapping(0, 1))
-    assert (with_quantised(placement, config).fp8 == "block") == keeps
+    assert (with_quantised(placement, config).quantised.fp8 == "block") == keeps
     assert with_quantised(placement, model_config(plain)) == placement
     monkeypatch.setattr(quantised_layers, "multiplies_fp8", lambda device: keeps)
     model = load(path)
@@ -236,8 +239,8 @@ def test_each_block_has_its_own_scale(tmp_path: Path) -> None:
     FAMILIES["llama"](tmp_path)
     quantise(tmp_path)
     config = load(tmp_path).config
-    assert config.fp8 is not None
-    tensor = Fp8Tensor(weight, config.fp8.row_scales(scale, (130, 257), "w"))
+    assert config.quantisation.fp8 is not None
+    tensor = Fp8Tensor(weight, config.quantisation.row_scales(scale, (130, 257), "w"))
     assert tensor.dequantised(torch.float32)[[0, 127, 128, 129]][
         :, [0, 127, 128, 255, 256]
     ].tolist() == [[1, 1, 2, 2, 4], [1, 1, 2, 2, 4], [8, 8, 16, 16, 32], [8, 8, 16, 16, 32]]

@@ -14,6 +14,7 @@ from tests.models.mtp_reference import export_modules, save_with_mtp
 from tests.models.test_fp8 import FAMILIES, fp8_names, save_both
 from tests.models.test_fp8_formats import GROUP, NO_GROUP
 from tllm_spec.distributed.communicator import Mapping
+from tllm_spec.models.formats.quantisation import Quantisation
 from tllm_spec.models.formats.quantised_layers import prepare_quantised
 from tllm_spec.models.layers import Placement
 from tllm_spec.models.mtp import load_nextn
@@ -66,7 +67,7 @@ def test_slices_that_cut_a_block_are_warned_of_with_their_bytes(
     path, _ = save_both(family, tmp_path)
     config = load(path).config
     caplog.clear()
-    placement = Placement(torch.bfloat16, CPU, Mapping(1, 2, 2), fp8="block")
+    placement = Placement(torch.bfloat16, CPU, Mapping(1, 2, 2), quantised=Quantisation("block"))
     model = model_type(config)(config, 64, placement)
     prepare_quantised({"": model}, path, config, "auto", placement)
     level, text = only_line(caplog)
@@ -76,7 +77,7 @@ def test_slices_that_cut_a_block_are_warned_of_with_their_bytes(
     assert f"down_proj, o_proj ({2 * number:,} bytes on a device instead of {number:,}), " in text
     assert "since the inputs of a rank do not end with a block of 128" in text
     caplog.clear()
-    rows = replace(placement, fp8="row")
+    rows = replace(placement, quantised=Quantisation("row"))
     model = model_type(config)(config, 64, rows)
     prepare_quantised({"": model}, path, config, "auto", rows)
     assert not caplog.records

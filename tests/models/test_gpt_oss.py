@@ -51,7 +51,7 @@ def test_beyond_the_window_logits_equal_transformers(
 
 def test_experts_in_mxfp4_have_the_logits_of_their_numbers(tmp_path: Path) -> None:
     expected = reference_logits(in_mxfp4(tmp_path, save_gpt_oss(tmp_path)), TOKENS)
-    assert load(tmp_path).config.int4 is not None
+    assert load(tmp_path).config.quantisation.four_bit is not None
     assert_logits_in_all_ways(tmp_path, VanillaAttention, expected, TOKENS)
 
 
@@ -94,7 +94,7 @@ def test_the_frequencies_are_those_of_the_published_models() -> None:
 def test_a_published_config_is_read_as_transformers_reads_it(name: str) -> None:
     raw = GPT_OSS[name]
     config, theirs = model_config_of(raw), transformers.GptOssConfig(**copy.deepcopy(raw))
-    assert config.moe is not None and config.int4 is not None
+    assert config.moe is not None and config.quantisation.four_bit is not None
     assert (config.moe.num_experts, config.moe.top_k, config.moe.intermediate_size) == (
         *(theirs.num_local_experts, theirs.num_experts_per_tok, theirs.intermediate_size),
     )
@@ -105,7 +105,7 @@ def test_a_published_config_is_read_as_transformers_reads_it(name: str) -> None:
     assert second.geometry.span is None and second.layers[0] == 1
     assert len(first.layers) == len(second.layers) == theirs.num_hidden_layers / 2
     assert config.max_positions == theirs.max_position_embeddings
-    keeps = config.int4.keeps
+    keeps = config.quantisation.keeps
     assert keeps("model.layers.3.mlp.experts.7.gate_proj")
     others = "self_attn.q_proj", "mlp.router"
     assert not any(keeps(f"model.layers.3.{each}") for each in others) and not keeps("lm_head")

@@ -54,7 +54,7 @@ def test_the_whole_published_config_is_read(name: str) -> None:
     ends = text["eos_token_id"]
     assert config.eos_token_ids == tuple(ends if isinstance(ends, list) else [ends])
     assert len(config.sparse_layers) == SPARSE[name] and config.sliding_window is None
-    assert (config.fp8 is not None) == ("quantization_config" in raw)
+    assert (config.quantisation.fp8 is not None) == ("quantization_config" in raw)
     assert config.num_nextn_layers == raw.get("num_nextn_predict_layers", 0)
     assert config.max_position_embeddings == text["max_position_embeddings"]
 

@@ -77,7 +77,10 @@ def test_the_text_part_of_a_model_with_images_has_the_text_models_logits(
     tokens = random_tokens(MAX_POSITIONS, seed=3)
     expected = reference_logits(save_with_images(tmp_path, family), tokens)
     found = PagedRunner(load(tmp_path)).step({0: tokens})[0]
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    # With experts the last gated delta net enlarges the rounding errors of the layers before it
+    # several times. Against a float64 run of transformers, its own float32 logits are off by
+    # 8.3e-5 (9.2e-5 by its recurrent rule) and ours by 3.6e-5, so both may differ by their sum.
+    torch.testing.assert_close(found, expected, rtol=0, atol=1.5e-4)
 
 
 @pytest.mark.parametrize("family", ["Qwen3Next", "Qwen3_5"])

@@ -14,9 +14,8 @@ from tllm_spec.distributed.communicator import Mapping
 from tllm_spec.kernels.attention.visible_keys import KeySpan
 from tllm_spec.kernels.states.gated_delta import DeltaShape
 from tllm_spec.models.config_file import required, with_defaults
-from tllm_spec.models.formats.fp8_formats import Fp8Format
-from tllm_spec.models.formats.int4_formats import Int4Format
 from tllm_spec.models.formats.kv_cache_formats import KVCacheSetting
+from tllm_spec.models.formats.quantisation import PLAIN, Quantisation
 from tllm_spec.models.moe_config import QWEN3_5_NAMES, MoEConfig, MoENames
 from tllm_spec.models.rotary import RopeConfig, rope_config
 
@@ -232,10 +231,8 @@ class ModelConfig:
     """Layers with a recurrent state instead of attention; None: there are none."""
     num_nextn_layers: int = 0
     """Layers of the checkpoint that follow the decoder's and predict further tokens (MTP)."""
-    fp8: Fp8Format | None = None
-    """How the checkpoint stores FP8 weights; None: it has none."""
-    int4: Int4Format | None = None
-    """How the checkpoint stores 4-bit weights; None: it has none."""
+    quantisation: Quantisation = PLAIN
+    """How the checkpoint stores weights."""
     kv_cache: KVCacheSetting | None = None
     """What the checkpoint says of the KV cache; None: nothing."""
     unknown_keys: tuple[str, ...] = field(default=(), compare=False)
@@ -328,7 +325,7 @@ class ModelConfig:
             scale=self.head_dim**-0.5 if self.query_scale is None else self.query_scale,
             span=span,
             has_sinks=self.has_sinks,
-            feeds_codes=self.fp8 is not None and self.fp8.activations is not None,
+            feeds_codes=self.quantisation.activations is not None,
         )
 
     def _span(self, layer: int) -> KeySpan | None:

@@ -230,11 +230,9 @@ def unknown_keys(
 
 def check_layers(config: ModelConfig, kind: str) -> None:
     """Raises ValueError for quantised weights."""
-    for form, name in ((config.fp8, "FP8"), (config.int4, "4-bit")):
-        if form is not None:
-            raise ValueError(
-                f"The {kind} head has {name} weights; heads are served in 16 or 32 bits."
-            )
+    if not config.quantisation.is_plain:
+        name = "FP8" if config.quantisation.four_bit is None else "4-bit"
+        raise ValueError(f"The {kind} head has {name} weights; heads are served in 16 or 32 bits.")
 
 
 Own = TypeVar("Own", bound="Eagle3Config")

@@ -24,7 +24,7 @@ import torch
 from tllm_spec.models.checkpoint import checkpoint_names, checkpoint_tensors, listed
 from tllm_spec.models.config import FULL, SLIDING, ModelConfig, decoder_config
 from tllm_spec.models.config_file import required, with_defaults
-from tllm_spec.models.formats.int4_packings import Int4Tensor, e2m1_codes, mxfp4_scales
+from tllm_spec.models.formats.four_bit_packings import FourBitTensor, e2m1_codes, mxfp4_scales
 from tllm_spec.models.layers import StoredWeight
 from tllm_spec.models.llama import CausalLM
 from tllm_spec.models.moe_config import MoENames, moe_config, sparse_layers
@@ -90,7 +90,8 @@ def read_gpt_oss(raw: dict[str, Any]) -> ModelConfig:
 class GptOssForCausalLM(CausalLM):
     @classmethod
     def check_weights(cls, config: ModelConfig) -> None:
-        if config.fp8 or (config.int4 and config.int4.packing != "mxfp4_experts"):
+        form = config.quantisation
+        if not form.is_plain and form.packing != "mxfp4_experts":
             raise ValueError(
                 "GptOssForCausalLM has other quantised weights than MXFP4 experts (quant_method "
                 "'mxfp4'), which are served, as are weights of 16 or 32 bits."
@@ -100,13 +101,13 @@ class GptOssForCausalLM(CausalLM):
     def stored_tensors(
         cls, path: Path, config: ModelConfig, wants: Callable[[str], bool]
     ) -> Iterator[tuple[str, torch.Tensor | StoredWeight]]:
-        in_mxfp4 = config.int4 is not None
+        in_mxfp4 = not config.quantisation.is_plain
         return gpt_oss_tensors(path, config.num_layers, wants, in_mxfp4=in_mxfp4)
 
 
 def gpt_oss_tensors(
     path: Path, num_layers: int, wants: Callable[[str], bool], *, in_mxfp4: bool
-) -> Iterator[tuple[str, torch.Tensor | Int4Tensor]]:
+) -> Iterator[tuple[str, torch.Tensor | FourBitTensor]]:
     """As `checkpoint_tensors`. Raises ValueError if a tensor of experts is missing, or of a wrong
     shape or type."""
     suffixes = (BLOCKS, SCALES, "_bias") if in_mxfp4 else ("", "_bias")
@@ -157,7 +158,7 @@ def _experts(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tenso
 
 def _mxfp4_experts(
     name: str, blocks: torch.Tensor, scales: torch.Tensor
-) -> Iterator[tuple[str, Int4Tensor]]:
+) -> Iterator[tuple[str, FourBitTensor]]:
     found = _FUSED.match(name)
     assert found is not None
     shape = (*scales.shape, GROUP // 2)
@@ -171,7 +172,7 @@ def _mxfp4_experts(
         for part, rows in _parts(found[2]):
             codes = e2m1_codes(own[rows].flatten(1))
             words = mxfp4_scales(own_scales[rows])
-            yield f"{found[1]}.{expert}.{part}.weight", Int4Tensor(codes, words, GROUP)
+            yield f"{found[1]}.{expert}.{part}.weight", FourBitTensor(codes, words, GROUP)
 
 
 def _parts(kind: str) -> list[tuple[str, slice]]:

@@ -13,8 +13,7 @@ from tllm_spec.kernels.attention.rotary_write import HeadWeights
 from tllm_spec.kernels.gemm.batch_invariant_linear import batch_invariant_linear
 from tllm_spec.kernels.gemm.norms import NormWeight, rms_norm
 from tllm_spec.kernels.slots.row_copies import gather_rows, gather_slice_rows
-from tllm_spec.models.formats.fp8_formats import BLOCK, ActivationScales, Granularity
-from tllm_spec.models.formats.int4_formats import Int4Groups
+from tllm_spec.models.formats.quantisation import BLOCK, PLAIN, Quantisation
 
 
 @dataclass(frozen=True)
@@ -27,28 +26,24 @@ class Placement:
     batch_invariant: bool = False
     """Whether a row's result must have the same bits for any number of other rows."""
     communicator: Communicator = SINGLE
-    fp8: Granularity | None = None
-    """What shares a scale in the checkpoint's FP8 weights that stay so; None: all weights are of
-    `dtype`."""
-    activations: ActivationScales | None = None
-    """How linear layers with weights in FP8 quantise activations; None: not."""
-    int4: Int4Groups | None = None
-    """The groups of 4-bit weights that stay so; None: there are none, or they do not."""
+    quantised: Quantisation = PLAIN
+    """How the weights are quantised that stay so."""
     splits_inputs: bool = False
     """Whether each rank has a slice of a layer's inputs."""
 
     @property
     def wide(self) -> "Placement":
         """The placement of weights that checkpoints do not quantise."""
-        return replace(self, fp8=None, activations=None, int4=None)
+        return replace(self, quantised=PLAIN)
 
     def of_inputs(self, size: int, full: int) -> "Placement":
         """The placement of weights with a rank's `size` of `full` inputs. If they do not end with a
         block whose weights share a scale, this block would belong to two ranks, so the weights are
         not FP8, or if activations have blocks as well, the layer refuses. The scale of a tensor or
         row belongs to all ranks."""
-        in_blocks = self.activations is not None and self.activations.shared_by == "block"
-        is_cut = self.fp8 == "block" and size < full and size % BLOCK > 0 and not in_blocks
+        form = self.quantised
+        in_blocks = form.activations is not None and form.activations.shared_by == "block"
+        is_cut = form.fp8 == "block" and size < full and size % BLOCK > 0 and not in_blocks
         return replace(self.wide if is_cut else self, splits_inputs=size < full)
 
     def parameter(self, *shape: int, column_major: bool = False) -> nn.Parameter:

@@ -25,9 +25,10 @@ from tllm_spec.kernels.gemm.tuned_linear import (
     tune_missing,
     write_table,
 )
-from tllm_spec.models.formats.choice import choose_format, plain_format
-from tllm_spec.models.formats.fp8 import QuantisedActivations
+from tllm_spec.models.formats.four_bit import FourBitWeight
+from tllm_spec.models.formats.fp8 import QuantisedActivations, ScaledWeight
 from tllm_spec.models.formats.weight_format import (
+    BatchInvariantWeight,
     CpuWeight,
     CudaWeight,
     Part,
@@ -36,6 +37,31 @@ from tllm_spec.models.formats.weight_format import (
     cpu_copy_bytes,
 )
 from tllm_spec.models.layers import Module, Placement, RMSNorm, WeightSlot, sibling
+
+
+def choose_format(
+    out_features: int, in_features: int, placement: Placement, bias: nn.Parameter | None
+) -> WeightFormat:
+    """The format of the placement's weights, with new tensors."""
+    form, sizes = placement.quantised, (out_features, in_features)
+    if form.activations is not None:
+        return QuantisedActivations(*sizes, placement, bias)
+    if form.four_bit is not None:
+        return FourBitWeight(*sizes, placement, bias)
+    if form.fp8 is not None:
+        return ScaledWeight(*sizes, placement, bias)
+    if placement.device.type == "cpu" and not placement.batch_invariant:
+        return CpuWeight(CpuWeight.allocate(*sizes, placement), bias)
+    return plain_format(placement.parameter(*sizes), placement, bias)
+
+
+def plain_format(
+    weight: nn.Parameter, placement: Placement, bias: nn.Parameter | None
+) -> PlainWeight:
+    """The format of a given weight of the placement's dtype, row-major."""
+    if placement.batch_invariant:
+        return BatchInvariantWeight(weight, bias)
+    return CudaWeight(weight, bias) if placement.device.type == "cuda" else CpuWeight(weight, bias)
 
 
 class Linear(Module):

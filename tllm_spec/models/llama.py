@@ -398,12 +398,12 @@ class CausalLM(Module):
     def check_weights(cls, config: ModelConfig) -> None:
         """Raises ValueError for quantised weights that the architecture is not served with."""
         has_fused = config.moe is not None and config.moe.names.fused
-        if (config.delta is not None or has_fused) and (config.int4 or config.fp8):
+        if (config.delta is not None or has_fused) and not config.quantisation.is_plain:
             raise ValueError(
                 f"{config.architecture} has quantised weights; it is served with weights of 16 or "
                 "32 bits."
             )
-        if config.int4 is not None and config.int4.packing == "mxfp4_experts":
+        if config.quantisation.packing == "mxfp4_experts":
             raise ValueError(
                 f"{config.architecture} has quant_method 'mxfp4', which is served for "
                 "GptOssForCausalLM."

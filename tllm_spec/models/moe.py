@@ -12,8 +12,7 @@ from tllm_spec.kernels.experts.grouped_gemm import (
 from tllm_spec.kernels.experts.permute import moe_permute
 from tllm_spec.kernels.experts.routing import OwnExperts, moe_combine, moe_routing
 from tllm_spec.kernels.gemm.batch_invariant_linear import batch_invariant_linear
-from tllm_spec.models.formats.choice import choose_stacked
-from tllm_spec.models.formats.stacked_weight import StackedWeight
+from tllm_spec.models.formats.stacked_weight import StackedWeight, choose_stacked
 from tllm_spec.models.formats.weight_format import Part
 from tllm_spec.models.layers import Module, Placement, RMSNorm, StoredWeight, WeightSlot, sibling
 from tllm_spec.models.linear import ColumnLinear, Linear, RowLinear

@@ -13,9 +13,9 @@ from tllm_spec.models.checkpoint import has_own_output
 from tllm_spec.models.config import WITH_IMAGES, ModelConfig, text_part_of, token_ids_of
 from tllm_spec.models.config_file import read_checked, read_config
 from tllm_spec.models.deepseek import DeepseekForCausalLM, read_deepseek, read_glm4_moe
-from tllm_spec.models.formats.fp8_readers import fp8_format
-from tllm_spec.models.formats.int4_readers import int4_format
 from tllm_spec.models.formats.kv_cache_formats import kv_cache_setting
+from tllm_spec.models.formats.quantisation import Quantisation
+from tllm_spec.models.formats.quantisation_readers import read_quantisation
 from tllm_spec.models.formats.quantised_layers import (
     computed_as,
     log_quantised,
@@ -113,10 +113,12 @@ def model_config_of(raw: dict[str, Any], path: Path | None = None) -> ModelConfi
         raise ValueError(
             f"The rotary embedding has {config.rope_dim} elements a head; the number must be even."
         )
-    int4 = int4_format(path, keys)
-    fp8 = None if int4 is not None else fp8_format(path, keys)
-    kv_cache = kv_cache_setting(path, keys)
-    config = replace(config, architecture=names[0], int4=int4, fp8=fp8, kv_cache=kv_cache)
+    config = replace(
+        config,
+        architecture=names[0],
+        quantisation=read_quantisation(path, keys),
+        kv_cache=kv_cache_setting(path, keys),
+    )
     family.model.check_weights(config)
     return config
 
@@ -139,7 +141,7 @@ def check_shards(path: Path, tp_size: int, ep_size: int) -> None:
         config.dtype,
         torch.device("meta"),
         Mapping(0, tp_size, tp_size, ep_size),
-        int4=None if config.int4 is None else config.int4.groups,
+        quantised=Quantisation(four_bit=config.quantisation.four_bit),
     )
     model_type(config)(config, max_positions=1, placement=placement)
 

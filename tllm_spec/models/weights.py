@@ -10,7 +10,7 @@ import torch
 
 from tllm_spec.kernels.gemm.int4_weights import exponent_words, group_words
 from tllm_spec.models.checkpoint import EMBEDDING, OUTPUT, listed, stored_pair
-from tllm_spec.models.formats.int4_packings import SYMMETRIC_ZERO
+from tllm_spec.models.formats.four_bit_packings import SYMMETRIC_ZERO
 from tllm_spec.models.layers import HeadNorm, Module, RMSNorm, StoredWeight, WeightSlot
 from tllm_spec.models.llama import CausalLM
 from tllm_spec.progress import Progress, progress

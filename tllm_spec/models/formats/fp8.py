@@ -11,6 +11,7 @@ from torch import nn
 from tllm_spec.kernels.dispatch import has_kernels
 from tllm_spec.kernels.gemm.fp8_linear import Fp8Gemms, fp8_linear, tile_scales
 from tllm_spec.kernels.gemm.fp8_numbers import BLOCK, dequantised, quantise_rows
+from tllm_spec.kernels.gemm.norms import silu_and_mul
 from tllm_spec.kernels.gemm.scaled_linear import scaled_linear
 from tllm_spec.models.formats.weight_format import FewRowsFormat, Part, WeightFormat
 from tllm_spec.models.layers import Placement, RMSNorm, StoredWeight, WeightSlot, tp_sizes
@@ -66,8 +67,10 @@ def scaled_parameters(
     return nn.Parameter(weight, requires_grad=False), nn.Parameter(scales, requires_grad=False)
 
 
-class ScaledTensors(WeightFormat):
-    """The tensors of an FP8 weight. `dtype`: of the numbers without their scales."""
+class ScaledWeight(FewRowsFormat):
+    """An FP8 weight. More than 256 rows are multiplied by the weight that was dequantised to 16
+    bits just before, so the order of sums depends on the number of rows, unless the placement is
+    batch-invariant. `dtype`: of the numbers without their scales."""
 
     scales: nn.Parameter
 
@@ -83,6 +86,7 @@ class ScaledTensors(WeightFormat):
             out_features, in_features, device=placement.device, dtype=dtype
         )
         self.bias, self.dtype = bias, placement.dtype
+        self.is_invariant = placement.batch_invariant
 
     def slots(self, module: str, rows: slice, part: Part) -> Iterator[tuple[str, WeightSlot]]:
         """The checkpoint's scales come with the weight, as an `Fp8Tensor`."""
@@ -92,14 +96,6 @@ class ScaledTensors(WeightFormat):
     def full_weight(self) -> torch.Tensor:
         return dequantised(self.weight, self.scales, self.dtype)
 
-
-class ScaledGemms(FewRowsFormat):
-    """GEMMs of a weight with scales, in FP8 or 4 bits. More than 256 rows are multiplied by the
-    weight that was dequantised to 16 bits just before. So the order of sums depends on the number
-    of rows."""
-
-    scales: nn.Parameter
-
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         return self._rows(x)
 
@@ -108,32 +104,7 @@ class ScaledGemms(FewRowsFormat):
 
     def _rows(self, x: torch.Tensor, total: torch.Tensor | None = None) -> torch.Tensor:
         own = self.weight, self.scales, self.bias
-        return scaled_linear(x, *own, group=self.group, add_to=total, invariant=False)
-
-
-class BatchInvariantScaledGemms(WeightFormat):
-    """A row's result has the same bits in every batch."""
-
-    scales: nn.Parameter
-
-    def multiply(self, x: torch.Tensor) -> torch.Tensor:
-        return scaled_linear(x, self.weight, self.scales, self.bias, group=self.group)
-
-    def add_to(self, total: torch.Tensor, x: torch.Tensor) -> None:
-        own = self.weight, self.scales, self.bias
-        scaled_linear(x, *own, group=self.group, add_to=total)
-
-
-class ScaledWeight(ScaledTensors, ScaledGemms):
-    """An FP8 weight."""
-
-
-class BatchInvariantScaledWeight(ScaledTensors, BatchInvariantScaledGemms):
-    """An FP8 weight for `deterministic: true`."""
-
-
-# FP8 weights, and activations that are quantised to FP8 (W8A8): kernels/gemm/fp8_numbers.py and
-# kernels/gemm/fp8_linear.py.
+        return scaled_linear(x, *own, group=self.group, add_to=total, invariant=self.is_invariant)
 
 
 @dataclass(frozen=True)
@@ -157,7 +128,7 @@ class CodesSlot(ScaledSlot):
         self.input_scale.clamp_min_(tensor.input_scale.item())
 
 
-class QuantisedActivations(ScaledTensors):
+class QuantisedActivations(ScaledWeight):
     """Norm and SwiGLU are fused with the quantisation. The reference multiplies codes in float64,
     so CPUs keep the weight's codes in that type."""
 
@@ -173,12 +144,12 @@ class QuantisedActivations(ScaledTensors):
         on_kernels = placement.device.type != "cpu" or has_kernels(placement.device)
         dtype = FP8 if on_kernels else torch.float64
         super().__init__(out_features, in_features, placement, bias, dtype)
-        columns = 1 if placement.fp8 in ("tensor", "row") else self.scales.shape[1]
+        columns = 1 if placement.quantised.fp8 in ("tensor", "row") else self.scales.shape[1]
         # In memory `[columns, N]`, as the kernels read it.
         scales = torch.empty(columns, out_features, device=placement.device).t()
         self.scales = nn.Parameter(scales, requires_grad=False)
-        assert placement.activations is not None
-        self.activations, self.communicator = placement.activations, None
+        assert placement.quantised.activations is not None
+        self.activations, self.communicator = placement.quantised.activations, None
         if self.activations.shared_by == "tensor":
             zero = torch.zeros((), dtype=torch.float32, device=placement.device)
             self.input_scale = nn.Parameter(zero, requires_grad=False)
@@ -212,6 +183,9 @@ class QuantisedActivations(ScaledTensors):
 
     def forward(self, x: torch.Tensor, norm: RMSNorm | None = None) -> torch.Tensor:
         return self._product(*self._quantised(x, norm))
+
+    def gated(self, x: torch.Tensor, norm: RMSNorm | None = None) -> torch.Tensor:
+        return silu_and_mul(self.forward(x, norm))
 
     def add_to(self, total: torch.Tensor, x: torch.Tensor) -> None:
         self._product(*self._quantised(x), total)

@@ -90,20 +90,26 @@ class WeightFormat(ABC):
 
 
 class FewRowsFormat(WeightFormat):
-    """Up to 8 rows on CUDA run `small_m_gemm`, which fuses norm, SwiGLU and the addition."""
+    """Up to 8 rows on CUDA run `small_m_gemm`, which fuses norm, SwiGLU and the addition, unless
+    each row must have the same bits in every batch (`is_invariant`)."""
+
+    is_invariant = False
+
+    def _are_few(self, x: torch.Tensor) -> bool:
+        return not self.is_invariant and serves(x, self.weight, self.scales, self.group)
 
     def forward(self, x: torch.Tensor, norm: RMSNorm | None = None) -> torch.Tensor:
-        if serves(x, self.weight, self.scales, self.group):
+        if self._are_few(x):
             return self._few_rows(x, norm)
         return self.multiply(x if norm is None else norm.forward(x))
 
     def gated(self, x: torch.Tensor, norm: RMSNorm | None = None) -> torch.Tensor:
-        if serves(x, self.weight, self.scales, self.group):
+        if self._are_few(x):
             return self._few_rows(x, norm, gated=True)
         return silu_and_mul(self.multiply(x if norm is None else norm.forward(x)))
 
     def add_to(self, total: torch.Tensor, x: torch.Tensor) -> None:
-        if serves(x, self.weight, self.scales, self.group):
+        if self._are_few(x):
             self._few_rows(x, add_to=total)
         else:
             self.add_rows_to(total, x)

@@ -8,13 +8,13 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from tllm_spec.kernels.gemm.int4_weights import int4_dequantised
-from tllm_spec.models.formats.int4_formats import Packing
+from tllm_spec.models.formats.quantisation import Packing
 
 # A checkpoint's weight of 4 bits, and what can become one.
 
 
 @dataclass(frozen=True)
-class Int4Tensor:
+class FourBitTensor:
     """A checkpoint's weight `[N, K]`: codes of 0 to 15, with the groups' words `[N, G]`."""
 
     codes: torch.Tensor
@@ -40,10 +40,10 @@ def in_given_order(values: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
 
 
 @runtime_checkable
-class Int4Source(Protocol):
+class FourBitSource(Protocol):
     """A stored weight that is read when its layer asks for it."""
 
-    def as_int4(self) -> Int4Tensor: ...
+    def as_four_bit(self) -> FourBitTensor: ...
 
 
 Tensors = Mapping[str, torch.Tensor]
