@@ -180,11 +180,11 @@ def zoo_rows(bench: Bench) -> Iterator[Row]:
 
 
 def medium_row(bench: Bench) -> Row:
-    from transformers import CausalLM, LlamaConfig
+    from transformers import LlamaConfig, LlamaForCausalLM
 
     with tempfile.TemporaryDirectory() as folder:
         torch.manual_seed(0)
-        CausalLM(LlamaConfig(**MEDIUM)).save_pretrained(folder)
+        LlamaForCausalLM(LlamaConfig(**MEDIUM)).save_pretrained(folder)
         theirs, prompts = load_transformers(folder), [list(range(256))]
         with LLM(folder, skip_tokenizer_init=True, max_seq_len=1024, **SMALL) as plain:
             ours = engine("plain", plain, prompts)

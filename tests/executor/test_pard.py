@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import CausalLM
+from transformers import LlamaForCausalLM
 
 from tests.executor.draft_caches import (
     HOT,
@@ -57,7 +57,7 @@ def test_drafts_are_those_of_one_whole_forward_with_mask_tokens_at_the_end(
     found = drafted_logits(monkeypatch)
     speculation = one_model(tiny_draft, tiny_draft, mode, DRAFT_LEN)
     harness = Harness(tiny, **speculation, disable_overlap_scheduler=True)
-    reference = CausalLM.from_pretrained(tiny_draft, dtype=torch.float32)
+    reference = LlamaForCausalLM.from_pretrained(tiny_draft, dtype=torch.float32)
     requests = [
         harness.submit([i, 3, 14, 15, 9], 30, temperature=HOT if i % 2 else None) for i in range(4)
     ]

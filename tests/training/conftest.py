@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import CausalLM, LlamaConfig
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.training.eagle3_entries import DRAFT_IDS, SHAPE, with_large_weights
 from tests.zoo.runs import ZOO, call, counting, write_shape
@@ -13,12 +13,12 @@ from tllm_spec.zoo import train
 
 
 @pytest.fixture
-def target() -> CausalLM:
+def target() -> LlamaForCausalLM:
     """Ten layers, so that the three captured ones (1, 4, 6) are not evenly spaced."""
     torch.manual_seed(1)
     sizes = {"vocab_size": 12, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 10}
     config = LlamaConfig(**sizes, num_attention_heads=2, eos_token_id=None)
-    return with_large_weights(CausalLM(config)).requires_grad_(False).eval()
+    return with_large_weights(LlamaForCausalLM(config)).requires_grad_(False).eval()
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import CausalLM, LlamaConfig
+from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from tllm_spec.models.config import ModelConfig
@@ -50,7 +50,7 @@ def settings(**changes: Any) -> Settings:
     return Settings(**values | {"checkpoint_steps": 1, "seed": 0} | changes)
 
 
-def model_config(target: CausalLM) -> ModelConfig:
+def model_config(target: LlamaForCausalLM) -> ModelConfig:
     return model_config_of(target.config.to_dict() | {"architectures": ["LlamaForCausalLM"]})
 
 
@@ -148,7 +148,7 @@ class EntryByEntryHead:
         return logits
 
 
-def learn(target: CausalLM, num_steps: int) -> tuple[FeatureHead, list[float]]:
+def learn(target: LlamaForCausalLM, num_steps: int) -> tuple[FeatureHead, list[float]]:
     """A head after a few training steps on random text, and their losses."""
     data = TokenData(torch.randint(12, (400,), dtype=torch.int16), 0)
     head = build_head(SHAPE, target, DRAFT_IDS, settings())

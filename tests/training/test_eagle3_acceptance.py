@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
-from transformers import CausalLM
+from transformers import LlamaForCausalLM
 
 from tests.training.eagle3_entries import DRAFT_IDS, EntryByEntryHead, learn
 from tests.zoo.runs import SELF_TEXT, ZOO, call, read_json, write_shape
@@ -20,7 +20,7 @@ STEPS = 80
 
 @pytest.mark.slow
 def test_measured_acceptance_equals_that_of_a_loop_that_drafts_and_verifies(
-    target: CausalLM,
+    target: LlamaForCausalLM,
 ) -> None:
     for matrix in (
         parameter for parameter in target.model.layers.parameters() if parameter.dim() > 1
@@ -52,7 +52,7 @@ def test_measured_acceptance_equals_that_of_a_loop_that_drafts_and_verifies(
 
 
 def draft_chain(
-    reference: EntryByEntryHead, target: CausalLM, start: int, draft_len: int
+    reference: EntryByEntryHead, target: LlamaForCausalLM, start: int, draft_len: int
 ) -> list[int]:
     """The head's best tokens; each step reads the previous one."""
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import CausalLM
+from transformers import LlamaForCausalLM
 
 from tests.training.eagle3_entries import DRAFT_IDS, SHAPE, EntryByEntryHead, learn, settings
 from tllm_spec.training import head_loss as training
@@ -17,7 +17,7 @@ from tllm_spec.training.language_model import ARGMAX_SHARE, TokenData
 
 
 def unrolled(
-    head: FeatureHead, target: CausalLM, tokens: Tensor, unroll: int
+    head: FeatureHead, target: LlamaForCausalLM, tokens: Tensor, unroll: int
 ) -> tuple[Tensor, Tensor]:
     batch = training.Batch.whole(tokens, unroll)
     return training.unrolled(head, target, batch, unroll)
@@ -25,7 +25,7 @@ def unrolled(
 
 @torch.no_grad()
 def test_unrolled_training_equals_sequential_drafting_from_every_start(
-    target: CausalLM, head: Eagle3Head
+    target: LlamaForCausalLM, head: Eagle3Head
 ) -> None:
     tokens, unroll = torch.randint(12, (2, 17)), 5
     features, _ = target_states(target, tokens, None)
@@ -44,7 +44,7 @@ def test_unrolled_training_equals_sequential_drafting_from_every_start(
 
 
 def test_captured_states_are_the_outputs_of_a_low_a_middle_and_a_high_layer(
-    target: CausalLM,
+    target: LlamaForCausalLM,
 ) -> None:
     outputs: dict[int, Tensor] = {}
     for index, layer in enumerate(target.model.layers):
@@ -80,7 +80,7 @@ def test_the_loss_is_kl_over_the_draft_vocabulary_and_nll_of_a_best_token_inside
 
 @torch.no_grad()
 def test_each_step_is_compared_with_the_targets_logits_for_the_same_token(
-    target: CausalLM, head: Eagle3Head
+    target: LlamaForCausalLM, head: Eagle3Head
 ) -> None:
     tokens, unroll = torch.randint(12, (2, 8 + 3)), 3
     losses, agreements = unrolled(head, target, tokens, unroll)
@@ -99,7 +99,7 @@ def test_each_step_is_compared_with_the_targets_logits_for_the_same_token(
 
 
 @torch.no_grad()
-def test_logits_are_of_tokens_that_count(target: CausalLM, head: Eagle3Head) -> None:
+def test_logits_are_of_tokens_that_count(target: LlamaForCausalLM, head: Eagle3Head) -> None:
     tokens, unroll = torch.randint(12, (3, 8 + 3)), 3
     counts = torch.rand(3, 11) < 0.4
     own_tokens, share = tokens[1:], slice(1, None)
@@ -123,7 +123,7 @@ def test_later_steps_have_less_weight() -> None:
 
 
 def test_a_late_step_trains_all_weights_through_the_heads_own_outputs(
-    target: CausalLM, head: Eagle3Head
+    target: LlamaForCausalLM, head: Eagle3Head
 ) -> None:
     """The slope along the gradient equals its norm only if no path to the weights is detached."""
     tokens, weight = torch.randint(12, (2, 20)), head.fc.weight
@@ -146,12 +146,14 @@ def test_the_draft_vocabulary_weighs_both_texts_equally_whatever_their_sizes() -
     assert draft_vocabulary([large, small], shape)[0].tolist() == [2, 7, 9]
 
 
-def test_sequences_too_short_for_a_chain_are_refused(target: CausalLM, head: Eagle3Head) -> None:
+def test_sequences_too_short_for_a_chain_are_refused(
+    target: LlamaForCausalLM, head: Eagle3Head
+) -> None:
     with pytest.raises(ValueError, match="--length is 12; with --unroll 5 it must be 13 or more"):
         unrolled(head, target, torch.randint(12, (1, 12)), 5)
 
 
-def test_a_fresh_head_starts_from_the_targets_output_layer(target: CausalLM) -> None:
+def test_a_fresh_head_starts_from_the_targets_output_layer(target: LlamaForCausalLM) -> None:
     run = settings(dropout=0.5)
     head = build_head(SHAPE, target, DRAFT_IDS, run)
     assert torch.equal(head.lm_head.weight, target.lm_head.weight[DRAFT_IDS])
@@ -162,6 +164,6 @@ def test_a_fresh_head_starts_from_the_targets_output_layer(target: CausalLM) -> 
     assert torch.equal(head(inputs, inputs)[0], head(inputs, inputs)[0])
 
 
-def test_a_few_steps_reduce_the_loss(target: CausalLM) -> None:
+def test_a_few_steps_reduce_the_loss(target: LlamaForCausalLM) -> None:
     _, losses = learn(target, 40)
     assert sum(losses[-5:]) < 0.8 * sum(losses[:5])

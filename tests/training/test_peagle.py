@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import CausalLM
+from transformers import LlamaForCausalLM
 
 from tests.models.eagle3_reference import Eagle3Reference
 from tests.training.eagle3_entries import (
@@ -39,7 +39,7 @@ def head() -> PEagleHead:
 
 @torch.no_grad()
 def test_mask_rows_of_all_anchors_together_are_those_of_each_alone(
-    target: CausalLM, head: PEagleHead
+    target: LlamaForCausalLM, head: PEagleHead
 ) -> None:
     tokens = torch.randint(12, (2, 25))
     features, _ = target_states(target, tokens, None)
@@ -60,7 +60,7 @@ def test_mask_rows_of_all_anchors_together_are_those_of_each_alone(
 
 @torch.no_grad()
 def test_a_saved_head_drafts_what_the_transcription_of_its_format_does(
-    target: CausalLM, head: PEagleHead, tmp_path: Path
+    target: LlamaForCausalLM, head: PEagleHead, tmp_path: Path
 ) -> None:
     config = model_config(target)
     save_head(head, config_json(PARALLEL_SHAPE, config, "speculators"), tmp_path / "head")
@@ -82,7 +82,7 @@ def test_a_saved_head_drafts_what_the_transcription_of_its_format_does(
         assert matches[start + 2] == right
 
 
-def test_a_head_starts_from_what_a_trained_head_has_in_common(target: CausalLM) -> None:
+def test_a_head_starts_from_what_a_trained_head_has_in_common(target: LlamaForCausalLM) -> None:
     eagle3 = with_large_weights(build_head(SHAPE, target, DRAFT_IDS, settings()))
     head = build_head(PARALLEL_SHAPE, target, DRAFT_IDS, settings(), eagle3)
     own, trained = head.state_dict(), eagle3.state_dict()
@@ -91,7 +91,7 @@ def test_a_head_starts_from_what_a_trained_head_has_in_common(target: CausalLM) 
     assert torch.equal(own[f"layers.0.{name}"], trained[f"layers.0.{name}"])
 
 
-def test_a_few_steps_reduce_the_loss(target: CausalLM) -> None:
+def test_a_few_steps_reduce_the_loss(target: LlamaForCausalLM) -> None:
     torch.manual_seed(4)
     head = build_head(PARALLEL_SHAPE, target, DRAFT_IDS, settings())
     optimizer, losses = torch.optim.AdamW(head.parameters(), lr=1e-2), []

@@ -10,7 +10,7 @@ import numpy as np
 from click.testing import CliRunner
 from safetensors import safe_open
 from torch import Tensor
-from transformers import CausalLM
+from transformers import LlamaForCausalLM
 
 from tllm_spec.zoo.registry import resolve_model
 
@@ -18,7 +18,7 @@ NAMES = ("zoo:llama", "zoo:llama-draft")
 ZOO = resolve_model("zoo:llama").parent
 # Small runs of trainings that read text of the target.
 SELF_TEXT = "--self-text-minutes 0 --self-text-batch 4 --self-text-tokens 16"
-Models = tuple[CausalLM, CausalLM]
+Models = tuple[LlamaForCausalLM, LlamaForCausalLM]
 
 
 def call(command: click.Command, *arguments: object) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
-from transformers import CausalLM, LlamaConfig
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.zoo.runs import SELF_TEXT, ZOO, call, counting, read_json, read_weights, write_shape
 from tllm_spec.models.token_map import read_token_map
@@ -29,7 +29,9 @@ def test_a_round_accepts_up_to_the_first_difference_and_advances_by_one_more() -
 def test_teacher_forced_matches_give_the_acceptance_of_real_chains() -> None:
     torch.manual_seed(0)
     shape = {"vocab_size": 6, "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
-    target, draft = (CausalLM(LlamaConfig(num_hidden_layers=n, **shape)).eval() for n in (2, 1))
+    target, draft = (
+        LlamaForCausalLM(LlamaConfig(num_hidden_layers=n, **shape)).eval() for n in (2, 1)
+    )
     for parameter in [*target.parameters(), *draft.parameters()]:
         parameter.mul_(8)  # otherwise a new model repeats one token
     text = greedy(target, torch.tensor([[1, 2, 3]]), 80)
@@ -45,7 +47,7 @@ def test_teacher_forced_matches_give_the_acceptance_of_real_chains() -> None:
     assert len(set(expected)) > 1
 
 
-def greedy(model: CausalLM, tokens: torch.Tensor, count: int) -> torch.Tensor:
+def greedy(model: LlamaForCausalLM, tokens: torch.Tensor, count: int) -> torch.Tensor:
     for _ in range(count):
         tokens = torch.cat([tokens, model(tokens).logits[:, -1:].argmax(-1)], dim=1)
     return tokens

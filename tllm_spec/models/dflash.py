@@ -16,7 +16,7 @@ from torch import nn
 from tllm_spec.attention.interface import ForwardContext
 from tllm_spec.kernels.attention.rotary_write import Rotary
 from tllm_spec.models.config_file import read_config
-from tllm_spec.models.draft_head import BorrowedModules, DraftHead, HeadSource, Masks, head_tensors
+from tllm_spec.models.draft_head import DraftHead, HeadSource, Masks, head_tensors
 from tllm_spec.models.draft_kind import HeadKind
 from tllm_spec.models.eagle3 import fill_head
 from tllm_spec.models.eagle3_config import DECODER_KEYS, Eagle3Config, check_head, unknown_keys
@@ -24,7 +24,6 @@ from tllm_spec.models.layers import Placement, RMSNorm
 from tllm_spec.models.linear import Linear
 from tllm_spec.models.llama import CausalLM, DecoderLayer
 from tllm_spec.models.registry import model_config_of
-from tllm_spec.models.rotary import cos_sin_table
 
 # The shape of a DFlash head, read from its `config.json`.
 #
@@ -175,10 +174,8 @@ class DFlashHead(DraftHead):
             DecoderLayer(config, layer, placement) for layer in range(config.num_layers)
         )
         self.norm = RMSNorm(size, eps, placement)
-        self.borrowed = BorrowedModules.of(target, tied=is_tied, placement=placement)
-        self._add_own(owns, config.output_size, placement, is_tied=is_tied)
-        self.cos_sin = cos_sin_table(config.rope, config.head_dim, max_positions, placement)
-        self.draft_to_target = None
+        ends = target, owns, max_positions, placement
+        self._add_ends(*ends, rows=config.output_size, is_tied=is_tied)
         assert config.mask_token is not None
         self.masks = Masks(config.mask_token)
 

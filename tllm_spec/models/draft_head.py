@@ -21,6 +21,7 @@ from tllm_spec.models.layers import Embedding, Module, Placement
 from tllm_spec.models.linear import Linear, OutputLinear
 from tllm_spec.models.llama import CausalLM
 from tllm_spec.models.registry import LoadFormat
+from tllm_spec.models.rotary import cos_sin_table
 from tllm_spec.models.token_map import DraftTokens, reduced_output
 
 EMBEDDING = "embed_tokens.weight"  # of a head; its output layer has the target's name
@@ -143,31 +144,15 @@ class Masks:
     state: torch.Tensor | None = None
 
 
-@dataclass(frozen=True)
-class BorrowedModules:
-    """The target's modules. They are not submodules of the head: its checkpoint does not fill them,
-    and its parameters do not include them."""
-
-    embed_tokens: Embedding
-    lm_head: OutputLinear
-
-    @classmethod
-    def of(cls, target: CausalLM, *, tied: bool = False, placement: Placement) -> "BorrowedModules":
-        """`tied`: the output layer has the embedding's weight, even if the target is not tied."""
-        embed_tokens, lm_head = target_modules(target)
-        if tied and lm_head.weight is not embed_tokens.weight:
-            weight, rows = embed_tokens.weight, embed_tokens.num_embeddings
-            lm_head = OutputLinear(weight.shape[1], rows, placement=placement, tied=weight)
-        return cls(embed_tokens, lm_head)
-
-
-def target_modules(target: CausalLM) -> tuple[Embedding, OutputLinear]:
-    """Its embedding and its output layer."""
-    embed_tokens, lm_head = (
-        target.get_submodule("model.embed_tokens"),
-        target.get_submodule("lm_head"),
-    )
-    assert isinstance(embed_tokens, Embedding) and isinstance(lm_head, OutputLinear)
+def target_modules(
+    target: CausalLM, *, tied_on: Placement | None = None
+) -> tuple[Embedding, OutputLinear]:
+    """Its embedding and its output layer. tied_on: with an output layer there that has the
+    embedding's weight, even if the target is not tied."""
+    embed_tokens, lm_head = target.model.embed_tokens, target.lm_head
+    if tied_on is not None and lm_head.weight is not embed_tokens.weight:
+        weight, rows = embed_tokens.weight, embed_tokens.num_embeddings
+        lm_head = OutputLinear(weight.shape[1], rows, placement=tied_on, tied=weight)
     return embed_tokens, lm_head
 
 
@@ -176,7 +161,9 @@ class DraftHead(Module, ABC):
     layer are the target's, unless it has its own."""
 
     config: ModelConfig
-    borrowed: BorrowedModules
+    borrowed: tuple[Embedding, OutputLinear]
+    """The target's. They are not submodules: the head's checkpoint does not fill them, and its
+    parameters do not include them."""
     fc: Linear
     embed_tokens: Embedding | None
     """None: the target's."""
@@ -205,12 +192,12 @@ class DraftHead(Module, ABC):
     @property
     def embedding(self) -> Embedding:
         """The head's own embedding, or the target's."""
-        return self.borrowed.embed_tokens if self.embed_tokens is None else self.embed_tokens
+        return self.borrowed[0] if self.embed_tokens is None else self.embed_tokens
 
     @property
     def output(self) -> OutputLinear:
         """The head's own output layer, or the target's."""
-        return self.borrowed.lm_head if self.lm_head is None else self.lm_head
+        return self.borrowed[1] if self.lm_head is None else self.lm_head
 
     def keep_tokens(self, tokens: DraftTokens, placement: Placement) -> None:
         """Limits drafts to `tokens`, which are ids of the target. Raises ValueError if the head's
@@ -232,12 +219,22 @@ class DraftHead(Module, ABC):
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """`[R, H]`, as `forward` returns it, to `[R, V_draft]`, or this rank's columns."""
 
-    def _add_own(
-        self, owns: Collection[str], rows: int, placement: Placement, *, is_tied: bool
+    def _add_ends(
+        self,
+        target: CausalLM,
+        owns: Collection[str],
+        max_positions: int,
+        placement: Placement,
+        *,
+        rows: int,
+        is_tied: bool,
     ) -> None:
-        """The embedding and an output layer of so many rows, if they are not the target's."""
-        size = self.config.hidden_size
-        self.embed_tokens, self.lm_head = None, None
+        """The rotary table, and the embedding and an output layer of so many rows: the target's, if
+        the head does not own them."""
+        config, size = self.config, self.config.hidden_size
+        self.cos_sin = cos_sin_table(config.rope, config.rope_dim, max_positions, placement)
+        self.borrowed = target_modules(target, tied_on=placement if is_tied else None)
+        self.embed_tokens, self.lm_head, self.draft_to_target = None, None, None
         if EMBEDDING in owns:
             self.embed_tokens = Embedding(self.config.vocab_size, size, placement)
         if OUTPUT in owns:

@@ -16,23 +16,19 @@ from torch import nn
 from tllm_spec.attention.interface import ForwardContext
 from tllm_spec.kernels.attention.rotary_write import Rotary
 from tllm_spec.kernels.drafts.draft_input import draft_input
-from tllm_spec.models.checkpoint import OUTPUT
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.config_file import read_config
 from tllm_spec.models.draft_head import (
-    EMBEDDING,
-    BorrowedModules,
     HeadSource,
     SteppedHead,
     drop_copies,
     head_tensors,
 )
 from tllm_spec.models.eagle3_config import DECODER_KEYS, check_layers, unknown_keys
-from tllm_spec.models.layers import Embedding, Placement, specialize_for_cpu
-from tllm_spec.models.linear import Linear, OutputLinear
+from tllm_spec.models.layers import Placement, specialize_for_cpu
+from tllm_spec.models.linear import Linear
 from tllm_spec.models.llama import CausalLM, DecoderLayer
 from tllm_spec.models.registry import model_config_of
-from tllm_spec.models.rotary import cos_sin_table
 from tllm_spec.models.weights import fill, fill_random
 
 # The shape of an EAGLE-1 or EAGLE-2 draft head, read from its `config.json`.
@@ -128,15 +124,8 @@ class EagleHead(SteppedHead):
         if not has_input_norm:
             layers[0].input_layernorm = None
         self.layers = nn.ModuleList(layers)
-        self.borrowed = BorrowedModules.of(target, placement=placement)
-        vocab_size = config.vocab_size
-        self.embed_tokens = Embedding(vocab_size, size, placement) if EMBEDDING in owns else None
-        has_own_output = OUTPUT in owns
-        self.lm_head = (
-            OutputLinear(size, vocab_size, placement=placement) if has_own_output else None
-        )
-        self.draft_to_target = None
-        self.cos_sin = cos_sin_table(config.rope, config.head_dim, max_positions, placement)
+        ends = target, owns, max_positions, placement
+        self._add_ends(*ends, rows=config.vocab_size, is_tied=False)
 
     def fuse(self, captured: torch.Tensor) -> torch.Tensor:
         return captured

@@ -10,7 +10,7 @@ Requests, pages and the drafting loop are not known here."""
 from collections.abc import Callable, Collection, Set
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -23,7 +23,6 @@ from tllm_spec.models.checkpoint import OUTPUT
 from tllm_spec.models.deepseek import DeepseekLayer, LatentAttention
 from tllm_spec.models.draft_head import (
     EMBEDDING,
-    BorrowedModules,
     DraftHead,
     HeadSource,
     Masks,
@@ -35,7 +34,6 @@ from tllm_spec.models.eagle3_config import Eagle3Config
 from tllm_spec.models.layers import Embedding, Module, Placement, RMSNorm, specialize_for_cpu
 from tllm_spec.models.linear import Linear
 from tllm_spec.models.llama import MLP, Attention, CausalLM, DecoderLayer, SelfAttention
-from tllm_spec.models.rotary import cos_sin_table
 from tllm_spec.models.token_map import as_ids, check_ids
 from tllm_spec.models.weights import fill, fill_random
 
@@ -156,33 +154,19 @@ def _are(ids: torch.Tensor, marked: torch.Tensor) -> bool:
     return ids.sort().values.equal(marked)
 
 
-Config = TypeVar("Config", bound=Eagle3Config, contravariant=True)
-Head = TypeVar("Head", bound=DraftHead, covariant=True)
-
-
-class HeadType(Protocol[Config, Head]):
-    """A class of heads. owns: `EMBEDDING` and `OUTPUT`, if they are not the target's."""
-
-    def __call__(
-        self,
-        config: Config,
-        target: CausalLM,
-        num_captured: int,
-        max_positions: int,
-        placement: Placement,
-        owns: Collection[str],
-    ) -> Head: ...
+Config = TypeVar("Config", bound=Eagle3Config)
+Head = TypeVar("Head", bound=DraftHead)
 
 
 def fill_head(
-    kind: HeadType[Config, Head],
+    kind: Callable[[Config, CausalLM, int, int, Placement, Collection[str]], Head],
     config: Config,
     source: HeadSource,
     num_captured: int,
     tensors_of: Callable[[Path], dict[str, torch.Tensor]],
 ) -> Head:
-    """A head with this config, which fits the target. Raises ValueError if the checkpoint does
-    not fit it."""
+    """A head with this config, which fits the target. kind: the class of heads. Raises ValueError
+    if the checkpoint does not fit it."""
     placement = source.placement
     arguments = config, source.target, num_captured, source.max_positions, placement
     if source.load_format == "dummy":
@@ -327,13 +311,8 @@ class Eagle3Head(SteppedHead):
         later = (kind(config, layer, placement) for layer in range(1, config.num_layers))
         self.layers = nn.ModuleList([Eagle3Layer(config, placement), *later])
         self.norm = RMSNorm(size, eps, placement)
-        self.borrowed = BorrowedModules.of(
-            target, tied=config.tie_word_embeddings, placement=placement
-        )
-        is_tied = config.tie_word_embeddings
-        self._add_own(owns, config.output_size, placement, is_tied=is_tied)
-        self.cos_sin = cos_sin_table(config.rope, config.rope_dim, max_positions, placement)
-        self.draft_to_target = None
+        ends, is_tied = (target, owns, max_positions, placement), config.tie_word_embeddings
+        self._add_ends(*ends, rows=config.output_size, is_tied=is_tied)
         if config.mask_token is not None:
             self.mask_hidden = placement.parameter(1, 1, fused_size)
 

@@ -128,11 +128,6 @@ def model_type(config: ModelConfig) -> type[CausalLM]:
     return MODELS[config.text_part.architecture].model
 
 
-def check_config(path: Path) -> None:
-    """Raises ValueError if the model that `path/config.json` describes is not served."""
-    model_config(path)
-
-
 def check_shards(path: Path, tp_size: int, ep_size: int) -> None:
     """Raises ValueError if a size of the model that `path/config.json` describes cannot be split
     over the ranks. The model's own layers check, on a device without memory."""

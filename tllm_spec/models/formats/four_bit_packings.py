@@ -3,7 +3,6 @@ with a row for each output."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -37,13 +36,6 @@ def in_given_order(values: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
     """Columns of `values` `[N, K]`, which are those of the inputs `order` `[K]`, where they
     belong."""
     return torch.empty_like(values).index_copy_(1, order, values)
-
-
-@runtime_checkable
-class FourBitSource(Protocol):
-    """A stored weight that is read when its layer asks for it."""
-
-    def as_four_bit(self) -> FourBitTensor: ...
 
 
 Tensors = Mapping[str, torch.Tensor]
