@@ -35,8 +35,7 @@ EXPERTS = ("mlp.experts.3.gate_proj", "mlp.experts.3.down_proj")
 
 def format_of(quantization: Raw) -> Quantisation:
     """The format that config.json describes."""
-    found = read_quantisation(None, {"quantization_config": quantization})
-    return found
+    return read_quantisation(None, {"quantization_config": quantization})
 
 
 def write(folder: Path, raw: Raw, modelopt: Raw | None = None) -> Path:

@@ -111,12 +111,6 @@ def test_a_published_config_is_read_as_transformers_reads_it(name: str) -> None:
     assert not any(keeps(f"model.layers.3.{each}") for each in others) and not keeps("lm_head")
 
 
-def test_a_missing_key_has_the_default_of_transformers() -> None:
-    theirs = transformers.GptOssConfig().to_dict() | {"architectures": ["GptOssForCausalLM"]}
-    found = model_config_of({"architectures": ["GptOssForCausalLM"]})
-    assert found == model_config_of(theirs | {"dtype": None, "eos_token_id": None})
-
-
 def stored(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "model.safetensors")
 
