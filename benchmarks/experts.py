@@ -49,9 +49,9 @@ from tllm_spec.kernels.attention.latent_attention import (
 )
 from tllm_spec.kernels.attention.window_splits import WindowWorkspace
 from tllm_spec.kernels.slots.round_rows import RoundRows
-from tllm_spec.models.module import Placement
+from tllm_spec.models.layers import Placement
 from tllm_spec.models.moe import SparseMoE
-from tllm_spec.models.moe_shape import DEEPSEEK_NAMES, QWEN_NAMES, MoEConfig
+from tllm_spec.models.moe_config import MoEConfig
 from tllm_spec.models.weights import fill_random
 
 ENTRY = 512 + 64  # of a token in the latent cache
@@ -79,9 +79,8 @@ class Call:
 
 
 def layers_of(config: MoEConfig) -> list[SparseMoE]:
-    names = DEEPSEEK_NAMES if config.has_correction_bias else QWEN_NAMES
     placement = Placement(BF16, torch.device(CUDA), SINGLE_RANK)
-    layers = [SparseMoE(config, placement, names) for _ in range(COPIES)]
+    layers = [SparseMoE(config, placement) for _ in range(COPIES)]
     for seed, layer in enumerate(layers):
         fill_random(layer, seed)
     return layers

@@ -67,11 +67,10 @@ from tllm_spec.kernels.gemm.scaled_linear import (
     slice_outputs,
 )
 from tllm_spec.kernels.gemm.small_m_gemm import MAX_ROWS, small_m_gemm
-from tllm_spec.models.experts import Experts
-from tllm_spec.models.formats.fp8_formats import ActivationScales
-from tllm_spec.models.formats.int4_formats import Int4Groups
-from tllm_spec.models.module import Placement
-from tllm_spec.models.moe_shape import QWEN_NAMES, MoEConfig
+from tllm_spec.models.formats.quantisation import ActivationScales, FourBitGroups, Quantisation
+from tllm_spec.models.layers import Placement
+from tllm_spec.models.moe import Experts
+from tllm_spec.models.moe_config import MoEConfig
 from tllm_spec.models.weights import fill_random
 
 WEIGHTS_ONLY = {"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"}
@@ -91,11 +90,11 @@ EXPERTS = {
 TOKENS, TURNS = (1, 8, 64, 256, 8192), 4
 PLAIN = Placement(torch.bfloat16, torch.device("cuda"), SINGLE_RANK)
 BY_COLUMN = {
-    "FP8": replace(PLAIN, fp8="block"),
-    "activations": replace(PLAIN, fp8="row", activations=ActivationScales()),
-    "blocks": replace(PLAIN, fp8="block", activations=ActivationScales("block")),
-    "int4": replace(PLAIN, int4=Int4Groups(BLOCK)),
-    "mxfp4": replace(PLAIN, int4=Int4Groups(32, is_float=True)),
+    "FP8": replace(PLAIN, quantised=Quantisation("block")),
+    "activations": replace(PLAIN, quantised=Quantisation("row", ActivationScales())),
+    "blocks": replace(PLAIN, quantised=Quantisation("block", ActivationScales("block"))),
+    "int4": replace(PLAIN, quantised=Quantisation(four_bit=FourBitGroups(BLOCK))),
+    "mxfp4": replace(PLAIN, quantised=Quantisation(four_bit=FourBitGroups(32, is_float=True))),
     "bf16": PLAIN,
 }
 WEIGHTS_BYTES = 512 << 20  # of a call's side together: more than the L2 cache holds
@@ -301,7 +300,7 @@ def experts(options: Options) -> Iterator[Row]:
     for name, config in EXPERTS.items():
         layers = {}
         for column, placement in BY_COLUMN.items():
-            layers[column] = Experts(config, placement, QWEN_NAMES)
+            layers[column] = Experts(config, placement)
             fill_random(layers[column])
         for tokens in (1, 64) if options.quick else TOKENS:
             calls: dict[str, list[Callable[[], object]]] = {column: [] for column in layers}

@@ -9,7 +9,7 @@ from typing import Any
 
 from tllm_spec import LLM, SamplingParams
 from tllm_spec.executor.py_executor import PyExecutor
-from tllm_spec.models.llama import LlamaForCausalLM
+from tllm_spec.models.llama import CausalLM
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("tllm_spec", "executor", "kernels")
@@ -59,7 +59,7 @@ class Watch:
         place = self._place(frame.f_code)
         if place is not None:
             self.walk.functions.add(place)
-        if frame.f_code is LlamaForCausalLM.forward.__code__:
+        if frame.f_code is CausalLM.forward.__code__:
             self.walk.to_forward = self._stack(frame)
 
     def _place(self, code: CodeType) -> Place | None:

@@ -14,7 +14,7 @@ import pytest
 from tests.short_llm import llm as llm
 from tllm_spec.executor.request_queue import RequestQueue
 from tllm_spec.llm import LLM
-from tllm_spec.models.causal_lm import CausalLM
+from tllm_spec.models.llama import CausalLM
 from tllm_spec.request_handle import RequestHandle
 from tllm_spec.sampling_params import SamplingParams
 

@@ -24,7 +24,7 @@ from tllm_spec.executor.request_queue import RequestQueue
 from tllm_spec.executor.worker import Worker
 from tllm_spec.grammars import Grammars
 from tllm_spec.intake import Intake, Params, Prompt, is_single
-from tllm_spec.models.registry import check_config
+from tllm_spec.models.registry import model_config
 from tllm_spec.outputs import RequestOutput
 from tllm_spec.progress import progress
 from tllm_spec.ranks import build_together, join_ranks
@@ -52,7 +52,7 @@ class LLM:
     ) -> None:
         self.args = LlmArgs.from_kwargs(model, tokenizer=tokenizer, **kwargs)
         self.llm_id = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
-        check_config(resolve_model(self.args.model))  # before its tokenizer is read
+        model_config(resolve_model(self.args.model))  # before its tokenizer is read
         self.tokenizer = tokenizer_of(self.args)
         self._results = Results()
         communicator = join_ranks(self.args)

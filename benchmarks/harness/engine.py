@@ -28,7 +28,7 @@ from tllm_spec.executor.device.transfer import ToHost
 from tllm_spec.executor.request import DecodingRules, DraftCounters, LlmRequest, RequestState
 from tllm_spec.executor.rounds.round_runner import RoundRunner
 from tllm_spec.grammar.grammar_state import GrammarState
-from tllm_spec.models.formats.plain import CudaWeight
+from tllm_spec.models.formats.weight_format import CudaWeight
 from tllm_spec.models.linear import Linear
 from tllm_spec.ranks import run_until_end
 from tllm_spec.sampling_params import SamplingParams

@@ -8,7 +8,7 @@ from benchmarks.harness.dummy_models import QWEN3_NEXT, TINY_QWEN3_NEXT, dummy_e
 from benchmarks.harness.expert_rounds import MTP_RATES, experts_hit, slowness
 from benchmarks.harness.models import WEIGHT_BYTES, Config
 from benchmarks.harness.report import Options, Row
-from tllm_spec.models.config import ModelConfig
+from tllm_spec.models.registry import model_config_of
 
 # Times of the floor, by batch size: of plain rounds, and of those with three drafts of MTP.
 GOALS = {0: {1: 2.0, 8: 1.5, 64: 1.4}, 3: {1: 1.6, 8: 1.6, 64: 1.6}}
@@ -62,7 +62,7 @@ def qwen3_next(draft_len: int) -> Callable[[Options], Iterator[Row]]:
 def round_bytes(raw: Config, size: RoundSize, hit: float, later: float) -> float:
     """What a round reads and writes at least: weights, the experts hit, keys and values, and each
     state twice. The MTP layer is read once for each draft; `later`: experts hit after the first."""
-    config = ModelConfig.from_dict(dict(raw))
+    config = model_config_of(dict(raw))
     delta, moe, hidden = config.delta, config.moe, config.hidden_size
     assert delta is not None and moe is not None
     heads, num_states = delta.heads, len(delta.layers)

@@ -33,8 +33,8 @@ from tllm_spec.executor.speculative.drafting.loaded_draft import LoadedDraft
 from tllm_spec.executor.speculative.drafting.network_drafter import BACKLOG_LEN
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.eagle3 import Eagle3Head
-from tllm_spec.models.llama import LlamaForCausalLM
-from tllm_spec.models.registry import load_model
+from tllm_spec.models.llama import CausalLM
+from tllm_spec.models.registry import load_model, model_config
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
@@ -60,14 +60,14 @@ def check_draft_backend(plan: BuildPlan) -> None:
         else:
             reasons.append(f"its network is an EAGLE-3 head, and the head is {kind}")
     else:
-        config = ModelConfig.from_pretrained(folder)
+        config = model_config(folder)
         dtype = pick_dtype(plan.args.dtype, config.dtype, plan.device)
         if config.architecture not in ARCHITECTURES:
             reasons.append(
                 f"its network is a dense decoder ({', '.join(ARCHITECTURES)}), and the draft model "
                 f"is {config.architecture}"
             )
-        if config.int4 is not None and config.int4.packing != "gguf":  # hosts dequantise GGUF
+        if config.quantisation.packing not in (None, "gguf"):  # hosts dequantise GGUF
             reasons.append("its network has weights of 16 or 32 bits, and the draft model's have 4")
     window = draft.option("draft_window_size") or config.sliding_window
     if window is not None and window < plan.max_seq_len:
@@ -87,7 +87,7 @@ def check_draft_backend(plan: BuildPlan) -> None:
 def load_network(plan: BuildPlan, draft: DraftPlan, folder: Path) -> ExternalDraft:
     """Loads the weights on the host and builds the network from them. Raises ValueError where that
     fails."""
-    config = ModelConfig.from_pretrained(folder).within(plan.max_seq_len)
+    config = model_config(folder).within(plan.max_seq_len)
     model = load_model(
         folder,
         dtype=pick_dtype(plan.args.dtype, config.dtype, plan.device),
@@ -96,7 +96,6 @@ def load_network(plan: BuildPlan, draft: DraftPlan, folder: Path) -> ExternalDra
         max_positions=plan.max_len,
         fp8_activations=False,  # the network multiplies dequantised weights
     )
-    assert isinstance(model, LlamaForCausalLM)
     return ExternalDraft(config, model.dtype, plan.device, _network(model, plan, draft))
 
 
@@ -156,7 +155,7 @@ def _tensorrt(model: NetworkModel, plan: BuildPlan) -> Network:
 def _max_window(model: NetworkModel, plan: BuildPlan) -> int:
     """A draft model reads two tokens in the first step of a round. A head reads what the round has
     emitted, or what rounds without drafts have left."""
-    if isinstance(model, LlamaForCausalLM):
+    if isinstance(model, CausalLM):
         return 2
     return max(plan.shapes.longest.path, BACKLOG_LEN)
 

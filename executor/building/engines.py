@@ -52,10 +52,9 @@ from tllm_spec.executor.speculative.drafting.loaded_draft import (
 )
 from tllm_spec.executor.speculative.drafting.model_drafter import DraftKVManager
 from tllm_spec.kernels.attention.visible_keys import KeySpan
-from tllm_spec.models.causal_lm import CausalLM
-from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.draft_head import DraftHead, HeadSource
-from tllm_spec.models.registry import LoadFormat, load_model
+from tllm_spec.models.llama import CausalLM
+from tllm_spec.models.registry import LoadFormat, load_model, model_config
 from tllm_spec.models.token_map import DraftTokens
 from tllm_spec.text.tokenizer import Tokenizer
 from tllm_spec.zoo.registry import resolve_model
@@ -193,7 +192,7 @@ def _recorded_states(
 def _load(
     plan: BuildPlan, folder: Path, load_format: LoadFormat, *, batch_invariant: bool = False
 ) -> CausalLM:
-    config = ModelConfig.from_pretrained(folder)
+    config = model_config(folder)
     return load_model(
         folder,
         dtype=pick_dtype(plan.args.dtype, config.dtype, plan.device),

@@ -13,10 +13,10 @@ from tllm_spec.executor.building.plan import BuildPlan
 from tllm_spec.executor.speculative.drafting.heads import draft_folder
 from tllm_spec.executor.speculative.drafting.loaded_draft import LoadedDraft
 from tllm_spec.kernels.attention.kv_codes import UNSCALED, KVScales
-from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.formats.kv_cache_formats import read_kv_scales
 from tllm_spec.models.formats.quantised_layers import OLD_GPU, multiplies_fp8
+from tllm_spec.models.llama import CausalLM
 from tllm_spec.models.registry import LoadFormat
 from tllm_spec.zoo.registry import resolve_model
 

@@ -21,9 +21,8 @@ from tllm_spec.executor.speculative.drafting.network_drafter import DraftBacklog
 from tllm_spec.executor.speculative.modes import text_bytes_of
 from tllm_spec.kernels.attention.paged_prefill import PLAN_BYTES
 from tllm_spec.kernels.gemm.cublas_lt import WORKSPACE_BYTES
-from tllm_spec.models.causal_lm import CausalLM
-from tllm_spec.models.config import ModelConfig
-from tllm_spec.models.registry import blank_model, weight_bytes
+from tllm_spec.models.llama import CausalLM
+from tllm_spec.models.registry import blank_model, model_config, weight_bytes
 from tllm_spec.zoo.registry import resolve_model
 
 
@@ -76,7 +75,7 @@ def check_free_memory(plan: BuildPlan) -> None:
 
 
 def _blank_model(plan: BuildPlan, folder: Path) -> CausalLM:
-    own = ModelConfig.from_pretrained(folder).dtype
+    own = model_config(folder).dtype
     return blank_model(
         folder,
         dtype=pick_dtype(plan.args.dtype, own, plan.device),

@@ -30,6 +30,7 @@ from tllm_spec.kernels.dispatch import has_kernels
 from tllm_spec.kernels.nvrtc import why_unavailable
 from tllm_spec.kernels.states.delta_blocks import BLOCK_ROWS
 from tllm_spec.models.config import ModelConfig
+from tllm_spec.models.registry import model_config
 from tllm_spec.text.tokenizer import Tokenizer
 from tllm_spec.zoo.registry import resolve_model
 
@@ -51,7 +52,7 @@ class BuildPlan:
         self.communicator, self.mapping = communicator, communicator.mapping
         self.spec = args.speculative_config
         self.device = pick_device(args.device, self.mapping.rank, args.gpus_per_node)
-        self.config = ModelConfig.from_pretrained(resolve_model(args.model))
+        self.config = model_config(resolve_model(args.model))
         if self.config.text_part.images and not args.language_model_only:
             raise ValueError(
                 f"{args.model} is a {self.config.architecture}, which also sees images, and only "

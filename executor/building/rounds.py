@@ -18,7 +18,7 @@ from tllm_spec.executor.request import DecodingRules, LlmRequest, RequestState
 from tllm_spec.executor.rounds.round_runner import RoundRunner
 from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
 from tllm_spec.executor.speculative.draft_length.round_times import MeasuredRoundTimes
-from tllm_spec.models.linear_tuning import tune_linears
+from tllm_spec.models.linear import tune_linears
 from tllm_spec.progress import progress
 from tllm_spec.sampling_params import SamplingParams
 

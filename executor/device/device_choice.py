@@ -6,8 +6,8 @@ from contextlib import contextmanager
 
 import torch
 
-from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.draft_head import DraftHead
+from tllm_spec.models.llama import CausalLM
 
 SINGLE_THREAD_BYTES = 32 << 20
 

@@ -22,9 +22,9 @@ from tllm_spec.executor.sampling.grammar_masks import mask_words
 from tllm_spec.executor.sampling.logits import BYTES_PER_LOGIT, SAMPLING_BYTES
 from tllm_spec.kernels.attention.visible_keys import KeySpan
 from tllm_spec.kernels.gemm.scaled_linear import MAX_BYTES as MAX_SLICE_BYTES
-from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.draft_head import DraftHead
 from tllm_spec.models.formats.stacked_weight import WIDE_BYTES
+from tllm_spec.models.llama import CausalLM
 from tllm_spec.models.mtp import NextnModules
 
 # How much memory a device has before anything is loaded.
@@ -291,12 +291,12 @@ def round_bytes(args: LlmArgs, models: Sequence[ServedModel]) -> int:
 
 def _has_slices(model: ServedModel) -> bool:
     """Whether weights are quantised. Heads have none."""
-    return any(getattr(model.config, name, None) is not None for name in ("fp8", "int4"))
+    return not model.config.quantisation.is_plain
 
 
 def _widens_experts(model: ServedModel) -> bool:
-    int4 = getattr(model.config, "int4", None)
-    return int4 is not None and int4.groups.has_exponents and model.config.moe is not None
+    groups = model.config.quantisation.four_bit
+    return groups is not None and groups.has_exponents and model.config.moe is not None
 
 
 def _activation_bytes(num_rows: int, model: ServedModel) -> int:

@@ -26,7 +26,7 @@ from tllm_spec.draft_network.network import (
 )
 from tllm_spec.executor.device.transfer import to_device
 from tllm_spec.executor.engine.rows import AttentionGroups, ContextChunk, RowBuilder, Windows
-from tllm_spec.models.causal_lm import CausalLM
+from tllm_spec.models.llama import CausalLM
 
 
 class ModelEngine:

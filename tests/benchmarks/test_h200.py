@@ -25,11 +25,11 @@ from benchmarks.harness.models import (
     streamed_bytes,
 )
 from tllm_spec.distributed.communicator import SINGLE_RANK
-from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.eagle3 import Eagle3Head
 from tllm_spec.models.eagle3_config import Eagle3Config
-from tllm_spec.models.llama import LlamaForCausalLM
-from tllm_spec.models.module import Placement
+from tllm_spec.models.layers import Placement
+from tllm_spec.models.llama import CausalLM
+from tllm_spec.models.registry import model_config_of
 from tllm_spec.outputs import CompletionOutput, RequestMetrics, RequestOutput
 
 META = Placement(torch.bfloat16, torch.device("meta"), SINGLE_RANK)
@@ -45,8 +45,8 @@ TINY = {
 }
 
 
-def model_of(config: dict[str, object]) -> LlamaForCausalLM:
-    return LlamaForCausalLM(ModelConfig.from_dict(dict(config)), 8, META)
+def model_of(config: dict[str, object]) -> CausalLM:
+    return CausalLM(model_config_of(dict(config)), 8, META)
 
 
 def matrices(module: torch.nn.Module) -> int:

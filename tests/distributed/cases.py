@@ -250,6 +250,7 @@ CASES: dict[str, Case] = {
     "latent-head": Case("gemma3", {"speculative_config": LATENT_HEAD}, generate_twice),
     "latent-head-of-latents": Case("deepseek-v3", {"speculative_config": LATENT_HEAD}),
     "phi3": Case("phi3", {"speculative_config": NGRAM}),
+    "olmo2": Case("olmo2", {"speculative_config": NGRAM}),
     "gpt-oss-parts": Case("gpt-oss-mxfp4", EP | {"speculative_config": TINY_EAGLE3}),
     "deepseek-v3-parts-mtp": Case("deepseek-v3", EP | {"speculative_config": MTP}, accepts=True),
     "qwen3-next-mtp": Case("qwen3-next", {"speculative_config": MTP}, accepts=True),

@@ -34,6 +34,7 @@ LONG = (
     "latent-head",
     "latent-head-of-latents",
     "llama4-parts",
+    "olmo2",
     "pard",
     "peagle",
     "phi3",

@@ -103,6 +103,7 @@ SAVERS = {
     "gpt-oss": save_gpt_oss,
     "gpt-oss-mxfp4": lambda folder: in_mxfp4(folder, save_gpt_oss(folder, intermediate_size=64)),
     "phi3": save_phi3,
+    "olmo2": lambda folder: save_checkpoint(folder, "Olmo2"),
     "qwen3-next": save_qwen3_next,
     "qwen3.5": lambda folder: save_qwen3_next(folder, family="Qwen3_5Moe"),
     "deepseek-v2": lambda folder: save_deepseek(folder, "DeepseekV2", **V2),

@@ -15,9 +15,9 @@ from tllm_spec.distributed.communicator import SINGLE_RANK
 from tllm_spec.draft_network.network import ExternalHead, Network
 from tllm_spec.executor.engine.rows import AttentionGroups, ContextChunk, PagedGroup, Windows
 from tllm_spec.executor.speculative.drafting.draft_net import DraftNet, ExternalHeadNet, HeadNet
-from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.draft_head import HeadSource
 from tllm_spec.models.eagle3 import Eagle3Head, load_eagle3_head
+from tllm_spec.models.llama import CausalLM
 from tllm_spec.models.registry import load_model
 
 MAX_ROWS = 256

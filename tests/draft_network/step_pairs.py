@@ -20,17 +20,15 @@ from tllm_spec.executor.engine.rows import (
 from tllm_spec.executor.resources.interface import BlockTable, SeqSlotManager
 from tllm_spec.executor.speculative.drafting.draft_net import CausalNet, DraftNet, ExternalModelNet
 from tllm_spec.models.eagle3 import Eagle3Head
-from tllm_spec.models.llama import LlamaForCausalLM
+from tllm_spec.models.llama import CausalLM
 from tllm_spec.models.registry import load_model
 
 PAGE_SIZE, NUM_SLOTS, MAX_LEN = 8, 4, 320
 CPU = torch.device("cpu")
 
 
-def load(folder: Path) -> LlamaForCausalLM:
-    model = load_model(folder, dtype=torch.float32, device=CPU, max_positions=MAX_LEN)
-    assert isinstance(model, LlamaForCausalLM)
-    return model
+def load(folder: Path) -> CausalLM:
+    return load_model(folder, dtype=torch.float32, device=CPU, max_positions=MAX_LEN)
 
 
 @dataclass
@@ -58,7 +56,7 @@ class Side:
         return self.pool.data[:, :, pages].flatten(2, 3)[:, :, :length]
 
 
-def torch_side(model: LlamaForCausalLM, input_vocab_size: int | None = None) -> Side:
+def torch_side(model: CausalLM, input_vocab_size: int | None = None) -> Side:
     pool, rows = cache_of(model)
     geometry = model.config.layer_groups(SINGLE_RANK)[0].geometry
     assert isinstance(geometry, AttentionGeometry)
@@ -67,16 +65,14 @@ def torch_side(model: LlamaForCausalLM, input_vocab_size: int | None = None) -> 
     return Side(CausalNet(attention, model, size), pool)
 
 
-def network_side(
-    model: LlamaForCausalLM, network: Network, input_vocab_size: int | None = None
-) -> Side:
+def network_side(model: CausalLM, network: Network, input_vocab_size: int | None = None) -> Side:
     pool, rows = cache_of(model)
     draft = ExternalDraft(model.config, model.dtype, CPU, network)
     size = input_vocab_size or model.config.vocab_size
     return Side(ExternalModelNet(draft, pool, rows, size), pool)
 
 
-def cache_of(model: LlamaForCausalLM | Eagle3Head) -> tuple[KVPool, RowBuilder]:
+def cache_of(model: CausalLM | Eagle3Head) -> tuple[KVPool, RowBuilder]:
     num_pages = MAX_LEN // PAGE_SIZE
     geometry = model.config.layer_groups(SINGLE_RANK)[0].geometry
     pool = KVPool(

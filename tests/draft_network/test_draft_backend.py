@@ -32,7 +32,7 @@ from tllm_spec.executor.speculative.drafting.draft_net import HeadNet
 from tllm_spec.executor.speculative.drafting.loaded_draft import LoadedDraft
 from tllm_spec.executor.speculative.drafting.model_drafter import ModelDrafter
 from tllm_spec.executor.speculative.modes import draft_plan_of
-from tllm_spec.models.config import ModelConfig
+from tllm_spec.models.registry import model_config
 from tllm_spec.zoo.quantise import Style, quantise
 from tllm_spec.zoo.registry import resolve_model
 
@@ -246,7 +246,7 @@ def test_onnxruntime_is_refused_on_a_gpu_and_on_several_devices() -> None:
     spec = DraftTargetDecodingConfig(**options, draft_backend="onnxruntime")
     plan: Any = SimpleNamespace(
         args=LlmArgs.from_kwargs("zoo:llama", dtype="float32"),
-        config=ModelConfig.from_pretrained(resolve_model("zoo:llama")),
+        config=model_config(resolve_model("zoo:llama")),
         device=torch.device("cuda"),
         draft_plan=draft_plan_of(spec),
         dtype=torch.float32,

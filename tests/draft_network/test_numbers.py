@@ -13,7 +13,7 @@ from tests.draft_network.eager_network import EagerNetwork
 from tests.draft_network.step_pairs import NUM_SLOTS, Side, load, network_side, torch_side
 from tests.models.helpers import save_checkpoint
 from tllm_spec.draft_network.network import Network, OnnxRuntimeNetwork
-from tllm_spec.models.llama import LlamaForCausalLM
+from tllm_spec.models.llama import CausalLM
 from tllm_spec.zoo.registry import resolve_model
 
 TOLERANCE = 1e-4
@@ -28,7 +28,7 @@ FAMILY: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def in_onnxruntime(model: LlamaForCausalLM) -> Network:
+def in_onnxruntime(model: CausalLM) -> Network:
     return OnnxRuntimeNetwork(model, num_threads=1)
 
 
@@ -36,13 +36,13 @@ NETWORKS = {"onnx": in_onnxruntime, "torch": EagerNetwork}
 
 
 @pytest.fixture(params=NETWORKS.values(), ids=NETWORKS)
-def make_network(request: pytest.FixtureRequest) -> Callable[[LlamaForCausalLM], Network]:
-    made: Callable[[LlamaForCausalLM], Network] = request.param
+def make_network(request: pytest.FixtureRequest) -> Callable[[CausalLM], Network]:
+    made: Callable[[CausalLM], Network] = request.param
     return made
 
 
 @pytest.fixture
-def zoo(make_network: Callable[[LlamaForCausalLM], Network]) -> tuple[Side, Side]:
+def zoo(make_network: Callable[[CausalLM], Network]) -> tuple[Side, Side]:
     model = load(resolve_model("zoo:llama-draft"))
     return torch_side(model), network_side(model, make_network(model))
 
@@ -75,7 +75,7 @@ def test_logits_and_kv_of_chunks_and_windows_are_those_of_torch(zoo: tuple[Side,
 
 @pytest.mark.parametrize("name", FAMILY)
 def test_every_architecture_of_the_family_has_the_numbers_of_torch(
-    name: str, make_network: Callable[[LlamaForCausalLM], Network], tmp_path: Path
+    name: str, make_network: Callable[[CausalLM], Network], tmp_path: Path
 ) -> None:
     architecture, config = FAMILY[name]
     save_checkpoint(tmp_path, architecture, max_position_embeddings=512, **config)

@@ -23,7 +23,7 @@ from tllm_spec.draft_network.tensorrt import (
     trt_logger,
 )
 from tllm_spec.models.eagle3 import Eagle3Head
-from tllm_spec.models.llama import LlamaForCausalLM
+from tllm_spec.models.llama import CausalLM
 from tllm_spec.models.registry import load_model
 from tllm_spec.zoo.registry import resolve_model
 
@@ -36,11 +36,9 @@ INTEGERS = "token_ids", "positions", "own_keys", "cached_rows", "wanted"
 TYPES = {torch.float32: trt.float32, torch.bfloat16: trt.bfloat16, torch.float16: trt.float16}
 
 
-def zoo_model(dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
+def zoo_model(dtype: torch.dtype = torch.float32) -> CausalLM:
     folder = resolve_model("zoo:llama-draft")
-    model = load_model(folder, dtype=dtype, device=CPU, max_positions=MAX_LEN)
-    assert isinstance(model, LlamaForCausalLM)
-    return model
+    return load_model(folder, dtype=dtype, device=CPU, max_positions=MAX_LEN)
 
 
 def zoo_head(dtype: torch.dtype = torch.float32) -> Eagle3Head:

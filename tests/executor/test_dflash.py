@@ -25,7 +25,7 @@ from tests.executor.harness import Harness, all_pages_are_back
 from tests.models.eagle3_runner import captured_states
 from tests.models.tiny_dflash import SIZES, DFlashReference, write_tiny_dflash
 from tests.models.tiny_eagle3 import edit_config
-from tllm_spec.models.dflash_config import DFlashConfig
+from tllm_spec.models.dflash import DFlashConfig
 
 LAYERS, DRAFT_LEN = (0, 1), 3
 HEADS: dict[str, dict[str, Any]] = {

@@ -12,7 +12,7 @@ from tllm_spec.executor.speculative.drafting.heads import DraftPlan
 from tllm_spec.executor.speculative.drafting.loaded_draft import check_draft
 from tllm_spec.executor.speculative.modes import draft_plan_of
 from tllm_spec.llm import LLM
-from tllm_spec.models.config import ModelConfig
+from tllm_spec.models.registry import model_config
 from tllm_spec.text.tokenizer import load_tokenizer
 from tllm_spec.zoo.registry import resolve_model
 
@@ -65,7 +65,7 @@ def test_a_draft_model_without_a_tokenizer_is_taken_to_have_the_targets(
 ) -> None:
     target, draft = resolve_model("zoo:llama"), resolve_model("zoo:llama-draft")
     shutil.copy(draft / "config.json", tmp_path)
-    sizes = ModelConfig.from_pretrained(target)
+    sizes = model_config(target)
     check_draft(draft_model(tmp_path), load_tokenizer(target), sizes)
     assert f"{tmp_path} has no tokenizer; its token ids are taken to be the target's" in caplog.text
     (tmp_path / "tokenizer.json").write_text("[]")
@@ -78,7 +78,7 @@ def test_another_tokenizer_is_mapped_by_bytes_and_refused_where_the_network_has_
     tmp_path: Path,
 ) -> None:
     folder = write_draft_with_another_tokenizer(tmp_path / "draft")
-    target, sizes = load_tokenizer("zoo:llama"), ModelConfig.from_pretrained(ZOO)
+    target, sizes = load_tokenizer("zoo:llama"), model_config(ZOO)
     tokens = check_draft(draft_model(folder), target, sizes)
     assert tokens is not None and len(tokens.ids) == 2048 - NUM_REMOVED
     names = load_tokenizer(str(folder)).get_vocab()
@@ -97,7 +97,7 @@ def test_a_tokenizer_with_few_of_the_targets_tokens_is_refused_by_option_and_fig
     tmp_path: Path,
 ) -> None:
     folder = write_draft_with_another_tokenizer(tmp_path / "draft", num_removed=1300)
-    sizes = ModelConfig.from_pretrained(ZOO)
+    sizes = model_config(ZOO)
     with pytest.raises(ValueError) as refusal:
         check_draft(draft_model(folder), load_tokenizer("zoo:llama"), sizes)
     assert "speculative_config.speculative_model: the draft model's tokenizer shares 748" in str(

@@ -34,10 +34,11 @@ from tllm_spec.kernels.gemm.int4_weights import MXFP4_GROUP
 from tllm_spec.kernels.gemm.scaled_linear import MAX_BYTES
 from tllm_spec.llm import LLM
 from tllm_spec.models.config import ModelConfig
-from tllm_spec.models.formats.int4_formats import Int4Groups
-from tllm_spec.models.formats.plain import CpuWeight
+from tllm_spec.models.formats.quantisation import PLAIN, FourBitGroups, Quantisation
 from tllm_spec.models.formats.stacked_weight import WIDE_BYTES
+from tllm_spec.models.formats.weight_format import CpuWeight
 from tllm_spec.models.linear import Linear
+from tllm_spec.models.registry import model_config_of
 
 GEOMETRY = AttentionGeometry(num_layers=1, num_heads=1, num_kv_heads=1, head_dim=8, scale=1.0)
 ROOM = SpanRoom(page_size=32, ahead=10, in_context=128)
@@ -50,7 +51,10 @@ GIB = 1 << 30
 def model_of(hidden: int, intermediate: int, vocab: int, dtype: torch.dtype) -> Any:
     """What the plan looks at in a model on a GPU."""
     config = SimpleNamespace(
-        hidden_size=hidden, mlp_row_elements=4 * intermediate, vocab_size=vocab
+        hidden_size=hidden,
+        mlp_row_elements=4 * intermediate,
+        vocab_size=vocab,
+        quantisation=PLAIN,
     )
     on_cuda = torch.device("cuda")
     return SimpleNamespace(config=config, dtype=dtype, device=on_cuda, num_logits=vocab)
@@ -108,7 +112,7 @@ def pages_for(
 def test_requests_of_8k_tokens_of_gpt_oss_take_about_half_of_what_full_layers_would(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    config, length = ModelConfig.from_dict(GPT_OSS_20B), 8192
+    config, length = model_config_of(GPT_OSS_20B), 8192
     (full,) = pages_for(40 * GIB, config.within(1), length, monkeypatch)
     windows, mixed = pages_for(40 * GIB, config, length, monkeypatch)
     assert full / mixed < 0.55
@@ -136,14 +140,15 @@ def test_a_cache_in_fp8_has_as_many_more_tokens_as_its_numbers_are_smaller(
 def test_a_slice_of_an_fp8_weight_has_room() -> None:
     args, model = LlmArgs(model="m"), model_of(8, 8, 8, torch.bfloat16)
     plain = round_bytes(args, [model])
-    model.config.fp8 = object()
+    model.config.quantisation = Quantisation("block")
     assert round_bytes(args, [model]) - plain == 2 * 2 * MAX_BYTES
 
 
 @pytest.mark.parametrize(("size", "is_widened"), [(MXFP4_GROUP, True), (16, False)])
 def test_experts_in_mxfp4_have_room_in_16_bits(size: int, is_widened: bool) -> None:
     args, model = LlmArgs(model="m"), model_of(8, 8, 8, torch.bfloat16)
-    model.config.int4 = SimpleNamespace(groups=Int4Groups(size, is_float=True))
+    groups = FourBitGroups(size, is_float=True)
+    model.config.quantisation = Quantisation(four_bit=groups)
     model.config.moe = None
     dense = round_bytes(args, [model])
     model.config.moe = object()

@@ -22,7 +22,7 @@ from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.executor.speculative.drafting.drafting_steps import DraftSteps
 from tllm_spec.executor.speculative.drafting.loaded_draft import check_draft
 from tllm_spec.executor.speculative.modes import draft_plan_of
-from tllm_spec.models.config import ModelConfig
+from tllm_spec.models.registry import model_config
 
 MODES = ["pard", "pard_two_model"]
 DRAFT_LEN = 4
@@ -103,7 +103,7 @@ def test_texts_are_those_of_plain_decoding_with_preemption_and_prefix_hits(
 
 
 def test_a_model_without_a_mask_token_is_refused_by_option(tiny: Path, tiny_draft: Path) -> None:
-    config = ModelConfig.from_pretrained(tiny)
+    config = model_config(tiny)
 
     def check(**options: Any) -> None:
         spec = {"decoding_type": "PARD", "max_draft_len": 3, "speculative_model": str(tiny_draft)}

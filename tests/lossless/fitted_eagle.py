@@ -11,7 +11,7 @@ from tests.models.eagle3_runner import captured_states
 from tests.models.tiny_eagle import write_tiny_eagle
 from tests.models.tiny_eagle3 import write_tiny_eagle3
 from tllm_spec.attention.interface import default_capture_layers
-from tllm_spec.models.causal_lm import CausalLM
+from tllm_spec.models.llama import CausalLM
 
 RIDGE = 1e-3
 LAYER_SCALE = 0.05  # of what the layer adds: enough that a wrong cache changes drafts

@@ -38,6 +38,7 @@ SPANS: dict[str, dict[str, Any]] = {
 }
 MODELS: dict[str, dict[str, Any]] = SPANS | {
     "Mixtral": {},
+    "Olmo2": {},
     "Qwen2Moe": EXPERTS | {"shared_expert_intermediate_size": 40},
     "Qwen3Moe": EXPERTS | {"head_dim": 16, "norm_topk_prob": True, "mlp_only_layers": [0]},
     **{name: {} for name in FAMILIES},

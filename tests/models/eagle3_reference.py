@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
-from tllm_spec.models.causal_lm import CausalLM
+from tllm_spec.models.llama import CausalLM
 
 
 class Eagle3Reference:

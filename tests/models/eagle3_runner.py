@@ -8,9 +8,9 @@ import torch
 
 from tests.models.helpers import MAX_POSITIONS, PagedRunner, pages_for
 from tllm_spec.attention.interface import SpecMetadata
-from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.draft_head import HeadSource
 from tllm_spec.models.eagle3 import Eagle3Head, load_eagle3_head
+from tllm_spec.models.llama import CausalLM
 
 
 def load_head(folder: Path, target: CausalLM, num_captured: int = 3, **options: Any) -> Eagle3Head:

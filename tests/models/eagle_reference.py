@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 
 from tests.models.eagle3_reference import Eagle3Reference
-from tllm_spec.models.causal_lm import CausalLM
+from tllm_spec.models.llama import CausalLM
 
 
 class EagleReference(Eagle3Reference):

@@ -117,4 +117,4 @@ def _keeping(multiplies: str) -> Iterator[Mock]:
 
 
 keeping_fp8 = partial(_keeping, "multiplies_fp8")
-keeping_int4 = partial(_keeping, "multiplies_int4")
+keeping_int4 = partial(_keeping, "multiplies_four_bit")

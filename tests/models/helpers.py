@@ -25,8 +25,8 @@ from tllm_spec.attention.recurrent import RecurrentGeometry, RecurrentMemory, Re
 from tllm_spec.attention.vanilla import VanillaAttention
 from tllm_spec.distributed.communicator import SINGLE_RANK
 from tllm_spec.kernels.states.delta_blocks import BLOCK_ROWS
-from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.draft_head import DraftHead
+from tllm_spec.models.llama import CausalLM
 from tllm_spec.models.mtp import NextnModules
 from tllm_spec.models.registry import load_model
 

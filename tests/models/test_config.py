@@ -10,6 +10,7 @@ import transformers
 
 from tests.models.helpers import load, save_checkpoint
 from tllm_spec.models.config import ModelConfig
+from tllm_spec.models.registry import model_config
 
 LLAMA3 = {
     "factor": 8.0,
@@ -52,7 +53,7 @@ NEW = {
 
 def read(folder: Path, raw: dict[str, Any]) -> ModelConfig:
     (folder / "config.json").write_text(json.dumps(raw))
-    return ModelConfig.from_pretrained(folder)
+    return model_config(folder)
 
 
 def test_both_spellings_of_transformers_give_the_same_config(tmp_path: Path) -> None:
@@ -165,10 +166,10 @@ def test_what_is_not_served_is_refused_by_name(case: str, tmp_path: Path) -> Non
 
 def test_a_missing_or_broken_config_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"config\.json does not exist"):
-        ModelConfig.from_pretrained(tmp_path)
+        model_config(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match="not readable JSON"):
-        ModelConfig.from_pretrained(tmp_path)
+        model_config(tmp_path)
 
 
 @pytest.mark.parametrize(

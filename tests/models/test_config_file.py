@@ -14,10 +14,9 @@ from tests.models.published_fp8 import PUBLISHED_FP8
 from tests.models.published_gpt_oss import GPT_OSS
 from tests.models.published_images import MISTRAL_SMALL_3_1, QWEN3_VL_30B
 from tests.models.published_states import QWEN3_5, QWEN3_NEXT
-from tllm_spec.models.config import ModelConfig
+from tllm_spec.models.eagle import EagleConfig
 from tllm_spec.models.eagle3_config import Eagle3Config
-from tllm_spec.models.eagle_config import EagleConfig
-from tllm_spec.models.registry import check_shards
+from tllm_spec.models.registry import check_shards, model_config
 from tllm_spec.zoo.registry import resolve_model
 
 # A value of each type, and those at which types end.
@@ -31,7 +30,7 @@ def zoo(name: str, **more: Any) -> dict[str, Any]:
 
 
 def read_model(folder: Path) -> None:
-    ModelConfig.from_pretrained(folder)
+    model_config(folder)
 
 
 def read_head(folder: Path) -> None:
@@ -126,24 +125,24 @@ def test_a_wrong_value_is_named_with_what_is_accepted(
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(zoo("zoo:llama") | {key: value}))
     with pytest.raises(ValueError, match=sentence):
-        ModelConfig.from_pretrained(tmp_path)
+        model_config(tmp_path)
 
 
 def test_all_wrong_values_are_named_at_once(tmp_path: Path) -> None:
     wrong = {"vocab_size": "2048", "head_dim": -1}
     (tmp_path / "config.json").write_text(json.dumps(zoo("zoo:llama") | wrong))
     with pytest.raises(ValueError, match=r"vocab_size is '2048'.*; head_dim is -1"):
-        ModelConfig.from_pretrained(tmp_path)
+        model_config(tmp_path)
 
 
 def test_end_tokens_of_a_wrong_type_in_generation_config_are_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(zoo("zoo:llama")))
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": 1.5}')
     with pytest.raises(ValueError, match=r"generation_config\.json: eos_token_id is 1\.5"):
-        ModelConfig.from_pretrained(tmp_path)
+        model_config(tmp_path)
 
 
 def test_json_that_is_nested_too_deeply_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"a": ' + "[" * 200_000 + "]" * 200_000 + "}")
     with pytest.raises(ValueError, match="nested too deeply"):
-        ModelConfig.from_pretrained(tmp_path)
+        model_config(tmp_path)

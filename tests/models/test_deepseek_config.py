@@ -8,11 +8,11 @@ import pytest
 from tests.models.published import FP8, V2_LITE, V3
 from tllm_spec.attention.geometry import LatentGeometry
 from tllm_spec.distributed.communicator import SINGLE_RANK
-from tllm_spec.models.config import ModelConfig
+from tllm_spec.models.registry import model_config_of
 
 
 def test_v2_lite_is_read_as_published() -> None:
-    config = ModelConfig.from_dict(V2_LITE)
+    config = model_config_of(V2_LITE)
     moe, mla = config.moe, config.mla
     assert moe is not None and mla is not None and mla.q_lora_rank is None
     assert config.sparse_layers == frozenset(range(1, 27)) and config.num_nextn_layers == 0
@@ -25,10 +25,10 @@ def test_v2_lite_is_read_as_published() -> None:
 
 
 def test_v3_is_read_as_published() -> None:
-    config = ModelConfig.from_dict(V3)
+    config = model_config_of(V3)
     moe, mla = config.moe, config.mla
     assert moe is not None and mla is not None and mla.q_lora_rank == 1536 and mla.is_interleaved
-    assert config.fp8 is not None and config.num_nextn_layers == 1
+    assert config.quantisation.fp8 is not None and config.num_nextn_layers == 1
     assert config.sparse_layers == frozenset(range(3, 61))
     assert (moe.scoring, moe.top_k, moe.num_groups, moe.top_groups) == ("sigmoid", 8, 8, 4)
     assert moe.normalise_top_k and moe.has_correction_bias and moe.routed_scaling_factor == 2.5
@@ -54,4 +54,4 @@ def test_what_is_not_served_is_named(
     base: dict[str, Any], change: dict[str, Any], problem: str
 ) -> None:
     with pytest.raises(ValueError, match=problem):
-        ModelConfig.from_dict(base | change)
+        model_config_of(base | change)

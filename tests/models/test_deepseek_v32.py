@@ -14,7 +14,7 @@ from tests.models.helpers import PagedRunner, load, random_tokens, reference_log
 from tests.models.mtp_reference import save_with_mtp
 from tests.models.published import V3_2
 from tllm_spec.llm import LLM
-from tllm_spec.models.config import ModelConfig
+from tllm_spec.models.registry import model_config_of
 from tllm_spec.sampling_params import SamplingParams
 
 TOPK = 16
@@ -94,9 +94,9 @@ def test_a_tensor_next_to_the_indexer_and_an_indexer_of_v3_are_surplus(tmp_path:
 
 
 def test_the_published_config_is_read() -> None:
-    config = ModelConfig.from_dict(V3_2)
+    config = model_config_of(V3_2)
     assert config.mla is not None and config.mla.index_topk == 2048 and config.mla.is_interleaved
-    assert config.fp8 is not None and config.num_nextn_layers == 1
+    assert config.quantisation.fp8 is not None and config.num_nextn_layers == 1
     assert config.sparse_layers == frozenset(range(3, 61)) and config.max_positions == 163840
 
 
@@ -110,4 +110,4 @@ def test_the_published_config_is_read() -> None:
 )
 def test_what_is_not_served_is_named(change: dict[str, Any], problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
-        ModelConfig.from_dict(V3_2 | change)
+        model_config_of(V3_2 | change)

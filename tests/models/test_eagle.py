@@ -18,11 +18,10 @@ from tests.models.helpers import MAX_POSITIONS, load, random_tokens
 from tests.models.test_eagle3 import assert_close, assert_drafts_like_the_reference
 from tests.models.tiny_eagle import write_tiny_eagle
 from tests.models.tiny_eagle3 import Tensors, edit_config, rewrite, write_tiny_eagle3
-from tllm_spec.models.causal_lm import CausalLM
-from tllm_spec.models.draft_head import HeadSource
+from tllm_spec.models.draft_head import HeadSource, head_kind
 from tllm_spec.models.eagle import EagleHead, load_eagle_head
-from tllm_spec.models.head_checkpoint import head_kind
 from tllm_spec.models.layers import RMSNorm
+from tllm_spec.models.llama import CausalLM
 
 NUM_LAYERS = 3
 LAST = (NUM_LAYERS,)  # the state after the final norm
@@ -123,7 +122,7 @@ def test_copies_of_the_targets_embedding_and_output_layer_take_no_memory(
     rewrite(folder, lambda tensors: tensors.update(copies))
     head = load_head(folder, target)
     assert head.output is target.get_submodule("lm_head")
-    assert head.borrowed.embed_tokens is target.get_submodule("model.embed_tokens")
+    assert head.borrowed[0] is target.get_submodule("model.embed_tokens")
     assert not any("embed" in name or "lm_head" in name for name in weights_of(head))
 
 

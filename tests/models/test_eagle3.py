@@ -16,9 +16,9 @@ from tests.models.eagle3_runner import (
 )
 from tests.models.helpers import CPU, MAX_POSITIONS, load, random_tokens, save_checkpoint
 from tests.models.tiny_eagle3 import edit_config, write_tiny_eagle3
-from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.draft_head import DraftHead
 from tllm_spec.models.layers import RMSNorm
+from tllm_spec.models.llama import CausalLM
 
 VOCAB_SIZE = 64
 TOKENS = [token % VOCAB_SIZE for token in random_tokens(24)]

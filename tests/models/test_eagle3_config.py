@@ -13,9 +13,9 @@ from tests.models.helpers import load
 from tests.models.tiny_eagle3 import edit_config, rewrite, write_tiny_eagle3
 from tllm_spec.attention.geometry import AttentionGeometry
 from tllm_spec.distributed.communicator import Mapping
-from tllm_spec.models.causal_lm import CausalLM
+from tllm_spec.models.draft_head import MASK_TOKENS
 from tllm_spec.models.eagle3_config import Eagle3Config
-from tllm_spec.models.head_checkpoint import MASK_TOKENS
+from tllm_spec.models.llama import CausalLM
 
 
 @pytest.fixture

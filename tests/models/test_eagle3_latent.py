@@ -16,8 +16,8 @@ from tests.models.test_eagle3 import TOKENS, assert_drafts_like_the_reference
 from tests.models.tiny_eagle3 import edit_config, rewrite, write_tiny_eagle3
 from tllm_spec.attention.geometry import LatentGeometry
 from tllm_spec.distributed.communicator import Mapping
-from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.eagle3_config import Eagle3Config
+from tllm_spec.models.llama import CausalLM
 
 YARN = {
     "beta_fast": 1.0,

@@ -22,8 +22,8 @@ from tests.models.tiny_eagle3 import (
     save,
     write_tiny_eagle3,
 )
-from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.eagle3 import Eagle3Head
+from tllm_spec.models.llama import CausalLM
 
 VOCAB_SIZE = 64
 
@@ -182,14 +182,14 @@ def test_shared_weights_are_the_targets_memory_and_are_not_changed(
     weights = target.state_dict()
     assert all(torch.equal(weights[name], before[name]) for name in before)
     assert not addresses(head.parameters()) & addresses(target.parameters())
-    assert head.borrowed.embed_tokens is target.get_submodule("model.embed_tokens")
+    assert head.borrowed[0] is target.get_submodule("model.embed_tokens")
     own = dict(head.named_parameters()).get("lm_head.weight")
     if options:
         shared = (
             "model.embed_tokens.weight" if "tie_word_embeddings" in options else "lm_head.weight"
         )
         assert own is None
-        assert head.borrowed.lm_head.weight.data_ptr() == weights[shared].data_ptr()
+        assert head.borrowed[1].weight.data_ptr() == weights[shared].data_ptr()
     else:
         assert own is not None and own.shape == (48, 32)
 

@@ -11,9 +11,8 @@ from tests.distributed.thread_ranks import ThreadGroup
 from tests.models.helpers import CPU, VOCAB_SIZE, load, save_checkpoint
 from tllm_spec.distributed.communicator import Communicator
 from tllm_spec.models import layers
-from tllm_spec.models.draft_head import BorrowedModules
-from tllm_spec.models.layers import Embedding
-from tllm_spec.models.module import Placement
+from tllm_spec.models.draft_head import target_modules
+from tllm_spec.models.layers import Embedding, Placement
 
 HALF = VOCAB_SIZE // 2
 # The first and last token of each half, and repeated ones; the last rank has no token of the first.
@@ -68,8 +67,8 @@ def test_each_rank_holds_one_half_that_output_layers_and_heads_share(
         assert torch.equal(embedding.weight, whole.chunk(2)[number])
         assert (model.lm_head.weight is embedding.weight) == tied
         assert len(model.lm_head.weight) == HALF
-        borrowed = BorrowedModules.of(model, tied=True, placement=placement_of(rank))
-        assert borrowed.embed_tokens is embedding
-        assert borrowed.lm_head.weight is embedding.weight
-        shard = borrowed.lm_head.shard
+        tokens, output = target_modules(model, tied_on=placement_of(rank))
+        assert tokens is embedding
+        assert output.weight is embedding.weight
+        shard = output.shard
         assert shard is not None and (shard.first, shard.size) == (HALF * number, HALF)

@@ -11,36 +11,32 @@ from tests.models.helpers import CPU
 from tests.models.test_fp8_activations import Gathering
 from tllm_spec.distributed.communicator import SINGLE_RANK, Communicator, Mapping
 from tllm_spec.kernels.experts.permute import moe_permute
-from tllm_spec.models.experts import Experts
 from tllm_spec.models.formats import stacked_weight
-from tllm_spec.models.formats.fp8_formats import ActivationScales
-from tllm_spec.models.formats.fp8_scaled import Fp8Tensor
-from tllm_spec.models.formats.int4_formats import Int4Groups
-from tllm_spec.models.formats.int4_tensor import Int4Tensor
-from tllm_spec.models.formats.stacked_codes import StackedCodes
-from tllm_spec.models.formats.stacked_weight import StackedInt4
-from tllm_spec.models.module import Placement
-from tllm_spec.models.moe import SparseMoE
-from tllm_spec.models.moe_shape import DEEPSEEK_NAMES, QWEN_NAMES, MoEConfig
+from tllm_spec.models.formats.four_bit_packings import FourBitTensor
+from tllm_spec.models.formats.fp8 import Fp8Tensor
+from tllm_spec.models.formats.quantisation import ActivationScales, FourBitGroups, Quantisation
+from tllm_spec.models.formats.stacked_weight import StackedCodes, StackedFourBit
+from tllm_spec.models.layers import Placement
+from tllm_spec.models.moe import Experts, SparseMoE
+from tllm_spec.models.moe_config import MoEConfig
 from tllm_spec.models.weights import weight_table
 
 CONFIG = MoEConfig(hidden_size=160, num_experts=4, top_k=2, intermediate_size=256)
 SINGLE = Placement(torch.float32, CPU, SINGLE_RANK)
 PLACEMENTS = {
-    "token": replace(SINGLE, activations=ActivationScales()),
-    "block": replace(SINGLE, activations=ActivationScales("block")),
-    "static": replace(SINGLE, activations=ActivationScales("tensor")),
-    "weights only": replace(SINGLE, fp8="block"),
-    "int4": replace(SINGLE, int4=Int4Groups(32)),
-    "mxfp4": replace(SINGLE, int4=Int4Groups(32, is_float=True)),
+    "token": replace(SINGLE, quantised=Quantisation(activations=ActivationScales())),
+    "block": replace(SINGLE, quantised=Quantisation(activations=ActivationScales("block"))),
+    "static": replace(SINGLE, quantised=Quantisation(activations=ActivationScales("tensor"))),
+    "weights only": replace(SINGLE, quantised=Quantisation("block")),
+    "int4": replace(SINGLE, quantised=Quantisation(four_bit=FourBitGroups(32))),
+    "mxfp4": replace(SINGLE, quantised=Quantisation(four_bit=FourBitGroups(32, is_float=True))),
 }
 on_each_form = pytest.mark.parametrize("form", PLACEMENTS)
 
 
 def filled(placement: Placement, config: MoEConfig = CONFIG) -> SparseMoE:
     """With the same weights on any rank."""
-    names = DEEPSEEK_NAMES if config.shared_intermediate_size else QWEN_NAMES
-    layer = SparseMoE(config, placement, names)
+    layer = SparseMoE(config, placement)
     for index, (name, slot) in enumerate(weight_table(layer).items()):
         generator = torch.Generator().manual_seed(index)
 
@@ -51,19 +47,19 @@ def filled(placement: Placement, config: MoEConfig = CONFIG) -> SparseMoE:
             slot.load(rand(*slot.shape) - 0.5)
             continue
         rows, inputs = slot.shape
-        if placement.int4 is None:
+        if placement.quantised.four_bit is None:
             weight = torch.randn(slot.shape, generator=generator).to(torch.float8_e4m3fn)
             scales = (rand(rows, -(-inputs // 128)) + 0.5) * inputs**-0.5
             slot.load(Fp8Tensor(weight, scales, torch.tensor(0.004 + 0.001 * index)))
             continue
         codes = torch.randint(0, 16, (rows, inputs), generator=generator).byte()
         words = torch.full((rows, inputs // 32), 2.0**-5)
-        if not placement.int4.is_float:
+        if not placement.quantised.four_bit.is_float:
             words = (
                 words.view(torch.int32)
                 | torch.randint(0, 16, words.shape, generator=generator).int()
             )
-        slot.load(Int4Tensor(codes, words, 32))
+        slot.load(FourBitTensor(codes, words, 32))
     return layer
 
 
@@ -144,8 +140,12 @@ def test_exact_weights_of_4_bits_are_dequantised_for_many_rows_if_they_take_no_m
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     shape = (4, 64, 160)
-    placement = replace(SINGLE, dtype=torch.bfloat16, int4=Int4Groups(32, is_float=True))
-    weights = StackedInt4(shape, placement, None)
+    placement = replace(
+        SINGLE,
+        dtype=torch.bfloat16,
+        quantised=Quantisation(four_bit=FourBitGroups(32, is_float=True)),
+    )
+    weights = StackedFourBit(shape, placement, None)
     weights.weight.random_(0, 256)
     weights.scales.random_(118, 125)
     x, experts = torch.randn(16, 160).bfloat16(), torch.rand(16, 4).argsort(1)[:, :1].int()
@@ -172,7 +172,7 @@ REFUSED = {
         "with 1, 2 devices it has",
     ),
     "slices that cut a group": (
-        on_rank(replace(SINGLE, int4=Int4Groups(128)), 0, 4),
+        on_rank(replace(SINGLE, quantised=Quantisation(four_bit=FourBitGroups(128))), 0, 4),
         "tensor_parallel_size is 4; a layer has 256 inputs in groups of 128, .* with 1, 2 devices",
     ),
 }
@@ -182,4 +182,4 @@ REFUSED = {
 def test_what_ranks_cannot_share_is_refused_with_what_works(name: str) -> None:
     placement, message = REFUSED[name]
     with pytest.raises(ValueError, match=message):
-        Experts(CONFIG, placement, QWEN_NAMES)
+        Experts(CONFIG, placement)

@@ -14,17 +14,15 @@ from tests.models.fp8_checkpoint import Tensors, is_projection, quantise, tiled
 from tests.models.helpers import CPU, PagedRunner, load, random_tokens, save_checkpoint
 from tests.models.mtp_reference import export_modules, save_with_mtp
 from tllm_spec.distributed.communicator import Mapping
-from tllm_spec.models.config import ModelConfig
-from tllm_spec.models.deepseek import DeepseekForCausalLM
 from tllm_spec.models.formats import quantised_layers
-from tllm_spec.models.formats.fp8_formats import Granularity
-from tllm_spec.models.formats.fp8_scaled import Fp8Tensor, ScaledSlot
+from tllm_spec.models.formats.fp8 import Fp8Tensor, ScaledSlot
+from tllm_spec.models.formats.quantisation import Granularity, Quantisation
 from tllm_spec.models.formats.quantised_layers import with_quantised
+from tllm_spec.models.layers import Module, Placement, WeightSlot
 from tllm_spec.models.linear import Linear
-from tllm_spec.models.module import Module, Placement, WeightSlot
 from tllm_spec.models.mtp import load_nextn
-from tllm_spec.models.registry import MODELS
-from tllm_spec.models.weights import stored_tensors, weight_table
+from tllm_spec.models.registry import model_config, model_type
+from tllm_spec.models.weights import weight_table
 
 pytestmark = pytest.mark.usefixtures("fp8_on_cpu")
 FP8 = torch.float8_e4m3fn
@@ -73,7 +71,6 @@ def test_mtp_modules_keep_fp8_too(tmp_path: Path) -> None:
     modules = []
     for path in save_both("deepseek-v3", tmp_path):
         target = load(path)
-        assert isinstance(target, DeepseekForCausalLM)
         modules.append(load_nextn(path, target, "auto"))
     found, expected = modules
     (layer,) = found.modules_by_step
@@ -91,7 +88,6 @@ def test_exported_modules_keep_fp8_as_modelopts_file_and_the_names_of_scales_say
     """Also next to a target in 16 bits."""
     path, plain = save_both("deepseek-v3", tmp_path)
     whole = load(path)
-    assert isinstance(whole, DeepseekForCausalLM)
     expected = dict(load_nextn(path, whole, "auto").named_parameters())
     exported = tmp_path / "exported"
     export_modules(path, exported)
@@ -101,7 +97,6 @@ def test_exported_modules_keep_fp8_as_modelopts_file_and_the_names_of_scales_say
     modelopt = {"quantization": {"quant_algo": "FP8_PB_WO"}}
     (exported / "hf_quant_config.json").write_text(json.dumps(modelopt))
     target = load(plain)
-    assert isinstance(target, DeepseekForCausalLM)
     found = dict(load_nextn(exported, target, "auto", is_exported=True).named_parameters())
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in found)
@@ -125,10 +120,15 @@ def test_ranks_have_their_part_of_weights_and_scales(
     tp_size, ep_size = sizes
     for rank in range(tp_size):
         placement = Placement(
-            torch.float32, CPU, Mapping(rank, tp_size, tp_size, ep_size), fp8=granularity
+            torch.float32,
+            CPU,
+            Mapping(rank, tp_size, tp_size, ep_size),
+            quantised=Quantisation(granularity),
         )
-        model = MODELS[whole.config.architecture](whole.config, 64, placement)
-        stored = dict(stored_tensors(path, whole.config, lambda name: not whole.ignores(name)))
+        model = model_type(whole.config)(whole.config, 64, placement)
+        stored = dict(
+            whole.stored_tensors(path, whole.config, lambda name: not whole.ignores(name))
+        )
         own, full = weight_table(model), weight_table(whole)
         for name, slot in own.items():
             slot.load(stored[name])
@@ -193,10 +193,10 @@ def test_gpus_without_fp8_get_dequantised_weights(
 ) -> None:
     path, plain = save_both("llama", tmp_path)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    config = ModelConfig.from_pretrained(path)
+    config = model_config(path)
     placement = Placement(torch.bfloat16, torch.device("cuda", 0), Mapping(0, 1))
-    assert (with_quantised(placement, config).fp8 == "block") == keeps
-    assert with_quantised(placement, ModelConfig.from_pretrained(plain)) == placement
+    assert (with_quantised(placement, config).quantised.fp8 == "block") == keeps
+    assert with_quantised(placement, model_config(plain)) == placement
     monkeypatch.setattr(quantised_layers, "multiplies_fp8", lambda device: keeps)
     model = load(path)
     assert bool(fp8_names(model)) == keeps
@@ -239,8 +239,8 @@ def test_each_block_has_its_own_scale(tmp_path: Path) -> None:
     FAMILIES["llama"](tmp_path)
     quantise(tmp_path)
     config = load(tmp_path).config
-    assert config.fp8 is not None
-    tensor = Fp8Tensor(weight, config.fp8.row_scales(scale, (130, 257), "w"))
+    assert config.quantisation.fp8 is not None
+    tensor = Fp8Tensor(weight, config.quantisation.row_scales(scale, (130, 257), "w"))
     assert tensor.dequantised(torch.float32)[[0, 127, 128, 129]][
         :, [0, 127, 128, 255, 256]
     ].tolist() == [[1, 1, 2, 2, 4], [1, 1, 2, 2, 4], [8, 8, 16, 16, 32], [8, 8, 16, 16, 32]]

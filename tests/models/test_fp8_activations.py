@@ -24,20 +24,19 @@ from tests.models.helpers import (
 )
 from tests.models.test_fp8 import FAMILIES, SIZES, save_both
 from tllm_spec.distributed.communicator import SINGLE_RANK, Communicator, Mapping
-from tllm_spec.models.experts import Experts
-from tllm_spec.models.formats.fp8_activations import QuantisedActivations
-from tllm_spec.models.formats.fp8_formats import ActivationScales
-from tllm_spec.models.formats.fp8_scaled import Fp8Tensor
-from tllm_spec.models.formats.plain import PlainWeight
-from tllm_spec.models.formats.stacked_codes import StackedCodes
-from tllm_spec.models.formats.stacked_weight import StackedWeight
-from tllm_spec.models.layers import RMSNorm
+from tllm_spec.models.formats.fp8 import Fp8Tensor, QuantisedActivations
+from tllm_spec.models.formats.quantisation import ActivationScales, Quantisation
+from tllm_spec.models.formats.stacked_weight import StackedCodes, StackedWeight
+from tllm_spec.models.formats.weight_format import PlainWeight
+from tllm_spec.models.layers import Module, Placement, RMSNorm
 from tllm_spec.models.linear import ColumnLinear, Linear, RowLinear
-from tllm_spec.models.module import Module, Placement
+from tllm_spec.models.moe import Experts
 from tllm_spec.models.weights import weight_table
 
 TOKENS = random_tokens(40)
-PLACEMENT = Placement(torch.float32, CPU, SINGLE_RANK, activations=ActivationScales())
+PLACEMENT = Placement(
+    torch.float32, CPU, SINGLE_RANK, quantised=Quantisation(activations=ActivationScales())
+)
 KINDS = (ActivationScales("token"), ActivationScales("block"), ActivationScales("tensor"))
 on_each_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.shared_by)
 
@@ -177,7 +176,10 @@ def filled(layer: Linear) -> Linear:
 @on_each_kind
 @torch.inference_mode()
 def test_a_row_has_the_same_bits_in_every_batch(kind: ActivationScales) -> None:
-    parts, placement = {"gate": 48, "up": 48}, replace(PLACEMENT, activations=kind)
+    parts, placement = (
+        {"gate": 48, "up": 48},
+        replace(PLACEMENT, quantised=Quantisation(activations=kind)),
+    )
     layer = filled(ColumnLinear(192, parts, bias=True, placement=placement))
     down = filled(RowLinear(48, 96, bias=False, placement=placement))
     norm = RMSNorm(192, 1e-6, PLACEMENT)
@@ -219,7 +221,14 @@ def test_ranks_with_slices_of_the_inputs_have_the_codes_of_the_whole_rows(
 ) -> None:
     size = 256 if kind.shared_by == "block" else 200
     x = torch.randn(9, size, generator=torch.Generator().manual_seed(3))
-    whole = filled(RowLinear(size, 24, bias=False, placement=replace(PLACEMENT, activations=kind)))
+    whole = filled(
+        RowLinear(
+            size,
+            24,
+            bias=False,
+            placement=replace(PLACEMENT, quantised=Quantisation(activations=kind)),
+        )
+    )
     expected = whole.forward(x)
     largest = torch.stack([part.abs().amax(1) for part in x.chunk(2, 1)], 1)
     parts, codes = [], []
@@ -230,7 +239,7 @@ def test_ranks_with_slices_of_the_inputs_have_the_codes_of_the_whole_rows(
             CPU,
             gathering.mapping,
             communicator=cast(Communicator, gathering),
-            activations=kind,
+            quantised=Quantisation(activations=kind),
         )
         layer = filled(RowLinear(size, 24, bias=False, placement=placement))
         parts.append(layer.forward(own))
@@ -241,7 +250,9 @@ def test_ranks_with_slices_of_the_inputs_have_the_codes_of_the_whole_rows(
 
 
 def test_slices_that_cut_a_block_of_activations_are_refused_with_the_sizes_that_work() -> None:
-    placement = replace(PLACEMENT, mapping=Mapping(0, 3, 3), activations=KINDS[1], fp8="block")
+    placement = replace(
+        PLACEMENT, mapping=Mapping(0, 3, 3), quantised=Quantisation("block", KINDS[1])
+    )
     RowLinear(768, 24, bias=False, placement=placement)
     message = (
         "tensor_parallel_size is 4; a layer has 768 inputs, of which 128 share a scale of "

@@ -23,9 +23,9 @@ from tests.models.published_fp8 import (
     changed_group,
     compressed,
 )
-from tllm_spec.models.config import ModelConfig
-from tllm_spec.models.formats.fp8_formats import ActivationScales, Fp8Format
-from tllm_spec.models.formats.fp8_readers import fp8_format
+from tllm_spec.models.formats.quantisation import PLAIN, ActivationScales, Quantisation, is_left_out
+from tllm_spec.models.formats.quantisation_readers import read_quantisation
+from tllm_spec.models.registry import model_config, model_config_of
 
 LAYER = "model.layers.5"
 ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
@@ -33,11 +33,9 @@ LATENT = ("self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa", "self_attn.kv_b_
 EXPERTS = ("mlp.experts.3.gate_proj", "mlp.experts.3.down_proj")
 
 
-def format_of(quantization: Raw) -> Fp8Format:
+def format_of(quantization: Raw) -> Quantisation:
     """The format that config.json describes."""
-    found = fp8_format(None, {"quantization_config": quantization})
-    assert found is not None
-    return found
+    return read_quantisation(None, {"quantization_config": quantization})
 
 
 def write(folder: Path, raw: Raw, modelopt: Raw | None = None) -> Path:
@@ -50,9 +48,9 @@ def write(folder: Path, raw: Raw, modelopt: Raw | None = None) -> Path:
 @pytest.mark.parametrize("name", PUBLISHED_FP8)
 def test_published_checkpoints_are_recognised(name: str, tmp_path: Path) -> None:
     raw, granularity, suffix = PUBLISHED_FP8[name]
-    found = ModelConfig.from_pretrained(write(tmp_path, raw)).fp8
-    assert found is not None and found == ModelConfig.from_dict(raw).fp8
-    assert (found.granularity, found.scale_suffix) == (granularity, suffix)
+    found = model_config(write(tmp_path, raw)).quantisation
+    assert found == model_config_of(raw).quantisation
+    assert (found.fp8, found.scale_suffix) == (granularity, suffix)
     for module in (*ATTENTION, *LATENT, *EXPERTS, "mlp.gate_proj", "mlp.shared_experts.up_proj"):
         assert found.keeps(f"{LAYER}.{module}"), module
     for module in ("lm_head", "model.embed_tokens", f"{LAYER}.mlp.gate", f"{LAYER}.eh_proj"):
@@ -60,24 +58,23 @@ def test_published_checkpoints_are_recognised(name: str, tmp_path: Path) -> None
 
 
 def test_metas_405b_has_a_scale_for_each_row_in_all_mlps_but_two(tmp_path: Path) -> None:
-    found = ModelConfig.from_pretrained(write(tmp_path, LLAMA_405B_FP8)).fp8
-    assert found is not None
-    assert (found.granularity, found.scale_suffix) == ("row", "_scale")
+    found = model_config(write(tmp_path, LLAMA_405B_FP8)).quantisation
+    assert (found.fp8, found.scale_suffix) == ("row", "_scale")
     kept = [f"model.layers.{layer}.mlp.up_proj" for layer in range(126)]
     assert [module for module in kept if found.keeps(module)] == kept[1:-1]
     assert not any(found.keeps(f"{LAYER}.{module}") for module in ATTENTION)
 
 
 def test_a_checkpoint_without_quantization_has_no_format(tmp_path: Path) -> None:
-    assert ModelConfig.from_pretrained(write(tmp_path, LLAMA_31_8B)).fp8 is None
-    assert fp8_format(None, {"quantization_config": None}) is None
+    assert model_config(write(tmp_path, LLAMA_31_8B)).quantisation == PLAIN
+    assert read_quantisation(None, {"quantization_config": None}) == PLAIN
 
 
 def test_modelopts_file_is_read_and_comes_before_config_json(tmp_path: Path) -> None:
-    only_file = ModelConfig.from_pretrained(write(tmp_path, LLAMA_31_8B, NVIDIA_FP8)).fp8
-    assert only_file == ModelConfig.from_dict(PUBLISHED_FP8["NVIDIA's Llama-3.1-8B-FP8"][0]).fp8
+    only_file = model_config(write(tmp_path, LLAMA_31_8B, NVIDIA_FP8)).quantisation
+    assert only_file == model_config_of(PUBLISHED_FP8["NVIDIA's Llama-3.1-8B-FP8"][0]).quantisation
     stale = LLAMA_31_8B | {"quantization_config": {"quant_method": "awq"}}
-    assert ModelConfig.from_pretrained(write(tmp_path, stale, NVIDIA_FP8)).fp8 == only_file
+    assert model_config(write(tmp_path, stale, NVIDIA_FP8)).quantisation == only_file
 
 
 @pytest.mark.parametrize(
@@ -92,9 +89,9 @@ def test_modelopts_file_is_read_and_comes_before_config_json(tmp_path: Path) -> 
 )
 def test_modelopts_algorithms_say_what_shares_a_scale(algorithm: str, granularity: str) -> None:
     early = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": algorithm}}
-    assert format_of(early).granularity == granularity
+    assert format_of(early).fp8 == granularity
     late = {"quant_method": "modelopt", "quant_algo": algorithm}
-    assert format_of(late).granularity == granularity
+    assert format_of(late).fp8 == granularity
 
 
 @pytest.mark.parametrize("is_sharded", [False, True])
@@ -112,8 +109,8 @@ def test_the_checkpoint_says_how_scales_are_named(
         save_file(tensors, tmp_path / "model.safetensors")
     for quantization in (FP8, BLOCKS, compressed("block", "float-quantized", **BLOCK_OF_128)):
         raw = LLAMA_31_8B | {"quantization_config": quantization}
-        found = ModelConfig.from_pretrained(write(tmp_path, raw)).fp8
-        assert found is not None and found.scale_suffix == suffix
+        found = model_config(write(tmp_path, raw)).quantisation
+        assert found.scale_suffix == suffix
 
 
 IGNORED: dict[str, tuple[Raw, list[str], list[str]]] = {
@@ -198,7 +195,7 @@ CACHE_ONLY = {
 )
 def test_a_checkpoint_with_a_quantised_cache_only_has_no_fp8_weights(cache_only: Raw) -> None:
     found = format_of(cache_only)
-    assert found.leaves_out(f"{LAYER}.self_attn.k_proj.k_scale")
+    assert is_left_out(f"{LAYER}.self_attn.k_proj.k_scale")
     assert not any(found.keeps(f"{LAYER}.{module}") for module in ATTENTION)
 
 
@@ -268,16 +265,15 @@ def test_routers_have_16_bits_whether_they_are_listed_or_not() -> None:
 
 
 def test_scales_of_activations_and_of_the_cache_are_left_out() -> None:
-    found = format_of(FP8)
     # Of AutoFP8, compressed-tensors, ModelOpt and transformers.
     unused = (
         *("mlp.up_proj.input_scale", "self_attn.k_scale", "self_attn.kv_scale"),
         *("self_attn.k_proj.k_scale", "self_attn.v_proj.v_scale", "self_attn.q_scale"),
         *("self_attn.k_proj.output_scale", "mlp.up_proj.activation_scale"),
     )
-    assert all(found.leaves_out(f"{LAYER}.{name}") for name in unused)
+    assert all(is_left_out(f"{LAYER}.{name}") for name in unused)
     used = ("weight", "weight_scale", "weight_scale_inv", "bias")
-    assert not any(found.leaves_out(f"{LAYER}.mlp.up_proj.{name}") for name in used)
+    assert not any(is_left_out(f"{LAYER}.mlp.up_proj.{name}") for name in used)
 
 
 ONE, ROWS = torch.tensor(0.5), torch.tensor([[2.0], [4.0], [8.0]])
@@ -361,13 +357,13 @@ def test_a_scale_of_a_wrong_shape_is_named(
 
 def test_the_key_of_early_compressed_tensors_is_read() -> None:
     quantization = LLAMA_FP8_DYNAMIC["quantization_config"]
-    found = fp8_format(None, LLAMA_31_8B | {"compression_config": quantization})
+    found = read_quantisation(None, LLAMA_31_8B | {"compression_config": quantization})
     assert found == format_of(quantization)
 
 
 def test_powers_of_2_as_scales_are_served() -> None:
     later = V3 | {"quantization_config": BLOCKS | {"scale_fmt": "ue8m0"}}  # DeepSeek V3.1
-    assert ModelConfig.from_dict(later).fp8 == ModelConfig.from_dict(V3).fp8
+    assert model_config_of(later).quantisation == model_config_of(V3).quantisation
 
 
 def test_listed_routers_are_found_among_hundreds_of_entries() -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from tests.models.published import FP8, SCOUT, Raw
 from tests.models.published_fp8 import BLOCKS, LLAMA_31_8B, MODELOPT, changed_group, compressed
-from tllm_spec.models.config import ModelConfig
+from tllm_spec.models.registry import model_config, model_config_of
 
 
 def two_groups() -> Raw:
@@ -116,7 +116,7 @@ def test_what_is_not_served_is_refused_with_all_reasons_and_what_is_served(name:
     served = ["config.json", r"FP8 \(E4M3\).*quant_method 'fp8'", "are not served"]
     for problem in (*reasons, *served):
         with pytest.raises(ValueError, match=problem):
-            ModelConfig.from_dict(LLAMA_31_8B | {"quantization_config": quantization})
+            model_config_of(LLAMA_31_8B | {"quantization_config": quantization})
 
 
 def test_the_refusal_of_modelopts_file_names_it(tmp_path: Path) -> None:
@@ -124,9 +124,11 @@ def test_the_refusal_of_modelopts_file_names_it(tmp_path: Path) -> None:
     quantization = {"quantization": {"quant_algo": "W4A8_AWQ"}}
     (tmp_path / "hf_quant_config.json").write_text(json.dumps(quantization))
     with pytest.raises(ValueError, match=r"hf_quant_config\.json: quant_algo is 'W4A8_AWQ'"):
-        ModelConfig.from_pretrained(tmp_path)
+        model_config(tmp_path)
 
 
 def test_llama_4_in_fp8_is_refused() -> None:
-    with pytest.raises(ValueError, match="Llama 4's experts are served in 16 or 32 bits"):
-        ModelConfig.from_dict(SCOUT | {"quantization_config": BLOCKS})
+    with pytest.raises(
+        ValueError, match="quantised weights; it is served with weights of 16 or 32 bits"
+    ):
+        model_config_of(SCOUT | {"quantization_config": BLOCKS})

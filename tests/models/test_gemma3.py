@@ -32,9 +32,9 @@ from tllm_spec.attention.vanilla import VanillaAttention
 from tllm_spec.distributed.communicator import SINGLE_RANK
 from tllm_spec.kernels.attention.visible_keys import KeySpan
 from tllm_spec.llm import LLM
-from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.gemma3 import Gemma3Model
 from tllm_spec.models.layers import RMSNorm
+from tllm_spec.models.registry import model_config, model_config_of
 from tllm_spec.sampling_params import SamplingParams
 from tllm_spec.zoo.quantise import Style
 from tllm_spec.zoo.quantise import quantise as quantise_int4
@@ -235,10 +235,9 @@ def test_tensors_of_images_in_a_text_model_are_surplus(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", GEMMA3)
 def test_a_published_config_is_read_as_transformers_reads_it(name: str) -> None:
     raw = GEMMA3[name]
-    config, raw = ModelConfig.from_dict(raw), copy.deepcopy(raw)
+    config, raw = model_config_of(raw), copy.deepcopy(raw)
     own = raw.get("text_config", raw)
     theirs = transformers.Gemma3TextConfig(**own)
-    assert config.gemma3 is not None
     sizes = config.vocab_size, config.hidden_size, config.intermediate_size, config.num_layers
     heads = config.num_heads, config.num_kv_heads, config.head_dim, config.rms_norm_eps
     assert sizes == (
@@ -253,7 +252,7 @@ def test_a_published_config_is_read_as_transformers_reads_it(name: str) -> None:
         "sliding_attention" if layer in config.sliding_layers else "full_attention"
         for layer in range(config.num_layers)
     ]
-    assert kinds == theirs.layer_types and config.gemma3.local_layers == config.sliding_layers
+    assert kinds == theirs.layer_types and config.local_layers == config.sliding_layers
     for rope, kind in zip(config.ropes, ("full_attention", "sliding_attention"), strict=True):
         expected = theirs.rope_parameters[kind]
         assert (rope.kind, rope.theta) == (expected["rope_type"], expected["rope_theta"])
@@ -271,7 +270,7 @@ def test_a_published_config_is_read_as_transformers_reads_it(name: str) -> None:
 def test_an_older_spelling_gives_the_config_of_the_newer_one() -> None:
     text = transformers.Gemma3TextConfig(**copy.deepcopy(GEMMA3_4B["text_config"])).to_dict()
     newer = GEMMA3_4B | {"text_config": text | {"dtype": "bfloat16", "eos_token_id": [1, 106]}}
-    assert ModelConfig.from_dict(newer) == ModelConfig.from_dict(GEMMA3_4B)
+    assert model_config_of(newer) == model_config_of(GEMMA3_4B)
 
 
 def test_a_window_beyond_all_positions_leaves_the_local_rotary_embedding(tmp_path: Path) -> None:
@@ -302,7 +301,7 @@ def test_what_is_not_served_is_refused_by_name(case: str, tmp_path: Path) -> Non
     change, message = REFUSED[case]
     (tmp_path / "config.json").write_text(json.dumps(GEMMA3_270M | change))
     with pytest.raises(ValueError, match=message):
-        ModelConfig.from_pretrained(tmp_path)
+        model_config(tmp_path)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -315,6 +314,6 @@ def test_quantised_weights_of_a_text_model_give_the_logits_of_their_values(
     change = quantise if bits == 8 else partial(quantise_int4, style=Style("gptq"))
     save_file(change(tmp_path / "quantised"), tmp_path / "plain" / "model.safetensors")
     models = [load(tmp_path / name) for name in ("quantised", "plain")]
-    assert (models[0].config.fp8 or models[0].config.int4) is not None
+    assert not models[0].config.quantisation.is_plain
     found, expected = (PagedRunner(model).step({0: random_tokens(40)})[0] for model in models)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)

@@ -13,8 +13,8 @@ import torch
 from tests.models.fp8_checkpoint import keeping_int4
 from tests.models.helpers import PagedRunner, load, random_tokens, reference_logits, save_checkpoint
 from tests.models.test_int4 import int4_names
-from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.formats import gguf_tensors
+from tllm_spec.models.registry import model_config
 from tllm_spec.models.weights import weight_table
 from tllm_spec.zoo import registry
 
@@ -185,7 +185,7 @@ def test_scaled_frequencies_are_those_of_the_folder(
 ) -> None:
     rope = {"rope_theta": 10000.0, **scaling}
     path = save(tmp_path, settle=settle, rope_parameters=rope)
-    found, expected = (ModelConfig.from_pretrained(each) for each in (path, tmp_path / "plain"))
+    found, expected = (model_config(each) for each in (path, tmp_path / "plain"))
     assert found.rope == expected.rope
     torch.testing.assert_close(logits_of(path), logits_of(tmp_path / "plain"), rtol=0, atol=0)
 
@@ -237,7 +237,7 @@ def test_a_text_ends_at_all_end_tokens_of_the_file(tmp_path: Path) -> None:
         writer.add_eos_token_id(5)
         writer.add_eot_token_id(7)
 
-    assert ModelConfig.from_pretrained(save(tmp_path, settle=settle)).eos_token_ids == (5, 7)
+    assert model_config(save(tmp_path, settle=settle)).eos_token_ids == (5, 7)
 
 
 def strange_tensor(writer: gguf.GGUFWriter) -> None:

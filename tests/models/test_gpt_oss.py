@@ -28,7 +28,7 @@ from tllm_spec.attention.triton import TritonAttention
 from tllm_spec.attention.vanilla import VanillaAttention
 from tllm_spec.distributed.communicator import SINGLE_RANK
 from tllm_spec.kernels.attention.visible_keys import KeySpan
-from tllm_spec.models.config import ModelConfig
+from tllm_spec.models.registry import model_config, model_config_of
 from tllm_spec.models.rotary import _frequencies
 
 TOKENS = random_tokens(MAX_POSITIONS, seed=3)
@@ -51,7 +51,7 @@ def test_beyond_the_window_logits_equal_transformers(
 
 def test_experts_in_mxfp4_have_the_logits_of_their_numbers(tmp_path: Path) -> None:
     expected = reference_logits(in_mxfp4(tmp_path, save_gpt_oss(tmp_path)), TOKENS)
-    assert load(tmp_path).config.int4 is not None
+    assert load(tmp_path).config.quantisation.four_bit is not None
     assert_logits_in_all_ways(tmp_path, VanillaAttention, expected, TOKENS)
 
 
@@ -83,7 +83,7 @@ def test_sinks_and_biases_change_the_logits(name: str, tmp_path: Path) -> None:
 
 def test_the_frequencies_are_those_of_the_published_models() -> None:
     """YaRN whose ramp is not cut to whole pairs; the values are transformers'."""
-    found, amplitude = _frequencies(ModelConfig.from_dict(GPT_OSS_20B).rope, 64)
+    found, amplitude = _frequencies(model_config_of(GPT_OSS_20B).rope, 64)
     expected = {0: 1.0, 1: 0.6890443, 9: 0.03170570, 12: 6.794959e-3, 17: 1.293187e-4}
     for pair, value in expected.items():
         assert found[pair].item() == pytest.approx(value, rel=1e-5)
@@ -93,8 +93,8 @@ def test_the_frequencies_are_those_of_the_published_models() -> None:
 @pytest.mark.parametrize("name", GPT_OSS)
 def test_a_published_config_is_read_as_transformers_reads_it(name: str) -> None:
     raw = GPT_OSS[name]
-    config, theirs = ModelConfig.from_dict(raw), transformers.GptOssConfig(**copy.deepcopy(raw))
-    assert config.moe is not None and config.int4 is not None
+    config, theirs = model_config_of(raw), transformers.GptOssConfig(**copy.deepcopy(raw))
+    assert config.moe is not None and config.quantisation.four_bit is not None
     assert (config.moe.num_experts, config.moe.top_k, config.moe.intermediate_size) == (
         *(theirs.num_local_experts, theirs.num_experts_per_tok, theirs.intermediate_size),
     )
@@ -105,16 +105,10 @@ def test_a_published_config_is_read_as_transformers_reads_it(name: str) -> None:
     assert second.geometry.span is None and second.layers[0] == 1
     assert len(first.layers) == len(second.layers) == theirs.num_hidden_layers / 2
     assert config.max_positions == theirs.max_position_embeddings
-    keeps = config.int4.keeps
+    keeps = config.quantisation.keeps
     assert keeps("model.layers.3.mlp.experts.7.gate_proj")
     others = "self_attn.q_proj", "mlp.router"
     assert not any(keeps(f"model.layers.3.{each}") for each in others) and not keeps("lm_head")
-
-
-def test_a_missing_key_has_the_default_of_transformers() -> None:
-    theirs = transformers.GptOssConfig().to_dict() | {"architectures": ["GptOssForCausalLM"]}
-    found = ModelConfig.from_dict({"architectures": ["GptOssForCausalLM"]})
-    assert found == ModelConfig.from_dict(theirs | {"dtype": None, "eos_token_id": None})
 
 
 def stored(folder: Path) -> dict[str, torch.Tensor]:
@@ -168,7 +162,10 @@ REFUSED: dict[str, tuple[Raw, str]] = {
     "limit": ({"swiglu_limit": 0}, "swiglu_limit is 0; it must be a number"),
     "other codes": ({"quantization_config": AWQ}, "GptOssForCausalLM has other quantised weights"),
     "FP8": ({"quantization_config": {"quant_method": "fp8"}}, "has other quantised weights"),
-    "another model": ({"architectures": ["Qwen3MoeForCausalLM"]}, "'mxfp4' is served for GptOss"),
+    "another model": (
+        {"architectures": ["Qwen3MoeForCausalLM"]},
+        "'mxfp4', which is served for GptOss",
+    ),
 }
 
 
@@ -177,4 +174,4 @@ def test_what_is_not_served_is_refused_by_name(case: str, tmp_path: Path) -> Non
     change, message = REFUSED[case]
     (tmp_path / "config.json").write_text(json.dumps(GPT_OSS_20B | change))
     with pytest.raises(ValueError, match=message):
-        ModelConfig.from_pretrained(tmp_path)
+        model_config(tmp_path)

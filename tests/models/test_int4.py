@@ -15,13 +15,13 @@ from tests.models.deepseek import save_deepseek
 from tests.models.fp8_checkpoint import keeping_int4
 from tests.models.helpers import CPU, PagedRunner, load, random_tokens, save_checkpoint
 from tllm_spec.distributed.communicator import Mapping
-from tllm_spec.models.causal_lm import CausalLM
-from tllm_spec.models.formats.int4 import Int4Slot
-from tllm_spec.models.formats.int4_formats import Int4Groups
+from tllm_spec.models.formats.four_bit import FourBitSlot
+from tllm_spec.models.formats.quantisation import FourBitGroups, Quantisation
+from tllm_spec.models.layers import Placement
 from tllm_spec.models.linear import ColumnLinear, Linear, RowLinear
-from tllm_spec.models.module import Placement
-from tllm_spec.models.registry import MODELS, check_shards
-from tllm_spec.models.weights import stored_tensors, weight_table
+from tllm_spec.models.llama import CausalLM
+from tllm_spec.models.registry import check_shards, model_type
+from tllm_spec.models.weights import weight_table
 from tllm_spec.zoo.quantise import Style, is_projection, quantise
 
 TOKENS = random_tokens(20)
@@ -63,7 +63,7 @@ def save(
 
 
 def int4_names(model: CausalLM) -> set[str]:
-    return {name for name, slot in weight_table(model).items() if isinstance(slot, Int4Slot)}
+    return {name for name, slot in weight_table(model).items() if isinstance(slot, FourBitSlot)}
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -193,10 +193,15 @@ def test_ranks_have_whole_groups_of_codes_scales_and_zero_points(
     layers = {name: each for name, each in whole.named_modules() if isinstance(each, Linear)}
     for rank in range(2):
         placement = Placement(
-            torch.float32, CPU, Mapping(rank, 2, 2, 1), int4=Int4Groups(case.group)
+            torch.float32,
+            CPU,
+            Mapping(rank, 2, 2, 1),
+            quantised=Quantisation(four_bit=FourBitGroups(case.group)),
         )
-        model = MODELS[whole.config.architecture](whole.config, 64, placement)
-        stored = dict(stored_tensors(path, whole.config, lambda name: not whole.ignores(name)))
+        model = model_type(whole.config)(whole.config, 64, placement)
+        stored = dict(
+            whole.stored_tensors(path, whole.config, lambda name: not whole.ignores(name))
+        )
         for name, slot in weight_table(model).items():
             slot.load(stored[name])
         for name, layer in model.named_modules():
@@ -318,7 +323,7 @@ def test_other_checkpoints_of_these_methods_are_refused_by_name(name: str, tmp_p
     path, _ = save(tmp_path, Style("awq"))
     raw = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(raw | {"quantization_config": quantization}))
-    with pytest.raises(ValueError, match=f"{message}.*Of checkpoints with integer weights those"):
+    with pytest.raises(ValueError, match=f"{message}.*other quantized checkpoints are not served"):
         load(path)
 
 

@@ -12,8 +12,7 @@ from safetensors.torch import load_file, save_file
 from tests.models.fp8_checkpoint import keeping_int4
 from tests.models.helpers import load
 from tests.models.test_int4 import check_same_logits, int4_names, save
-from tllm_spec.models.formats.int4_packings import PACKINGS
-from tllm_spec.models.formats.int4_tensor import Int4Tensor
+from tllm_spec.models.formats.four_bit_packings import PACKINGS, FourBitTensor
 from tllm_spec.zoo.quantise import Style, awq_words, words
 
 # 8 numbers and the word that the producers' own code packs them into.
@@ -48,13 +47,13 @@ def test_e2m1_numbers_have_the_values_of_the_producers(is_modelopt: bool) -> Non
     else:
         tensors |= {"weight_packed": stored, "weight_global_scale": torch.tensor([100.0])}
     found = PACKINGS["modelopt" if is_modelopt else "nvfp4"].unpack(tensors)
-    values = Int4Tensor(found.codes, found.scales, 16).dequantised(torch.float32)
+    values = FourBitTensor(found.codes, found.scales, 16).dequantised(torch.float32)
     expected = [0, 0.015, 0.03, 0.045, 0.06, 0.09, 0.12, 0.18, 0, -0.015]
     torch.testing.assert_close(values[0, :10], torch.tensor(expected))
     pairs = torch.tensor([[0xA0, 0xA1, 0xA2, 0xA3] * 4], dtype=torch.uint8)
     exponent = torch.tensor([[125]], dtype=torch.uint8)
     found = PACKINGS["mxfp4"].unpack({"weight_packed": pairs, "weight_scale": exponent})
-    values = Int4Tensor(found.codes, found.scales, 32).dequantised(torch.float32)
+    values = FourBitTensor(found.codes, found.scales, 32).dequantised(torch.float32)
     expected = [0, -0.25, 0.125, -0.25, 0.25, -0.25, 0.375, -0.25]
     assert torch.equal(values[0, :8], torch.tensor(expected))
 

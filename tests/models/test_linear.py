@@ -9,10 +9,9 @@ import torch.nn.functional as F
 
 from tests.models.helpers import CPU, load, save_checkpoint
 from tllm_spec.distributed.communicator import SINGLE_RANK
-from tllm_spec.models.formats import plain
-from tllm_spec.models.layers import RMSNorm
+from tllm_spec.models.formats import weight_format as plain
+from tllm_spec.models.layers import Placement, RMSNorm
 from tllm_spec.models.linear import ColumnLinear
-from tllm_spec.models.module import Placement
 
 PLACEMENT = Placement(torch.float32, CPU, SINGLE_RANK)
 

@@ -13,12 +13,11 @@ from torch import nn
 from tests.models.helpers import CPU
 from tllm_spec.distributed.communicator import SINGLE_RANK, Communicator, Mapping
 from tllm_spec.kernels.gemm.tuned_linear import GemmGroup, LinearTable, TunedGemms, key_of
-from tllm_spec.models import linear_tuning
-from tllm_spec.models.formats import plain as plain_weights
-from tllm_spec.models.formats.plain import CudaWeight
-from tllm_spec.models.linear import ColumnLinear, Linear, RowLinear
-from tllm_spec.models.linear_tuning import tune_linears
-from tllm_spec.models.module import Placement
+from tllm_spec.models import linear as linear_tuning
+from tllm_spec.models.formats import weight_format as plain_weights
+from tllm_spec.models.formats.weight_format import CudaWeight
+from tllm_spec.models.layers import Placement
+from tllm_spec.models.linear import ColumnLinear, Linear, RowLinear, tune_linears
 
 CUDA, BFLOAT16 = torch.device("cuda"), torch.bfloat16
 AnyLinear = TypeVar("AnyLinear", bound=Linear)

@@ -29,7 +29,7 @@ from tllm_spec.attention.vanilla import VanillaAttention
 from tllm_spec.distributed.communicator import SINGLE_RANK
 from tllm_spec.kernels.attention.visible_keys import KeySpan
 from tllm_spec.llm import LLM
-from tllm_spec.models.config import ModelConfig
+from tllm_spec.models.registry import model_config_of
 
 TOKENS = random_tokens(40)
 SIZES: dict[str, Any] = {
@@ -117,11 +117,11 @@ def test_a_missing_key_has_the_default_of_transformers() -> None:
     theirs = transformers.Llama4TextConfig(num_hidden_layers=5)
     raw = {"architectures": ["Llama4ForCausalLM"], "vocab_size": theirs.vocab_size}
     sizes = {"hidden_size": 5120, "num_hidden_layers": 5, "num_attention_heads": 40}
-    config = ModelConfig.from_dict(raw | sizes)
-    assert config == ModelConfig.from_dict(
+    config = model_config_of(raw | sizes)
+    assert config == model_config_of(
         theirs.to_dict() | {"architectures": ["Llama4ForCausalLM"], "dtype": None}
     )
-    assert config.llama4 is not None and config.llama4.nope_layers == {3}
+    assert config.nope_layers == {3}
     assert config.moe is not None
     assert (config.moe.intermediate_size, config.intermediate_size) == (8192, 16384)
 
@@ -171,8 +171,7 @@ def test_chunks_and_temperature_cost_nothing_where_they_change_nothing(tmp_path:
     found = []
     for max_positions in (62, 63, 64):
         model = load(tmp_path, max_positions=max_positions)
-        assert model.config.llama4 is not None
-        has_temperature = model.config.llama4.temperature is not None
+        has_temperature = model.config.temperature is not None
         groups = model.config.layer_groups(SINGLE_RANK)
         found.append(([group.geometry.span for group in groups], has_temperature))
     assert found == [
@@ -211,4 +210,4 @@ def test_a_gpu_gives_the_logits_of_the_cpu(kind: type[HeadsBackend], tmp_path: P
 def test_other_layer_types_are_refused(tmp_path: Path) -> None:
     raw = SIZES | {"architectures": ["Llama4ForCausalLM"], "layer_types": ["full_attention"] * 4}
     with pytest.raises(ValueError, match=r"layer_types is .*chunked_attention in the others"):
-        ModelConfig.from_dict(raw)
+        model_config_of(raw)

@@ -11,63 +11,49 @@ from safetensors.torch import load_file, save_file
 
 from tests.models.helpers import CPU, load, save_checkpoint
 from tllm_spec.distributed.communicator import SINGLE_RANK, Mapping
-from tllm_spec.models.config import ModelConfig
-from tllm_spec.models.layers import RMSNorm
-from tllm_spec.models.module import Placement
+from tllm_spec.models.deepseek import DEEPSEEK_NAMES
+from tllm_spec.models.layers import Placement, RMSNorm
+from tllm_spec.models.llama import MIXTRAL_NAMES
+from tllm_spec.models.llama4 import LLAMA4_NAMES
 from tllm_spec.models.moe import Router, SparseMoE
-from tllm_spec.models.moe_shape import (
-    DEEPSEEK_NAMES,
-    LLAMA4_NAMES,
-    MIXTRAL_NAMES,
-    QWEN_NAMES,
-    MoEConfig,
-    MoENames,
-)
+from tllm_spec.models.moe_config import MoEConfig, MoENames
+from tllm_spec.models.registry import model_config_of
 from tllm_spec.models.weights import fill_random, weight_table
 
 HIDDEN = 32
 PLACEMENT = Placement(torch.float32, CPU, SINGLE_RANK)
 SIZES: dict[str, Any] = {"hidden_size": HIDDEN, "num_experts": 8, "intermediate_size": 24}
 CONFIGS = {
-    "mixtral": (MoEConfig(**SIZES, top_k=2, normalise_top_k=True), MIXTRAL_NAMES),
-    "qwen2": (
-        MoEConfig(**SIZES, top_k=3, shared_intermediate_size=40, shared_gate=True),
-        QWEN_NAMES,
+    "mixtral": MoEConfig(**SIZES, top_k=2, normalise_top_k=True, names=MIXTRAL_NAMES),
+    "qwen2": MoEConfig(**SIZES, top_k=3, shared_intermediate_size=40, shared_gate=True),
+    "v2": MoEConfig(
+        **SIZES,
+        top_k=3,
+        routed_scaling_factor=4.0,
+        num_groups=4,
+        top_groups=2,
+        shared_intermediate_size=48,
+        names=DEEPSEEK_NAMES,
     ),
-    "v2": (
-        MoEConfig(
-            **SIZES,
-            top_k=3,
-            routed_scaling_factor=4.0,
-            num_groups=4,
-            top_groups=2,
-            shared_intermediate_size=48,
-        ),
-        DEEPSEEK_NAMES,
+    "v3": MoEConfig(
+        **SIZES,
+        top_k=3,
+        scoring="sigmoid",
+        normalise_top_k=True,
+        routed_scaling_factor=2.5,
+        num_groups=2,
+        top_groups=1,
+        has_correction_bias=True,
+        shared_intermediate_size=24,
+        names=DEEPSEEK_NAMES,
     ),
-    "v3": (
-        MoEConfig(
-            **SIZES,
-            top_k=3,
-            scoring="sigmoid",
-            normalise_top_k=True,
-            routed_scaling_factor=2.5,
-            num_groups=2,
-            top_groups=1,
-            has_correction_bias=True,
-            shared_intermediate_size=24,
-        ),
-        DEEPSEEK_NAMES,
-    ),
-    "llama4": (
-        MoEConfig(
-            **SIZES,
-            top_k=1,
-            scoring="sigmoid",
-            shared_intermediate_size=24,
-            apply_weight_on_input=True,
-        ),
-        LLAMA4_NAMES,
+    "llama4": MoEConfig(
+        **SIZES,
+        top_k=1,
+        scoring="sigmoid",
+        shared_intermediate_size=24,
+        apply_weight_on_input=True,
+        names=LLAMA4_NAMES,
     ),
 }
 on_each_config = pytest.mark.parametrize("name", CONFIGS)
@@ -76,8 +62,7 @@ Tensors = dict[str, torch.Tensor]
 
 def filled(name: str, placement: Placement = PLACEMENT) -> tuple[SparseMoE, Tensors]:
     """A layer filled from random tensors with a checkpoint's names."""
-    config, names = CONFIGS[name]
-    layer = SparseMoE(config, placement, names)
+    layer = SparseMoE(CONFIGS[name], placement)
     generator, tensors = torch.Generator().manual_seed(3), {}
     for key, slot in weight_table(layer).items():
         tensors[key] = torch.randn(slot.shape, generator=generator) * slot.shape[-1] ** -0.5
@@ -109,8 +94,9 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 def formula(name: str, tensors: Tensors, x: torch.Tensor) -> torch.Tensor:
     """The layer from the checkpoint's tensors, with every expert computed for every token."""
-    config, names = CONFIGS[name]
+    config = CONFIGS[name]
     tensors = {key.removeprefix("."): tensor for key, tensor in tensors.items()}
+    names = config.names
     logits = x @ tensors[f"{names.router}.weight"].t()
     scores = logits.softmax(-1) if config.scoring == "softmax" else logits.sigmoid()
     choice = scores + tensors.get(f"{names.router}.e_score_correction_bias", 0)
@@ -172,7 +158,7 @@ def test_adding_to_the_residual_stream_norms_its_input(name: str) -> None:
 
 @on_each_config
 def test_ranks_slices_of_the_routed_experts_add_up_to_the_layer(name: str) -> None:
-    config, names = CONFIGS[name]
+    config = CONFIGS[name]
     whole, tensors = filled(name)
     x = torch.randn(4, HIDDEN, generator=torch.Generator().manual_seed(2))
     chosen, _ = whole.router.route(x)
@@ -181,7 +167,7 @@ def test_ranks_slices_of_the_routed_experts_add_up_to_the_layer(name: str) -> No
         torch.zeros(4 * config.routing.num_taken, HIDDEN),
     )
     for rank in range(2):
-        part = SparseMoE(config, Placement(torch.float32, CPU, Mapping(rank, 2, 2)), names)
+        part = SparseMoE(config, Placement(torch.float32, CPU, Mapping(rank, 2, 2)))
         for key, slot in weight_table(part).items():
             assert slot.shape == tuple(tensors[key].shape)
             slot.load(tensors[key])
@@ -194,7 +180,7 @@ def test_ranks_slices_of_the_routed_experts_add_up_to_the_layer(name: str) -> No
 def test_a_16_bit_models_router_has_float32_logits_where_the_config_asks(
     float32_router: bool, batch_invariant: bool
 ) -> None:
-    config = replace(CONFIGS["v3"][0], float32_router=float32_router)
+    config = replace(CONFIGS["v3"], float32_router=float32_router)
     router = Router(config, Placement(torch.bfloat16, CPU, SINGLE_RANK, batch_invariant))
     generator = torch.Generator().manual_seed(0)
     router.weight.copy_(torch.randn(router.weight.shape, generator=generator))
@@ -205,17 +191,12 @@ def test_a_16_bit_models_router_has_float32_logits_where_the_config_asks(
 
 
 def test_random_weights_depend_on_the_seed_only_and_keep_the_size_of_activations() -> None:
-    first, second = (SparseMoE(*_of("v3")) for _ in range(2))
+    first, second = (SparseMoE(CONFIGS["v3"], PLACEMENT) for _ in range(2))
     for layer in (first, second):
         fill_random(layer)
     x = torch.randn(50, HIDDEN, generator=torch.Generator().manual_seed(0))
     assert torch.equal(output_of(first, x), output_of(second, x))
     assert 0.3 < output_of(first, x).std() < 4
-
-
-def _of(name: str) -> tuple[MoEConfig, Placement, MoENames]:
-    config, names = CONFIGS[name]
-    return config, PLACEMENT, names
 
 
 @pytest.mark.parametrize(
@@ -243,13 +224,13 @@ def test_more_experts_per_token_than_experts_are_refused(tmp_path: Path) -> None
     save_checkpoint(tmp_path, "Mixtral")
     raw = json.loads((tmp_path / "config.json").read_text()) | {"num_experts_per_tok": 9}
     with pytest.raises(ValueError, match=r"num_experts_per_tok is 9; accepted is 1 to .* 8"):
-        ModelConfig.from_dict(raw)
+        model_config_of(raw)
 
 
 def test_an_expert_layer_counts_each_experts_output_as_activations() -> None:
-    config, _ = CONFIGS["qwen2"]
+    config = CONFIGS["qwen2"]
     assert config.row_elements == 3 * (24 + HIDDEN) + 3 * 40
-    config, _ = CONFIGS["v3"]  # whose shared expert is one more
+    config = CONFIGS["v3"]  # whose shared expert is one more
     assert config.row_elements == 4 * (24 + HIDDEN)
 
 
@@ -261,9 +242,9 @@ def test_the_parts_of_four_ranks_sum_to_the_layer(name: str, ep_size: int) -> No
     expected = output_of(whole, hidden)
     total = torch.zeros_like(expected)
     for rank in range(4):
-        config, names = CONFIGS[name]
+        config = CONFIGS[name]
         mapping = Mapping(rank, 4, 4, ep_size)
-        part = SparseMoE(config, Placement(torch.float32, CPU, mapping), names)
+        part = SparseMoE(config, Placement(torch.float32, CPU, mapping))
         for path, slot in weight_table(part).items():
             slot.load(tensors[path])
         total += output_of(part, hidden)  # the communicator of one process adds its part only

@@ -10,10 +10,9 @@ from safetensors.torch import load_file, save_file
 
 from tests.models.helpers import PagedRunner, load, random_tokens, reference_logits
 from tests.models.mtp_reference import SAVERS, PlainMTP, export_modules, save_with_mtp
-from tllm_spec.models.config import ModelConfig
-from tllm_spec.models.deepseek import DeepseekForCausalLM
 from tllm_spec.models.layers import Embedding
 from tllm_spec.models.mtp import NextnModules, check_nextn, load_nextn
+from tllm_spec.models.registry import model_config
 
 TOKENS = random_tokens(31)
 
@@ -38,7 +37,6 @@ class ModuleRunner(PagedRunner):
 
 def load_module(folder: Path, **options: Any) -> NextnModules:
     target = load(folder, **options)
-    assert isinstance(target, DeepseekForCausalLM)
     return load_nextn(folder, target, options.get("load_format", "auto"))
 
 
@@ -71,7 +69,6 @@ def test_the_modules_of_all_steps_share_one_lookup_of_a_steps_tokens(
     """A lookup in an embedding that is sharded is a sum over the ranks."""
     save_with_mtp(tmp_path, num_modules=3)
     target, looked_up, lookup = load(tmp_path), list[torch.Tensor](), Embedding.lookup
-    assert isinstance(target, DeepseekForCausalLM)
     module = load_nextn(tmp_path, target, "auto", 3)
 
     def counted(embedding: Embedding, ids: torch.Tensor) -> Any:
@@ -116,8 +113,8 @@ def test_a_checkpoint_needs_the_modules_that_draft(tmp_path: Path) -> None:
         folder = tmp_path / str(number)
         save_with_mtp(folder, num_modules=number)
         with pytest.raises(ValueError, match=problem):
-            check_nextn(ModelConfig.from_pretrained(folder), wanted)
-    check_nextn(ModelConfig.from_pretrained(folder), 2)
+            check_nextn(model_config(folder), wanted)
+    check_nextn(model_config(folder), 2)
 
 
 def rewrite(folder: Path, changes: dict[str, torch.Tensor]) -> None:
@@ -147,7 +144,6 @@ def test_modules_with_different_embeddings_are_refused(tmp_path: Path) -> None:
     name = f"model.layers.{model.config.num_hidden_layers + 1}.embed_tokens.weight"
     rewrite(tmp_path, {name: tensors["embed_tokens.weight"].flip(0).contiguous()})
     target = load(tmp_path)
-    assert isinstance(target, DeepseekForCausalLM)
     with pytest.raises(ValueError, match=f"{name} in .* differs from that of another MTP module"):
         load_nextn(tmp_path, target, "auto", 2)
 
@@ -164,7 +160,6 @@ def exported(tmp_path: Path) -> tuple[Path, Path]:
 
 def load_exported(target: Path, folder: Path) -> NextnModules:
     model = load(target)
-    assert isinstance(model, DeepseekForCausalLM)
     return load_nextn(folder, model, "auto", is_exported=True)
 
 
@@ -177,7 +172,7 @@ def test_an_exported_module_is_that_of_the_whole_checkpoint(
     assert found.keys() == expected.keys() and "steps.0.mlp.experts.gate_up" in found
     assert all(torch.equal(found[name], expected[name]) for name in found)
     target, folder = exported
-    check_nextn(ModelConfig.from_pretrained(target), 1, folder)
+    check_nextn(model_config(target), 1, folder)
 
 
 def test_every_tensor_of_an_exported_folder_is_accounted_for(exported: tuple[Path, Path]) -> None:
@@ -208,7 +203,7 @@ def test_an_exported_folder_must_have_modules_for_the_target(
     raw = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(raw | change))
     with pytest.raises(ValueError, match=problem):
-        check_nextn(ModelConfig.from_pretrained(target), 1, folder)
+        check_nextn(model_config(target), 1, folder)
 
 
 def test_an_exported_folder_needs_a_module_for_each_step(exported: tuple[Path, Path]) -> None:
@@ -216,7 +211,7 @@ def test_an_exported_folder_needs_a_module_for_each_step(exported: tuple[Path, P
     with pytest.raises(
         ValueError, match=r"max_draft_len = 2 needs .* num_hidden_layers of .* is 1"
     ):
-        check_nextn(ModelConfig.from_pretrained(target), 2, folder)
+        check_nextn(model_config(target), 2, folder)
 
 
 def test_dummy_weights_need_only_the_config(tmp_path: Path) -> None:

@@ -29,9 +29,8 @@ from tllm_spec.attention.interface import HeadsBackend
 from tllm_spec.attention.triton import TritonAttention
 from tllm_spec.attention.vanilla import VanillaAttention
 from tllm_spec.distributed.communicator import Mapping
-from tllm_spec.models.config import ModelConfig
-from tllm_spec.models.module import Placement
-from tllm_spec.models.registry import MODELS
+from tllm_spec.models.layers import Placement
+from tllm_spec.models.registry import model_config, model_config_of, model_type
 from tllm_spec.models.weights import load_weights
 from tllm_spec.zoo.quantise import Style
 from tllm_spec.zoo.quantise import quantise as quantise_int4
@@ -92,12 +91,12 @@ def test_factors_are_chosen_by_the_longest_request_and_not_by_its_drafts(tmp_pat
 
 def test_slices_of_ranks_are_together_the_checkpoints_tensors(tmp_path: Path) -> None:
     save(tmp_path)
-    config, whole = ModelConfig.from_pretrained(tmp_path), load(tmp_path)
+    config, whole = model_config(tmp_path), load(tmp_path)
     parts = {"qkv_proj": [64, 32, 32], "gate_up_proj": [96, 96]}
     slices: dict[str, list[torch.Tensor]] = {name: [] for name in parts}
     for rank in range(2):
         placement = Placement(torch.float32, CPU, Mapping(rank, 2, 2))
-        model = MODELS[config.architecture](config, MAX_POSITIONS, placement)
+        model = model_type(config)(config, MAX_POSITIONS, placement)
         load_weights(model, tmp_path)
         layer = model.model.layers[1]
         slices["qkv_proj"].append(layer.self_attn.qkv_proj.full_weight())
@@ -118,13 +117,13 @@ def test_quantised_weights_give_the_logits_of_their_values(bits: int, tmp_path: 
     change = quantise if bits == 8 else partial(quantise_int4, style=Style("gptq"))
     save_file(change(tmp_path / "quantised"), tmp_path / "plain" / "model.safetensors")
     models = [load(tmp_path / name) for name in ("quantised", "plain")]
-    assert (models[0].config.fp8 or models[0].config.int4) is not None
+    assert not models[0].config.quantisation.is_plain
     found, expected = (PagedRunner(model).step({0: random_tokens(40)})[0] for model in models)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_the_published_config_of_phi_4_mini_is_read() -> None:
-    config = ModelConfig.from_dict(PHI4_MINI)
+    config = model_config_of(PHI4_MINI)
     assert (config.head_dim, config.rope.partial_factor, config.rope.kind) == (
         128,
         0.75,
@@ -137,7 +136,7 @@ def test_the_published_config_of_phi_4_mini_is_read() -> None:
     assert config.max_positions == 131072
     assert config.within(131072).sliding_window is None
     su = PHI4_MINI["rope_scaling"] | {"type": "su"}
-    assert ModelConfig.from_dict(PHI4_MINI | {"rope_scaling": su}) == config
+    assert model_config_of(PHI4_MINI | {"rope_scaling": su}) == config
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -155,10 +154,10 @@ def test_what_is_not_served_is_refused_by_name(case: str, tmp_path: Path) -> Non
     change, message = REFUSED[case]
     (tmp_path / "config.json").write_text(json.dumps(PHI4_MINI | change))
     with pytest.raises(ValueError, match=message):
-        ModelConfig.from_pretrained(tmp_path)
+        model_config(tmp_path)
 
 
 def test_longrope_of_other_models_is_refused() -> None:
     raw = PHI4_MINI | {"architectures": ["LlamaForCausalLM"], "partial_rotary_factor": None}
     with pytest.raises(ValueError, match="rope_type is 'longrope'; served are default, linear"):
-        ModelConfig.from_dict(raw)
+        model_config_of(raw)

@@ -12,7 +12,7 @@ from tests.models.helpers import PagedRunner, load, random_tokens, reference_log
 from tests.models.published import MAVERICK, PUBLISHED, SCOUT, V3, Raw, shrunk
 from tests.models.test_llama4 import save_llama4
 from tests.models.test_logits import assert_close
-from tllm_spec.models.config import ModelConfig
+from tllm_spec.models.registry import model_config_of
 
 # So long that every frequency of a rotary embedding matters.
 TOKENS = random_tokens(200)
@@ -50,11 +50,11 @@ def test_logits_with_the_published_fields_equal_transformers(name: str, tmp_path
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_the_whole_published_config_is_read(name: str) -> None:
     raw = PUBLISHED[name]
-    config, text = ModelConfig.from_dict(raw), raw.get("text_config", raw)
+    config, text = model_config_of(raw), raw.get("text_config", raw)
     ends = text["eos_token_id"]
     assert config.eos_token_ids == tuple(ends if isinstance(ends, list) else [ends])
     assert len(config.sparse_layers) == SPARSE[name] and config.sliding_window is None
-    assert (config.fp8 is not None) == ("quantization_config" in raw)
+    assert (config.quantisation.fp8 is not None) == ("quantization_config" in raw)
     assert config.num_nextn_layers == raw.get("num_nextn_predict_layers", 0)
     assert config.max_position_embeddings == text["max_position_embeddings"]
 
@@ -63,4 +63,4 @@ def test_the_whole_published_config_is_read(name: str) -> None:
 def test_weights_compressed_in_other_ways_are_refused(raw: Raw) -> None:
     other = {"quant_method": "compressed-tensors", "format": "int-quantized"}
     with pytest.raises(ValueError, match=r"format is 'int-quantized'.*are not served"):
-        ModelConfig.from_dict(raw | {"quantization_config": other})
+        model_config_of(raw | {"quantization_config": other})

@@ -24,9 +24,9 @@ from tests.models.qwen3_next import (
 )
 from tests.models.test_mtp import ModuleRunner
 from tllm_spec.distributed.communicator import SINGLE_RANK
-from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.mtp import load_nextn
 from tllm_spec.models.qwen3_next import Qwen3NextForCausalLM
+from tllm_spec.models.registry import model_config, model_config_of
 
 MODELS: dict[str, dict[str, Any]] = {
     "a state in the last layer": {},
@@ -77,7 +77,10 @@ def test_the_text_part_of_a_model_with_images_has_the_text_models_logits(
     tokens = random_tokens(MAX_POSITIONS, seed=3)
     expected = reference_logits(save_with_images(tmp_path, family), tokens)
     found = PagedRunner(load(tmp_path)).step({0: tokens})[0]
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    # With experts the last gated delta net enlarges the rounding errors of the layers before it
+    # several times. Against a float64 run of transformers, its own float32 logits are off by
+    # 8.3e-5 (9.2e-5 by its recurrent rule) and ours by 3.6e-5, so both may differ by their sum.
+    torch.testing.assert_close(found, expected, rtol=0, atol=1.5e-4)
 
 
 @pytest.mark.parametrize("family", ["Qwen3Next", "Qwen3_5"])
@@ -118,7 +121,7 @@ def test_tensors_without_a_parameter_are_refused_by_name(
 
 
 def test_a_published_config_of_qwen3_5_is_read_as_transformers_reads_it() -> None:
-    config = ModelConfig.from_dict(QWEN3_5)
+    config = model_config_of(QWEN3_5)
     theirs = transformers.Qwen3_5Config(**json.loads(json.dumps(QWEN3_5))).text_config
     assert config.delta is not None and config.delta.is_split and config.moe is None
     kinds = [LINEAR if layer in config.delta.layers else FULL for layer in range(32)]
@@ -149,11 +152,11 @@ def test_what_is_not_served_is_refused_by_name(case: str, tmp_path: Path) -> Non
     change, message = REFUSED[case]
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_NEXT | change))
     with pytest.raises(ValueError, match=message):
-        ModelConfig.from_pretrained(tmp_path)
+        model_config(tmp_path)
 
 
 def test_the_published_config_is_read_as_transformers_reads_it() -> None:
-    config = ModelConfig.from_dict(QWEN3_NEXT)
+    config = model_config_of(QWEN3_NEXT)
     theirs = transformers.Qwen3NextConfig(**json.loads(json.dumps(QWEN3_NEXT)))
     assert config.delta is not None and config.moe is not None
     kinds = [LINEAR if layer in config.delta.layers else FULL for layer in range(48)]

@@ -21,7 +21,7 @@ from tests.models.test_gemma3 import LAYOUTS
 from tests.models.test_gemma3 import with_images as save_gemma3_with_images
 from tests.models.with_images import FAMILIES, save_with_images, write_otherwise
 from tllm_spec.llm import LLM
-from tllm_spec.models.config import ModelConfig
+from tllm_spec.models.registry import model_config_of
 from tllm_spec.models.weights import weight_table
 from tllm_spec.zoo.quantise import Style, is_projection
 from tllm_spec.zoo.quantise import quantise as quantise_int4
@@ -112,19 +112,19 @@ def test_quantised_weights_of_a_dense_text_model_stay_quantised(
 def test_quantised_experts_of_one_tensor_are_refused() -> None:
     fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     with pytest.raises(ValueError, match="Qwen3VLMoeForConditionalGeneration has quantised"):
-        ModelConfig.from_dict(QWEN3_VL_30B | {"quantization_config": fp8})
+        model_config_of(QWEN3_VL_30B | {"quantization_config": fp8})
 
 
 def test_another_text_model_of_mistral_3_is_refused() -> None:
     text = MISTRAL_SMALL_3_1["text_config"] | {"model_type": "ministral3"}
     with pytest.raises(ValueError, match="text_config has the model_type 'ministral3'; served is"):
-        ModelConfig.from_dict(MISTRAL_SMALL_3_1 | {"text_config": text})
+        model_config_of(MISTRAL_SMALL_3_1 | {"text_config": text})
 
 
 @pytest.mark.parametrize("name", WITH_IMAGES)
 def test_a_published_config_is_read_as_transformers_reads_it(name: str) -> None:
     raw = WITH_IMAGES[name]
-    config = ModelConfig.from_dict(raw)
+    config = model_config_of(raw)
     settings: Raw = json.loads(json.dumps(raw))  # transformers adds keys to what it is given
     [architecture] = settings["architectures"]
     kind = architecture.removesuffix("ForConditionalGeneration")
@@ -157,5 +157,5 @@ def test_a_missing_key_has_the_default_of_transformers(family: str) -> None:
     sizes = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
     text = {key: getattr(theirs, key) for key in (*sizes, "intermediate_size")}
     whole = {"architectures": names, "tie_word_embeddings": False}
-    found = ModelConfig.from_dict(whole | {"text_config": text})
-    assert found == ModelConfig.from_dict(whole | {"text_config": theirs.to_dict()})
+    found = model_config_of(whole | {"text_config": text})
+    assert found == model_config_of(whole | {"text_config": theirs.to_dict()})

@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 from tests.executor.tiny_llama import write_tiny_llama
 from tests.models.helpers import PagedRunner, load, random_tokens
 from tllm_spec.distributed.communicator import SINGLE, Communicator, Mapping
+from tllm_spec.models.layers import Placement
 from tllm_spec.models.linear import OutputLinear
-from tllm_spec.models.module import Placement
 from tllm_spec.models.token_map import DraftTokens, read_token_map, reduced_output
 from tllm_spec.text.vocabulary import SharedTokens
 

@@ -36,6 +36,7 @@ LLAMA4: dict[str, Any] = {
     "no_rope_layer_interval": 2,
 }
 SAVERS: dict[str, Callable[[Path], Any]] = {
+    "Olmo2": lambda folder: save_checkpoint(folder, "Olmo2"),
     "Llama": lambda folder: save_checkpoint(folder, "Llama"),
     "Llama4": lambda folder: save_llama4(folder, **LLAMA4),
     "gpt-oss": lambda folder: save_gpt_oss(folder, sliding_window=5),

@@ -13,10 +13,9 @@ from tests.models.helpers import CPU, PagedRunner, load, random_tokens, save_che
 from tests.models.test_llama4 import save_llama4
 from tllm_spec.distributed.communicator import Mapping
 from tllm_spec.models.checkpoint import INDEX, checkpoint_files
-from tllm_spec.models.config import ModelConfig
-from tllm_spec.models.llama import DecoderLayer, LlamaForCausalLM
-from tllm_spec.models.module import Placement
-from tllm_spec.models.registry import MODELS
+from tllm_spec.models.layers import Placement
+from tllm_spec.models.llama import CausalLM, DecoderLayer
+from tllm_spec.models.registry import model_config, model_type
 from tllm_spec.models.weights import weight_table
 
 TOKENS = random_tokens(12)
@@ -220,7 +219,7 @@ def test_the_shards_of_a_layer_sum_to_the_whole_layer(tmp_path: Path) -> None:
 
     def layer(rank: int, tp_size: int) -> DecoderLayer:
         placement = Placement(torch.float32, CPU, Mapping(rank, tp_size, tp_size))
-        model = LlamaForCausalLM(whole.config, 64, placement)
+        model = CausalLM(whole.config, 64, placement)
         for name, slot in weight_table(model).items():
             assert tuple(tensors[name].shape) == slot.shape
             slot.load(tensors[name])
@@ -251,11 +250,11 @@ def test_tensor_parallel_sizes_that_do_not_fit_are_refused(tmp_path: Path) -> No
     with pytest.raises(
         ValueError, match="vocab_size is 120, which tensor_parallel_size 7 does not divide"
     ):
-        LlamaForCausalLM(config, 64, Placement(torch.float32, CPU, Mapping(0, 7, 7)))
+        CausalLM(config, 64, Placement(torch.float32, CPU, Mapping(0, 7, 7)))
     with pytest.raises(
         ValueError, match="num_attention_heads is 4, which tensor_parallel_size 3 does not divide"
     ):
-        LlamaForCausalLM(config, 64, Placement(torch.float32, CPU, Mapping(0, 3, 3)))
+        CausalLM(config, 64, Placement(torch.float32, CPU, Mapping(0, 3, 3)))
     with pytest.raises(ValueError, match="moe_expert_parallel_size is 2; it must divide"):
         Mapping(0, 3, 3, ep_size=2)
     with pytest.raises(ValueError, match="rank is 2; world_size 2"):
@@ -305,10 +304,10 @@ def test_latent_attention_and_experts_that_do_not_divide_are_refused_with_both_n
         odd = {"n_routed_experts": 7, "n_group": 1, "topk_group": 1}
         size = {"moe_intermediate_size": 23, "n_shared_experts": 2}
         save_deepseek(tmp_path, "DeepseekV3", **(odd if "seven" in family else size))
-    config = ModelConfig.from_pretrained(tmp_path)
+    config = model_config(tmp_path)
     placement = Placement(torch.float32, CPU, mapping)
     with pytest.raises(ValueError, match=problem):
-        MODELS[config.architecture](config, 32, placement)
+        model_type(config)(config, 32, placement)
 
 
 def test_ranks_with_more_heads_than_there_are_share_keys_and_values(tmp_path: Path) -> None:
@@ -317,7 +316,7 @@ def test_ranks_with_more_heads_than_there_are_share_keys_and_values(tmp_path: Pa
     tensors = load_file(tmp_path / "model.safetensors")
     keys = []
     for rank in range(4):
-        model = LlamaForCausalLM(config, 64, Placement(torch.float32, CPU, Mapping(rank, 4, 4)))
+        model = CausalLM(config, 64, Placement(torch.float32, CPU, Mapping(rank, 4, 4)))
         for name, slot in weight_table(model).items():
             slot.load(tensors[name])
         keys.append(model.model.layers[0].self_attn.qkv_proj.weight[16:32])

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 
 from tests.models.tiny_eagle3 import Tensors, save
-from tllm_spec.models.causal_lm import CausalLM
-from tllm_spec.models.head_checkpoint import EMBEDDING
-from tllm_spec.models.tied_output import OUTPUT
+from tllm_spec.models.checkpoint import OUTPUT
+from tllm_spec.models.draft_head import EMBEDDING
+from tllm_spec.models.llama import CausalLM
 
 LAYER = {
     "model_type": "qwen3",

@@ -13,6 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.eagle3_config import Eagle3Config
+from tllm_spec.models.registry import model_config_of
 from tllm_spec.training import draft_head as training
 from tllm_spec.training.draft_head import DraftHead
 from tllm_spec.training.head_files import build_head
@@ -50,7 +51,7 @@ def settings(**changes: Any) -> Settings:
 
 
 def model_config(target: LlamaForCausalLM) -> ModelConfig:
-    return ModelConfig.from_dict(target.config.to_dict() | {"architectures": ["LlamaForCausalLM"]})
+    return model_config_of(target.config.to_dict() | {"architectures": ["LlamaForCausalLM"]})
 
 
 def with_large_weights(model: Any) -> Any:

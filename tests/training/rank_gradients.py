@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.training.eagle3_entries import settings
-from tllm_spec.models.config import ModelConfig
+from tllm_spec.models.registry import model_config
 from tllm_spec.training.head_files import build_head, new_shape
 from tllm_spec.training.head_run import head_loss
 from tllm_spec.training.language_model import load_language_model
@@ -22,7 +22,7 @@ def gradients(model: Path, data: Path, ranks: Ranks) -> dict[str, Tensor]:
     texts = read_texts(data, str(model), 64, 3, (1, 2, 3))
     target = load_language_model(model, torch.float32, CPU)
     torch.manual_seed(0)
-    shape = new_shape(ModelConfig.from_pretrained(model), 16, 1, None, ())
+    shape = new_shape(model_config(model), 16, 1, None, ())
     head = build_head(shape, target, torch.arange(16), settings())
     loss = head_loss(head, target, texts, 3, ranks)(256, 1)
     torch.autograd.backward(loss)

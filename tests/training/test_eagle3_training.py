@@ -22,8 +22,8 @@ from tests.training.eagle3_entries import (
     settings,
 )
 from tests.zoo.runs import SELF_TEXT, ZOO, call, read_json, write_shape
-from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.eagle3_config import Eagle3Config
+from tllm_spec.models.registry import model_config
 from tllm_spec.training import draft_head as training
 from tllm_spec.training.acceptance import chain_rounds, evaluate, summary
 from tllm_spec.training.draft_head import DraftHead, target_states
@@ -279,7 +279,7 @@ def test_the_training_command_trains_a_head_whose_drafts_are_accepted(tiny_run: 
 # Files of the zoo's EAGLE-3 head: the published format, and what cannot be trained is refused.
 
 
-TARGET = ModelConfig.from_pretrained(resolve_model("zoo:llama"))
+TARGET = model_config(resolve_model("zoo:llama"))
 
 
 def test_the_checkpoint_has_the_published_format_and_loads_again(tmp_path: Path) -> None:

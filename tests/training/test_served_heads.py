@@ -13,8 +13,8 @@ from torch import Tensor
 from tests.executor.tiny_llama import write_tiny_llama
 from tests.models.eagle3_runner import HeadRunner, captured_states, load_head
 from tests.models.helpers import load, random_tokens
-from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.eagle3 import Eagle3Head as ServedHead
+from tllm_spec.models.llama import CausalLM
 from tllm_spec.training.draft_head import DraftHead, step_states
 from tllm_spec.training.head_files import NORMS, Format, config_json, new_shape, save_head
 from tllm_spec.training.head_files import load_head as load_trained

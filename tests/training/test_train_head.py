@@ -22,8 +22,8 @@ from tests.training.traffic import counted, write_traffic
 from tests.zoo.runs import ZOO, read_json
 from tllm_spec.cli.train import main
 from tllm_spec.config.llm_args import LlmArgs
-from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.eagle3_config import Eagle3Config
+from tllm_spec.models.registry import model_config
 from tllm_spec.recording.hidden_states import HiddenStates
 from tllm_spec.recording.replay import replay
 from tllm_spec.recording.traffic_folder import TrafficFolder
@@ -139,7 +139,7 @@ def test_the_standard_error_takes_the_rounds_of_a_text_together() -> None:
 def test_a_new_head_sees_as_much_of_a_text_as_it_was_trained_on(model: Path, trained: Path) -> None:
     config = Eagle3Config.from_pretrained(trained)
     assert config.sliding_layers == {0, 1}  # of VARIANT
-    assert config.sliding_window == min(256, ModelConfig.from_pretrained(model).max_positions)
+    assert config.sliding_window == min(256, model_config(model).max_positions)
 
 
 def test_a_new_run_does_not_write_over_another(model: Path, traffic: Path, trained: Path) -> None:
@@ -217,7 +217,7 @@ def test_the_engine_accepts_the_drafts_of_an_exported_head_as_training_said(
     args = LlmArgs.from_kwargs(str(model), speculative_config=spec, dtype="float32")
     replayed = replay(records, args).total
 
-    head = load_head(output, ModelConfig.from_pretrained(model)).eval()
+    head = load_head(output, model_config(model)).eval()
     target = load_language_model(model, torch.float32, torch.device("cpu"))
     texts = [Text(torch.tensor(each.prompt + each.output), len(each.prompt)) for each in records]
     with torch.no_grad():
@@ -231,7 +231,7 @@ def test_held_out_texts_in_batches_have_the_figures_of_each_alone(
     model: Path, trained: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = load_language_model(model, torch.float32, torch.device("cpu"))
-    head = load_head(trained, ModelConfig.from_pretrained(model)).eval()
+    head = load_head(trained, model_config(model)).eval()
     torch.manual_seed(0)
     texts = []
     for length in (48, 18, 36, 12, 42, 24, 30):
@@ -253,7 +253,7 @@ def test_recorded_hidden_states_have_the_loss_of_a_target_that_runs(
 ) -> None:
     folder = TrafficFolder(tmp_path / "traffic")
     target = load_language_model(model, torch.float32, torch.device("cpu"))
-    head = load_head(trained, ModelConfig.from_pretrained(model)).eval()
+    head = load_head(trained, model_config(model)).eval()
     folder.append([counted(5, 9, 20).to_line()])
     for record in (counted(first, 9, 60 - first) for first in range(3)):
         ids = torch.tensor(record.prompt + record.output)[:-1]

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from tests.zoo.runs import NAMES, ZOO, Models, read_json, read_weights
-from tllm_spec.models.config import ModelConfig
+from tllm_spec.models.registry import model_config
 from tllm_spec.training.acceptance import rounds, summary
 from tllm_spec.zoo.registry import resolve_model
 
@@ -65,7 +65,7 @@ def test_configs_are_spelt_as_in_transformers_4_and_load_here_and_there(name: st
     )
     assert tokenizer["tokenizer_class"] == "PreTrainedTokenizerFast"
 
-    ours, theirs = ModelConfig.from_pretrained(folder), AutoConfig.from_pretrained(folder)
+    ours, theirs = model_config(folder), AutoConfig.from_pretrained(folder)
     assert (ours.dtype, theirs.dtype) == (torch.bfloat16, torch.bfloat16)
     assert (ours.rope.theta, ours.eos_token_ids) == (raw["rope_theta"], (theirs.eos_token_id,))
     loaded = AutoTokenizer.from_pretrained(folder)

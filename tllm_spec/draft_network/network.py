@@ -22,7 +22,7 @@ from tllm_spec.models.draft_head import DraftHead
 from tllm_spec.models.eagle3 import Eagle3Head, Eagle3Layer
 from tllm_spec.models.eagle3_config import Eagle3Config
 from tllm_spec.models.linear import Linear
-from tllm_spec.models.llama import MLP, Attention, DecoderLayer, LlamaForCausalLM, LlamaModel
+from tllm_spec.models.llama import MLP, Attention, CausalLM, DecoderLayer, DecoderModel
 
 # TensorRT asks for addresses at multiples of so many bytes. torch allocates at multiples of 512.
 ALIGNMENT = 256
@@ -33,7 +33,7 @@ STATES, WANTED, NEXT_STATES = "states", "wanted", "next_states"  # of heads
 NEVER = 1 << 40  # a position that no token has
 OPSET = 18
 
-NetworkModel = LlamaForCausalLM | Eagle3Head
+NetworkModel = CausalLM | Eagle3Head
 Tensors = Mapping[str, torch.Tensor]
 
 
@@ -317,7 +317,7 @@ def _taken(x: torch.Tensor, wanted: torch.Tensor | None) -> torch.Tensor:
 
 def _weights_of(model: NetworkModel) -> Iterator[tuple[str, torch.Tensor]]:
     """The network's constants by name; matrices are `[K, N]`."""
-    inner: Eagle3Head | LlamaModel
+    inner: Eagle3Head | DecoderModel
     if isinstance(model, Eagle3Head):
         inner, embedding, output = model, model.embedding, model.output
     else:

@@ -2,6 +2,7 @@
 readers of single keys need no checks of their own. A key has one type wherever it stands: at the
 top, or in an object such as `text_config`."""
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,6 @@ from typing import Any
 from tllm_spec.config.option_checks import shown
 from tllm_spec.models.formats.gguf_config import gguf_config
 from tllm_spec.models.formats.gguf_file import read_gguf
-from tllm_spec.models.json_file import read_json
 from tllm_spec.zoo.registry import is_gguf
 
 CONFIG = "config.json"
@@ -207,3 +207,23 @@ def _mistakes(fields: Mapping[str, Any], prefix: str) -> Iterator[str]:
             yield f"{prefix}{key} is {shown(value)}; it must be {kind.text}"
         elif kind is _OBJECT:
             yield from _mistakes(value, f"{prefix}{key}.")
+
+
+# JSON files of a model's folder.
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file of a model's folder. Raises ValueError for anything else."""
+    if not path.is_file():
+        raise ValueError(
+            f"{path} does not exist; a model is a folder in Hugging Face's format, or a .gguf file."
+        )
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} is not readable JSON: {error}.") from error
+    except RecursionError:
+        raise ValueError(f"{path} is not readable JSON: it is nested too deeply.") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must hold a JSON object.")
+    return content

@@ -1,82 +1,225 @@
 """DeepSeek V2 and V3 (R1 and Kimi K2 have V3's architecture): latent attention, dense first layers,
-then experts.
+then experts; and GLM-4.5, which has the same experts.
 
 Module paths are the checkpoint's names, with the projections of the hidden state fused."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from tllm_spec.attention.interface import ForwardContext
 from tllm_spec.attention.latent import LatentBackend, LatentInputs
+from tllm_spec.config.option_checks import shown
 from tllm_spec.kernels.attention.latent_write import LatentNorm
 from tllm_spec.kernels.attention.rotary_write import Rotary
-from tllm_spec.models.config import ModelConfig
-from tllm_spec.models.deepseek_config import MLAConfig
-from tllm_spec.models.formats.weight_format import Part
-from tllm_spec.models.layers import RMSNorm
-from tllm_spec.models.linear import Linear, RowLinear
-from tllm_spec.models.llama import MLP, DecoderLayer, LlamaForCausalLM
-from tllm_spec.models.module import Module, Placement, WeightSlot, sibling
-from tllm_spec.models.moe import SparseMoE
-from tllm_spec.models.moe_shape import DEEPSEEK_NAMES
+from tllm_spec.models.config import COMMON_DEFAULTS, MLAConfig, ModelConfig, decoder_config
+from tllm_spec.models.config_file import required, with_defaults
+from tllm_spec.models.layers import Module, Placement, RMSNorm, StoredWeight, WeightSlot
+from tllm_spec.models.linear import ColumnLinear, RowLinear
+from tllm_spec.models.llama import CausalLM, DecoderLayer
+from tllm_spec.models.moe_config import MoEConfig, MoENames
+from tllm_spec.models.rotary import rope_config
+
+# The defaults of each architecture's configuration class in transformers.
+_COMMON = COMMON_DEFAULTS | {
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
+_V3: dict[str, Any] = _COMMON | {
+    "max_position_embeddings": 4096,
+    "eos_token_id": 1,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 2048,
+    "first_k_dense_replace": 3,
+    "routed_scaling_factor": 2.5,
+    "topk_method": "noaux_tc",
+    "n_group": 8,
+    "topk_group": 4,
+    "norm_topk_prob": True,
+    "rope_interleave": True,
+}
+DEEPSEEK_V32 = "DeepseekV32ForCausalLM"
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "DeepseekV2ForCausalLM": _COMMON
+    | {
+        "max_position_embeddings": 2048,
+        "eos_token_id": 2,
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "moe_intermediate_size": 1407,
+        "first_k_dense_replace": 0,
+        "routed_scaling_factor": 1.0,
+        "topk_method": "greedy",
+    },
+    "DeepseekV3ForCausalLM": _V3,
+    DEEPSEEK_V32: _V3 | {"max_position_embeddings": 163840, "index_topk": 2048},
+}
+_GLM: dict[str, Any] = {
+    "vocab_size": 151552,
+    "hidden_size": 4096,
+    "intermediate_size": 10944,
+    "num_hidden_layers": 46,
+    "num_attention_heads": 96,
+    "num_key_value_heads": 8,
+    "hidden_act": "silu",
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.5,
+    "moe_intermediate_size": 1408,
+    "num_experts_per_tok": 8,
+    "n_shared_experts": 1,
+    "n_routed_experts": 128,
+    "routed_scaling_factor": 1.0,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "norm_topk_prob": True,
+    "use_qk_norm": False,
+}
+DEEPSEEK_NAMES = MoENames(shared="shared_experts")
+_INDEXER = ".self_attn.indexer."
+_LATENT = "kv_a_proj_with_mqa"
 
 
-@dataclass(frozen=True)
-class RotatedPart:
-    """Outputs of one checkpoint tensor: for each head `plain_dim` elements, then `rope_dim` that
-    are rotated. `num_heads` are this rank's, of `total_heads`, from `first_head` on."""
-
-    num_heads: int
-    plain_dim: int
-    rope_dim: int
-    total_heads: int = 1
-    first_head: int = 0
-
-    @property
-    def head_size(self) -> int:
-        return self.plain_dim + self.rope_dim
-
-    @property
-    def size(self) -> int:
-        return self.num_heads * self.head_size
-
-    def order(self) -> torch.Tensor:
-        """Rows of a checkpoint whose rotated elements are pairs of neighbours, so that they become
-        the two halves that the kernels rotate. Queries and keys change alike, so the scores do
-        not."""
-        rows = torch.arange(self.size).view(self.num_heads, -1)
-        plain, rotated = rows.split_with_sizes((self.plain_dim, self.rope_dim), 1)
-        return torch.cat((plain, rotated[:, ::2], rotated[:, 1::2]), 1).flatten()
+def read_deepseek(raw: dict[str, Any]) -> ModelConfig:
+    """Raises ValueError for biases, and for what else is not served."""
+    name = raw["architectures"][0]
+    flat = with_defaults(raw, _DEFAULTS[name])
+    if name == DEEPSEEK_V32:
+        flat = _without_layer_types(flat)
+    if flat.get("attention_bias"):
+        raise ValueError("attention_bias is true; DeepSeek models are served without biases.")
+    rank, nope, rope = flat["q_lora_rank"], flat["qk_nope_head_dim"], flat["qk_rope_head_dim"]
+    mla = MLAConfig(
+        q_lora_rank=None if rank is None else int(rank),
+        kv_lora_rank=int(flat["kv_lora_rank"]),
+        nope_dim=int(nope),
+        rope_dim=int(rope),
+        value_dim=int(flat["v_head_dim"]),
+        is_interleaved=bool(flat.get("rope_interleave", True)),
+        scale=(nope + rope) ** -0.5 * _yarn_scale(flat),
+        index_topk=int(flat["index_topk"]) if name == DEEPSEEK_V32 else None,
+    )
+    return replace(_with_experts(decoder_config(flat), flat), mla=mla)
 
 
-class RotatedLinear(Linear):
-    """Projections to latents, queries and keys, fused from the checkpoint's `parts`. A rank has the
-    queries of its heads, and all of the latents."""
+def read_glm4_moe(raw: dict[str, Any]) -> ModelConfig:
+    """GLM-4.5 and GLM-4.6: attention that rotates half of a head's elements, and DeepSeek V3's
+    experts."""
+    flat = with_defaults(raw, _GLM) | {"topk_method": "noaux_tc"}
+    config = decoder_config(flat, rope=rope_config(flat, may_be_partial=True))
+    bias, qk_norm = bool(flat.get("attention_bias")), bool(flat["use_qk_norm"])
+    return replace(_with_experts(config, flat), qkv_bias=bias, qk_norm=qk_norm)
 
-    def __init__(
-        self,
-        in_features: int,
-        parts: dict[str, RotatedPart],
-        *,
-        is_interleaved: bool,
-        placement: Placement,
-    ) -> None:
-        size = sum(part.size for part in parts.values())
-        super().__init__(in_features, size, bias=False, placement=placement)
-        self.parts, self.is_interleaved = parts, is_interleaved
 
-    def slots(self, path: str) -> Iterator[tuple[str, WeightSlot]]:
-        first = 0
-        for name, part in self.parts.items():
-            order = part.order() if self.is_interleaved and part.rope_dim else None
-            shape = (part.total_heads * part.head_size, self.weight_format.shape[1])
-            start, own = part.first_head * part.head_size, slice(first, first + part.size)
-            own_part = Part(shape, 0, start, order)
-            yield from self.weight_format.slots(sibling(path, name), own, own_part)
-            first += part.size
+def _with_experts(config: ModelConfig, flat: dict[str, Any]) -> ModelConfig:
+    """With dense first layers, then experts, and layers that predict further tokens (MTP). A key of
+    these that is absent means none, as in published checkpoints."""
+    step = int(flat.get("moe_layer_freq") or 1)
+    layers = range(int(flat["first_k_dense_replace"]), config.num_layers)
+    return replace(
+        config,
+        moe=_moe_config(flat),
+        sparse_layers=frozenset(layer for layer in layers if layer % step == 0),
+        num_nextn_layers=int(flat.get("num_nextn_predict_layers") or 0),
+    )
+
+
+def _without_layer_types(flat: dict[str, Any]) -> dict[str, Any]:
+    """Without the types of layers, which transformers writes. Raises ValueError for types of MLPs
+    that do not follow from `first_k_dense_replace`."""
+    dense, number = flat["first_k_dense_replace"], required(flat, "num_hidden_layers")
+    expected = ["dense" if layer < dense else "sparse" for layer in range(number)]
+    if flat.get("mlp_layer_types") not in (None, expected):
+        raise ValueError(
+            f"mlp_layer_types is {shown(flat['mlp_layer_types'])}; served is 'dense' for the first "
+            f"first_k_dense_replace = {dense} layers and 'sparse' for the others."
+        )
+    if set(flat.get("layer_types") or ()) - {"indexed_attention"}:
+        raise ValueError(
+            f"layer_types is {shown(flat['layer_types'])}; served is 'indexed_attention'."
+        )
+    return flat | {"layer_types": None}
+
+
+def _yarn_scale(raw: dict[str, Any]) -> float:
+    fields = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    kind, weight = fields.get("rope_type") or fields.get("type"), fields.get("mscale_all_dim")
+    factor = fields.get("factor") or 1.0
+    if kind in (None, "default") or not weight or factor <= 1:
+        return 1.0
+    return float((0.1 * weight * math.log(factor) + 1.0) ** 2)
+
+
+def _moe_config(raw: dict[str, Any]) -> MoEConfig | None:
+    """Raises ValueError for a way of routing that is not served."""
+    if not raw["n_routed_experts"]:
+        return None
+    method, top_k = raw["topk_method"], int(raw.get("num_experts_per_tok") or 0)
+    scoring: Any = raw.get("scoring_func")
+    if scoring is None:
+        scoring = "sigmoid" if method == "noaux_tc" else "softmax"
+    if method not in ("greedy", "group_limited_greedy", "noaux_tc"):
+        raise ValueError(
+            f"topk_method is {method!r}; served are 'greedy', 'group_limited_greedy' and "
+            "'noaux_tc'."
+        )
+    if scoring not in ("softmax", "sigmoid"):
+        raise ValueError(f"scoring_func is {scoring!r}; served are 'softmax' and 'sigmoid'.")
+    if method != "noaux_tc" and raw.get("norm_topk_prob"):
+        raise ValueError(
+            f"norm_topk_prob is true with topk_method {method!r}; served is false, or 'noaux_tc'."
+        )
+    if not 0 < top_k <= raw["n_routed_experts"]:
+        raise ValueError(
+            f"num_experts_per_tok is {top_k}; accepted is 1 to n_routed_experts, which is "
+            f"{raw['n_routed_experts']}."
+        )
+    size = int(raw["moe_intermediate_size"])
+    has_groups = method != "greedy"
+    num_groups = int(raw.get("n_group") or 1) if has_groups else 1
+    top_groups = int(raw.get("topk_group") or 1) if has_groups else 1
+    if raw["n_routed_experts"] % num_groups or top_groups > num_groups:
+        raise ValueError(
+            f"n_group is {num_groups} and topk_group is {top_groups}; the former must divide "
+            f"n_routed_experts, which is {raw['n_routed_experts']}, and be no less than the latter."
+        )
+    return MoEConfig(
+        hidden_size=int(raw["hidden_size"]),
+        num_experts=int(raw["n_routed_experts"]),
+        top_k=top_k,
+        intermediate_size=size,
+        scoring=scoring,
+        normalise_top_k=bool(raw.get("norm_topk_prob")),
+        routed_scaling_factor=float(raw["routed_scaling_factor"]),
+        num_groups=num_groups,
+        top_groups=top_groups,
+        has_correction_bias=method == "noaux_tc",
+        float32_router=True,
+        shared_intermediate_size=size * int(raw.get("n_shared_experts") or 0),
+        names=DEEPSEEK_NAMES,
+    )
+
+
+def _rows(num_heads: int, plain: int, rotated: int) -> torch.Tensor:
+    """Rows of heads of `plain` elements, then `rotated` ones, which in the checkpoint are pairs of
+    neighbours, so that they become the two halves that the kernels rotate. Queries and keys change
+    alike, so the scores do not."""
+    rows = torch.arange(num_heads * (plain + rotated)).view(num_heads, -1)
+    own, pairs = rows.split_with_sizes((plain, rotated), 1)
+    return torch.cat((own, pairs[:, ::2], pairs[:, 1::2]), 1).flatten()
 
 
 class LatentUp(Module):
@@ -100,7 +243,7 @@ class LatentAttention(Module):
     """Projections and attention. The layer applies the output projection, since it adds to the
     residual stream. `input_size`: the hidden size unless given."""
 
-    q_b_proj: RotatedLinear | None
+    q_b_proj: ColumnLinear | None
 
     def __init__(
         self, config: ModelConfig, layer: int, placement: Placement, input_size: int | None = None
@@ -111,19 +254,27 @@ class LatentAttention(Module):
         input_size = input_size or config.hidden_size
         mapping, total = placement.mapping, config.num_heads
         self.config, self.num_heads = mla, mapping.shard(total, "num_attention_heads")
-        first = self.num_heads * mapping.tp_rank
-        queries = RotatedPart(self.num_heads, mla.nope_dim, mla.rope_dim, total, first)
-        latent = {"kv_a_proj_with_mqa": RotatedPart(1, mla.kv_lora_rank, mla.rope_dim)}
-        rotated = partial(RotatedLinear, is_interleaved=mla.is_interleaved, placement=placement)
+        self.latent_dim = mla.kv_lora_rank + mla.rope_dim
+        queries, latent = total * (mla.nope_dim + mla.rope_dim), _LATENT
+        query_rows = _rows(self.num_heads, mla.nope_dim, mla.rope_dim)
+        orders = {latent: _rows(1, mla.kv_lora_rank, mla.rope_dim)}
+        orders |= {"q_proj": query_rows, "q_b_proj": query_rows}
+        # A rank has the queries of its heads, and all of the latents.
+        projection = partial(
+            ColumnLinear,
+            bias=False,
+            placement=placement,
+            copies={latent: mapping.tp_size, "q_a_proj": mapping.tp_size},
+            orders=orders if mla.is_interleaved else {},
+        )
         if mla.q_lora_rank is None:
-            self.a_proj = rotated(input_size, {"q_proj": queries} | latent)
+            self.a_proj = projection(input_size, {"q_proj": queries, latent: self.latent_dim})
             self.q_b_proj = None
         else:
-            rank = RotatedPart(1, mla.q_lora_rank, 0)
-            self.a_proj = rotated(input_size, {"q_a_proj": rank} | latent)
+            parts = {"q_a_proj": mla.q_lora_rank, latent: self.latent_dim}
+            self.a_proj = projection(input_size, parts)
             self.q_a_layernorm = RMSNorm(mla.q_lora_rank, mla.norm_eps, placement)
-            self.q_b_proj = rotated(mla.q_lora_rank, {"q_b_proj": queries})
-        self.latent_dim = mla.kv_lora_rank + mla.rope_dim
+            self.q_b_proj = projection(mla.q_lora_rank, {"q_b_proj": queries})
         self.kv_a_layernorm = RMSNorm(mla.kv_lora_rank, mla.norm_eps, placement)
         self.norm = LatentNorm(self.kv_a_layernorm.weight, mla.norm_eps)
         self.kv_b_proj = LatentUp(mla, self.num_heads, placement)
@@ -165,26 +316,20 @@ class LatentAttention(Module):
 class DeepseekLayer(DecoderLayer):
     """A decoder layer with latent attention. `layer`: also its index in the KV pool."""
 
-    def add_attention(self, config: ModelConfig, layer: int, placement: Placement) -> None:
-        self.self_attn = LatentAttention(config, layer, placement)
-
-    def add_mlp(self, config: ModelConfig, layer: int, placement: Placement) -> None:
-        if config.moe is None or layer not in config.sparse_layers:
-            self.mlp = MLP(config, placement)
-        else:
-            self.mlp = SparseMoE(config.moe, placement, DEEPSEEK_NAMES)
+    attention = LatentAttention
 
 
-class DeepseekForCausalLM(LlamaForCausalLM):
-    """The decoder with its output layer."""
-
+class DeepseekForCausalLM(CausalLM):
     layer_type = DeepseekLayer
 
-    def __init__(self, config: ModelConfig, max_positions: int, placement: Placement) -> None:
-        super().__init__(config, max_positions, placement)
-        # The checkpoint's layers after the decoder's predict further tokens (mtp.py loads them).
-        numbers = range(config.num_layers, config.num_layers + config.num_nextn_layers)
-        self._nextn = tuple(f"model.layers.{number}." for number in numbers)
+    @classmethod
+    def stored_tensors(
+        cls, path: Path, config: ModelConfig, wants: Callable[[str], bool]
+    ) -> Iterator[tuple[str, torch.Tensor | StoredWeight]]:
+        """Without V3.2's indexer (`MLAConfig.index_topk`)."""
+        has_indexer = config.mla is not None and config.mla.index_topk is not None
 
-    def ignores(self, name: str) -> bool:
-        return name.startswith(self._nextn) or super().ignores(name)
+        def is_wanted(name: str) -> bool:
+            return not (has_indexer and _INDEXER in name) and wants(name)
+
+        return super().stored_tensors(path, config, is_wanted)

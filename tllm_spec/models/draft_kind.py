@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from tllm_spec.models.config_file import read_config
-from tllm_spec.models.json_file import read_json
+from tllm_spec.models.config_file import read_config, read_json
 from tllm_spec.zoo.registry import resolve_model
 
 HeadKind = Literal["EAGLE-1/2", "EAGLE-3", "DFlash", "MTP"]

@@ -6,6 +6,9 @@ Embedding and output layer are the target's, unless the checkpoint has others. R
 the drafting loop are not known here."""
 
 from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,18 +16,85 @@ from torch import nn
 from tllm_spec.attention.interface import ForwardContext
 from tllm_spec.kernels.attention.rotary_write import Rotary
 from tllm_spec.kernels.drafts.draft_input import draft_input
-from tllm_spec.models.causal_lm import CausalLM
-from tllm_spec.models.draft_head import BorrowedModules, HeadSource, SteppedHead
-from tllm_spec.models.eagle_config import EagleConfig
-from tllm_spec.models.head_checkpoint import EMBEDDING, head_tensors
-from tllm_spec.models.head_copies import drop_copies
-from tllm_spec.models.layers import Embedding
-from tllm_spec.models.linear import Linear, OutputLinear
-from tllm_spec.models.llama import DecoderLayer
-from tllm_spec.models.module import Placement, specialize_for_cpu
-from tllm_spec.models.rotary import cos_sin_table
-from tllm_spec.models.tied_output import OUTPUT
+from tllm_spec.models.config import ModelConfig
+from tllm_spec.models.config_file import read_config
+from tllm_spec.models.draft_head import (
+    HeadSource,
+    SteppedHead,
+    drop_copies,
+    head_tensors,
+)
+from tllm_spec.models.eagle3_config import DECODER_KEYS, check_layers, unknown_keys
+from tllm_spec.models.layers import Placement, specialize_for_cpu
+from tllm_spec.models.linear import Linear
+from tllm_spec.models.llama import CausalLM, DecoderLayer
+from tllm_spec.models.registry import model_config_of
 from tllm_spec.models.weights import fill, fill_random
+
+# The shape of an EAGLE-1 or EAGLE-2 draft head, read from its `config.json`.
+#
+# A head is one or more Llama layers with a different input, so its configuration is a
+# `ModelConfig` with further fields. EAGLE-2 changed the drafting only, not the head.
+
+
+# `architectures` of a head -> the architecture whose attention and MLP its layers have.
+_LAYERS = {
+    "LlamaForCausalLM": "LlamaForCausalLM",
+    "LlamaForCausalLMEagle": "LlamaForCausalLM",
+    "EagleLlamaForCausalLM": "LlamaForCausalLM",
+    "MistralForCausalLM": "MistralForCausalLM",
+    "MistralForCausalLMEagle": "MistralForCausalLM",
+    "Qwen2ForCausalLM": "Qwen2ForCausalLM",
+    "Qwen2ForCausalLMEagle": "Qwen2ForCausalLM",
+}
+_READ = DECODER_KEYS | {"bias", "qkv_bias"}
+
+
+@dataclass(frozen=True)
+class EagleConfig(ModelConfig):
+    """`vocab_size` is the target's: the head reads its tokens."""
+
+    bias: bool | None
+    """Whether `fc` has one; None: the checkpoint decides."""
+
+    @classmethod
+    def from_pretrained(cls, path: Path) -> "EagleConfig":
+        """Read `path/config.json`.
+
+        Raises:
+            ValueError: the file is missing or unreadable, or asks for something that is not served.
+        """
+        return cls.from_dict(read_config(path))
+
+    @classmethod
+    def from_dict(cls, raw: dict[str, Any]) -> "EagleConfig":
+        """The same, from the parsed file."""
+        names = raw.get("architectures") or []
+        if len(names) != 1 or names[0] not in _LAYERS:
+            raise ValueError(
+                f"architectures of the EAGLE-1/2 head is {names}; served is one of "
+                f"{', '.join(_LAYERS)}."
+            )
+        unknown = unknown_keys(raw, _READ, {}, "EAGLE-1/2")
+        own = raw | {"architectures": [_LAYERS[names[0]]]}
+        shape = vars(model_config_of(own))
+        if raw.get("qkv_bias") is not None:
+            shape = shape | {"qkv_bias": bool(raw["qkv_bias"])}
+        config = cls(**shape | {"unknown_keys": unknown}, bias=raw.get("bias"))
+        check_layers(config, "EAGLE-1/2")
+        return config
+
+    def check_target(self, target: ModelConfig) -> None:
+        """Raises ValueError unless the head was trained for such a target."""
+        for key in ("hidden_size", "vocab_size"):
+            own, wanted = getattr(self, key), getattr(target, key)
+            if own != wanted:
+                raise ValueError(
+                    f"{key} of the EAGLE-1/2 head is {own}, the target's is {wanted}; they must be "
+                    "equal, since the head reads the target's embeddings and hidden states and "
+                    "has its output layer."
+                )
+
 
 # The rotary table is computed.
 _UNUSED = ("rotary_emb.inv_freq",)
@@ -54,15 +124,8 @@ class EagleHead(SteppedHead):
         if not has_input_norm:
             layers[0].input_layernorm = None
         self.layers = nn.ModuleList(layers)
-        self.borrowed = BorrowedModules.of(target, placement=placement)
-        vocab_size = config.vocab_size
-        self.embed_tokens = Embedding(vocab_size, size, placement) if EMBEDDING in owns else None
-        has_own_output = OUTPUT in owns
-        self.lm_head = (
-            OutputLinear(size, vocab_size, placement=placement) if has_own_output else None
-        )
-        self.draft_to_target = None
-        self.cos_sin = cos_sin_table(config.rope, config.head_dim, max_positions, placement)
+        ends = target, owns, max_positions, placement
+        self._add_ends(*ends, rows=config.vocab_size, is_tied=False)
 
     def fuse(self, captured: torch.Tensor) -> torch.Tensor:
         return captured

@@ -1,18 +1,77 @@
 """Gemma 3's text model: norms before and after attention and MLP, GeGLU, scaled embeddings, and two
 rotary embeddings, of layers with a sliding window and of those that see all keys."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from tllm_spec.attention.interface import ForwardContext
 from tllm_spec.kernels.attention.rotary_write import Rotary
-from tllm_spec.kernels.gemm.norms import silu_and_mul
-from tllm_spec.models.config import ModelConfig
-from tllm_spec.models.layers import OffsetHeadNorm, OffsetRMSNorm, RMSNorm
-from tllm_spec.models.llama import MLP, Attention, DecoderLayer, LlamaForCausalLM, LlamaModel
-from tllm_spec.models.module import Placement
-from tllm_spec.models.rotary import cos_sin_table
+from tllm_spec.models.config import FULL, SLIDING, ModelConfig, decoder_config
+from tllm_spec.models.config_file import required, with_defaults
+from tllm_spec.models.layers import Placement
+from tllm_spec.models.llama import MLP, CausalLM, DecoderLayer, DecoderModel, layer_norm
+from tllm_spec.models.rotary import cos_sin_table, rope_config
+
+ACTIVATION = "gelu_pytorch_tanh"
+_DEFAULTS: dict[str, Any] = {
+    "vocab_size": 262208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_activation": ACTIVATION,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-6,
+    "eos_token_id": 1,
+    "tie_word_embeddings": True,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "rope_theta": 1e6,
+    "rope_local_base_freq": 1e4,
+}
+# What transformers' model does not compute, or what is not served.
+_OFF = ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention")
+
+
+def read_gemma3(raw: dict[str, Any]) -> ModelConfig:
+    """Raises ValueError for what is not served."""
+    flat = with_defaults(raw, _DEFAULTS)
+    for key in _OFF:
+        if flat.get(key):
+            raise ValueError(f"{key} is {flat[key]}; Gemma 3 is served without it.")
+    if (activation := flat["hidden_activation"]) != ACTIVATION:
+        raise ValueError(f"hidden_activation is {activation!r}; only {ACTIVATION!r} is served.")
+    if not flat.get("layer_types"):
+        period = flat.get("sliding_window_pattern") or flat.get("_sliding_window_pattern") or 6
+        numbers = range(1, required(flat, "num_hidden_layers") + 1)
+        flat["layer_types"] = [SLIDING if number % period else FULL for number in numbers]
+    local = {"rope_parameters": _rope_parameters(flat, SLIDING, "rope_local_base_freq")}
+    scaling, rope = flat.pop("rope_scaling", None) or {}, _rope_parameters(flat, FULL, "rope_theta")
+    flat |= {"rope_parameters": rope | scaling, "hidden_act": "silu", "use_sliding_window": None}
+    config, types = decoder_config(flat), enumerate(flat["layer_types"])
+    bias = bool(flat.get("attention_bias"))
+    return replace(
+        config,
+        hidden_act=activation,
+        qkv_bias=bias,
+        o_bias=bias,
+        qk_norm=True,
+        offset_norms=True,
+        query_scale=float(flat["query_pre_attn_scalar"]) ** -0.5,
+        local_layers=frozenset(layer for layer, kind in types if kind == SLIDING),
+        local_rope=rope_config(flat | local),
+    )
+
+
+def _rope_parameters(flat: Mapping[str, Any], kind: str, theta: str) -> dict[str, Any]:
+    """The parameters of a kind of layers, in transformers' newer spelling."""
+    fields = (flat.get("rope_parameters") or {}).get(kind) or {}
+    return {"rope_type": "default", "rope_theta": flat[theta]} | fields
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,34 +82,14 @@ class Gemma3Rotary(Rotary):
     """The rotary embedding of layers with a sliding window."""
 
 
-class Gemma3Attention(Attention):
-    head_norm = OffsetHeadNorm
-
-
-class GeGLU(MLP):
-    def forward(self, hidden: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
-        """The output for `norm(hidden)`, `[T, H]`."""
-        gate_up = self.gate_up_proj.forward(hidden, norm)
-        return self.down_proj.summed(silu_and_mul(gate_up, "gelu_pytorch_tanh"))
-
-
 class Gemma3Layer(DecoderLayer):
-    norm_type = OffsetRMSNorm
-    mlp: GeGLU
+    mlp: MLP
 
     def __init__(self, config: ModelConfig, layer: int, placement: Placement) -> None:
         super().__init__(config, layer, placement)
-        assert config.gemma3 is not None
-        self.is_local = layer in config.gemma3.local_layers
-        sizes = config.hidden_size, config.rms_norm_eps, placement
-        self.pre_feedforward_layernorm = OffsetRMSNorm(*sizes)
-        self.post_feedforward_layernorm = OffsetRMSNorm(*sizes)
-
-    def add_attention(self, config: ModelConfig, layer: int, placement: Placement) -> None:
-        self.self_attn = Gemma3Attention(config, layer, placement)
-
-    def add_mlp(self, config: ModelConfig, layer: int, placement: Placement) -> None:
-        self.mlp = GeGLU(config, placement)
+        self.is_local = layer in config.local_layers
+        self.pre_feedforward_layernorm = layer_norm(config, placement)
+        self.post_feedforward_layernorm = layer_norm(config, placement)
 
     def forward(
         self,
@@ -69,7 +108,7 @@ class Gemma3Layer(DecoderLayer):
         self.post_feedforward_layernorm.add_to(hidden, added)
 
 
-class Gemma3Model(LlamaModel):
+class Gemma3Model(DecoderModel):
     """The decoder, with a rotary table for layers with a window, too. Draft heads read the
     embedding unscaled."""
 
@@ -81,9 +120,10 @@ class Gemma3Model(LlamaModel):
         layer_type: type[DecoderLayer],
     ) -> None:
         super().__init__(config, max_positions, placement, layer_type)
-        assert config.gemma3 is not None
-        rope = config.gemma3.local_rope
-        self.local_cos_sin = cos_sin_table(rope, config.rope_dim, max_positions, placement)
+        assert config.local_rope is not None
+        self.local_cos_sin = cos_sin_table(
+            config.local_rope, config.rope_dim, max_positions, placement
+        )
         # In transformers the factor is a tensor of the weights' dtype.
         self.embedding_scale = torch.tensor(config.hidden_size**0.5, dtype=placement.dtype).item()
 
@@ -95,6 +135,6 @@ class Gemma3Model(LlamaModel):
         return Gemma3Rotary(self.cos_sin, positions, local=local)
 
 
-class Gemma3ForCausalLM(LlamaForCausalLM):
+class Gemma3ForCausalLM(CausalLM):
     model_type = Gemma3Model
     layer_type = Gemma3Layer

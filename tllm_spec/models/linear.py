@@ -3,18 +3,65 @@
 Each holds one rank's shard. Row-parallel layers sum over the ranks.
 """
 
-from collections.abc import Iterator, Mapping
+import logging
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from time import monotonic
 from types import MappingProxyType
 
+import msgpack
 import torch
 from torch import nn
 
-from tllm_spec.distributed.communicator import VocabShard
-from tllm_spec.models.formats.choice import choose_format, plain_format
-from tllm_spec.models.formats.plain import CpuWeight, PlainWeight, cpu_copy_bytes
-from tllm_spec.models.formats.weight_format import Part, WeightFormat
-from tllm_spec.models.layers import RMSNorm
-from tllm_spec.models.module import Module, Placement, WeightSlot, sibling
+from tllm_spec.distributed.communicator import SINGLE, Communicator, VocabShard
+from tllm_spec.kernels.disk_cache import cache_folder
+from tllm_spec.kernels.gemm.cublas_lt import ALGORITHM_BYTES, DATA_TYPES, CublasLt, shared_library
+from tllm_spec.kernels.gemm.fp8_linear import Fp8Gemms
+from tllm_spec.kernels.gemm.tuned_linear import (
+    GemmGroup,
+    TunedGemms,
+    read_table,
+    table_path,
+    tune_missing,
+    write_table,
+)
+from tllm_spec.models.formats.four_bit import FourBitWeight
+from tllm_spec.models.formats.fp8 import QuantisedActivations, ScaledWeight
+from tllm_spec.models.formats.weight_format import (
+    BatchInvariantWeight,
+    CpuWeight,
+    CudaWeight,
+    Part,
+    PlainWeight,
+    WeightFormat,
+    cpu_copy_bytes,
+)
+from tllm_spec.models.layers import Module, Placement, RMSNorm, WeightSlot, sibling
+
+
+def choose_format(
+    out_features: int, in_features: int, placement: Placement, bias: nn.Parameter | None
+) -> WeightFormat:
+    """The format of the placement's weights, with new tensors."""
+    form, sizes = placement.quantised, (out_features, in_features)
+    if form.activations is not None:
+        return QuantisedActivations(*sizes, placement, bias)
+    if form.four_bit is not None:
+        return FourBitWeight(*sizes, placement, bias)
+    if form.fp8 is not None:
+        return ScaledWeight(*sizes, placement, bias)
+    if placement.device.type == "cpu" and not placement.batch_invariant:
+        return CpuWeight(CpuWeight.allocate(*sizes, placement), bias)
+    return plain_format(placement.parameter(*sizes), placement, bias)
+
+
+def plain_format(
+    weight: nn.Parameter, placement: Placement, bias: nn.Parameter | None
+) -> PlainWeight:
+    """The format of a given weight of the placement's dtype, row-major."""
+    if placement.batch_invariant:
+        return BatchInvariantWeight(weight, bias)
+    return CudaWeight(weight, bias) if placement.device.type == "cuda" else CpuWeight(weight, bias)
 
 
 class Linear(Module):
@@ -89,7 +136,9 @@ class Linear(Module):
 class ColumnLinear(Linear):
     """Column-parallel: each rank has a slice of the outputs of every part. `parts`: the names of
     the fused checkpoint tensors, with their full output sizes. `copies`: parts of which so many
-    neighbouring ranks have the same slice. `weight`: a parameter to share."""
+    neighbouring ranks have the same slice. `orders`: int64, the rows of a rank's slice of a part in
+    the order of the parameter's. `is_fused`: the checkpoint has all parts in one tensor, under the
+    module's own name. `weight`: a parameter to share."""
 
     def __init__(
         self,
@@ -100,6 +149,8 @@ class ColumnLinear(Linear):
         placement: Placement,
         weight: nn.Parameter | None = None,
         copies: Mapping[str, int] = MappingProxyType({}),
+        orders: Mapping[str, torch.Tensor] = MappingProxyType({}),
+        is_fused: bool = False,
     ) -> None:
         local = {
             name: placement.mapping.shard(size * copies.get(name, 1), f"the output of {name}")
@@ -108,22 +159,40 @@ class ColumnLinear(Linear):
         super().__init__(
             in_features, sum(local.values()), bias=bias, placement=placement, weight=weight
         )
-        self.parts, self.copies = local, copies
+        self.parts, self.copies, self.orders, self.is_fused = local, copies, orders, is_fused
 
     def slots(self, path: str) -> Iterator[tuple[str, WeightSlot]]:
         """None for a shared weight, which the other module loads."""
         if self.shares_weight:
             return
+        if self.is_fused:
+            yield from self._fused_slots(path)
+            return
         first = 0
         for name, size in self.parts.items():
-            own, copies = slice(first, first + size), self.copies.get(name, 1)
-            full, start = size * self.mapping.tp_size // copies, self.mapping.tp_rank // copies
-            part = Part((full, self.weight_format.shape[1]), 0, size * start)
+            own, order = slice(first, first + size), self.orders.get(name)
+            full, start = self._place(name)
+            part = Part((full, self.weight_format.shape[1]), 0, start, order)
             yield from self.weight_format.slots(sibling(path, name), own, part)
             if self.bias is not None:
-                slot = WeightSlot(self.bias[own], (full,), 0, size * start)
+                slot = WeightSlot(self.bias[own], (full,), 0, start, order)
                 yield f"{sibling(path, name)}.bias", slot
             first += size
+
+    def _fused_slots(self, path: str) -> Iterator[tuple[str, WeightSlot]]:
+        assert self.bias is None
+        rows, first = [], 0
+        for name, size in self.parts.items():
+            order, (full, start) = self.orders.get(name), self._place(name)
+            rows.append(first + start + (torch.arange(size) if order is None else order))
+            first += full
+        part = Part((first, self.weight_format.shape[1]), order=torch.cat(rows))
+        yield from self.weight_format.slots(path, slice(None), part)
+
+    def _place(self, name: str) -> tuple[int, int]:
+        """Outputs of a part on all ranks, and where this rank's begin."""
+        size, copies = self.parts[name], self.copies.get(name, 1)
+        return size * self.mapping.tp_size // copies, size * (self.mapping.tp_rank // copies)
 
 
 class OutputLinear(ColumnLinear):
@@ -199,3 +268,74 @@ class RowLinear(Linear):
         yield from self.weight_format.slots(path, slice(None), part)
         if self.has_bias:
             yield f"{path}.bias", WeightSlot(self.bias, (out_features,))
+
+
+# Chooses the fastest GEMM algorithm for the linear layers of loaded models and the numbers of rows
+# that they will see: from the table on disk of an earlier start, or by measuring now.
+
+
+logger = logging.getLogger(__name__)
+
+MIN_WEIGHT_BYTES = 4 << 20  # for smaller weights the launch takes most of the time
+
+
+@torch.inference_mode()
+def tune_linears(
+    models: Sequence[nn.Module],
+    row_counts: Iterable[int],
+    device: torch.device,
+    communicator: Communicator = SINGLE,
+) -> None:
+    """Does nothing without CUDA. Only layers of `CudaWeight` are tuned; those with activations in
+    FP8 use the library without. Waits for the device. Rank 0 chooses for all ranks, so that a layer
+    that all have puts out the same bits on each."""
+    layers = [layer for model in models for layer in model.modules() if isinstance(layer, Linear)]
+    in_fp8 = [layer for layer in layers if isinstance(layer.weight_format, QuantisedActivations)]
+    layers = [layer for layer in layers if _is_worth_it(layer)]
+    if device.type != "cuda" or not layers + in_fp8:
+        return
+    library = shared_library()
+    if library is None:
+        logger.info("libcublasLt was not found: linear layers run torch's choice of algorithm")
+        return
+    start, lt = monotonic(), CublasLt(library, device)
+    gemms = Fp8Gemms(lt)
+    for layer in in_fp8:
+        assert isinstance(layer.weight_format, QuantisedActivations)
+        layer.weight_format.use_library(gemms)
+    name = torch.cuda.get_device_name(device)
+    path = table_path(cache_folder(), name, lt.version, torch.__version__)
+    table = read_table(path, ALGORITHM_BYTES)
+    is_first, num_measured = communicator.mapping.rank == 0, 0
+    if is_first:
+        num_measured = tune_missing(table, lt, _by_shape(layers), row_counts)
+    choices = communicator.broadcast(msgpack.packb(table) if is_first else b"")
+    table = msgpack.unpackb(choices)
+    tuned = TunedGemms(lt, table)
+    for layer in layers:
+        assert isinstance(layer.weight_format, CudaWeight)
+        layer.weight_format.tuned_gemms = tuned
+    if num_measured:
+        torch.cuda.empty_cache()
+        write_table(path, table)
+        seconds = monotonic() - start
+        logger.info("tuned %d GEMMs in %.1f s; see %s", num_measured, seconds, path)
+
+
+def _is_worth_it(layer: Linear) -> bool:
+    weight = layer.weight
+    return (
+        isinstance(layer.weight_format, CudaWeight)
+        and weight.dtype in DATA_TYPES
+        and weight.numel() * weight.element_size() >= MIN_WEIGHT_BYTES
+    )
+
+
+def _by_shape(layers: Iterable[Linear]) -> list[GemmGroup]:
+    """The results of row-parallel layers are added to the residual stream, if no other rank's are
+    added before."""
+    found: dict[tuple[torch.Size, torch.dtype, bool], list[torch.Tensor]] = defaultdict(list)
+    for layer in layers:
+        adds = isinstance(layer, RowLinear) and layer.mapping.tp_size == 1
+        found[layer.weight.shape, layer.weight.dtype, adds].append(layer.weight)
+    return [GemmGroup(weights, adds) for (_, _, adds), weights in found.items()]

@@ -1,9 +1,12 @@
-"""The Llama family: Llama, Mistral, Qwen2 and Qwen3, dense or with experts (Mixtral, Qwen2-MoE,
-Qwen3-MoE), built from a `ModelConfig`.
+"""The base of every architecture, and the Llama family: Llama, Mistral, Qwen2 and Qwen3, dense or
+with experts (Mixtral, Qwen2-MoE, Qwen3-MoE).
 
 Module paths are the checkpoint's names, with q/k/v and gate/up fused."""
 
-from typing import Protocol
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import nn
@@ -11,15 +14,128 @@ from torch import nn
 from tllm_spec.attention.geometry import AttentionGeometry, place_of
 from tllm_spec.attention.interface import ForwardContext
 from tllm_spec.kernels.attention.rotary_write import HeadWeights, Rotary
+from tllm_spec.kernels.gemm.norms import silu_and_mul
 from tllm_spec.kernels.slots.row_copies import gather_rows
-from tllm_spec.models.causal_lm import CausalLM
-from tllm_spec.models.config import ModelConfig
-from tllm_spec.models.layers import Embedding, HeadNorm, RMSNorm
+from tllm_spec.models.checkpoint import OUTPUT
+from tllm_spec.models.config import (
+    COMMON_DEFAULTS,
+    FULL,
+    SLIDING,
+    ModelConfig,
+    decoder_config,
+)
+from tllm_spec.models.config_file import with_defaults
+from tllm_spec.models.formats.quantised_tensors import stored_tensors
+from tllm_spec.models.layers import (
+    Embedding,
+    HeadNorm,
+    Module,
+    Placement,
+    RMSNorm,
+    StoredWeight,
+    WeightSlot,
+)
 from tllm_spec.models.linear import ColumnLinear, OutputLinear, RowLinear
-from tllm_spec.models.module import Module, Placement
 from tllm_spec.models.moe import SparseMoE
-from tllm_spec.models.moe_shape import MIXTRAL_NAMES
-from tllm_spec.models.rotary import cos_sin_table
+from tllm_spec.models.moe_config import MoENames, moe_config, sparse_layers
+from tllm_spec.models.rotary import cos_sin_table, head_order
+from tllm_spec.models.token_map import DraftTokens, reduced_output
+
+_COMMON = COMMON_DEFAULTS
+_MISTRAL = _COMMON | {
+    "eos_token_id": 2,
+    "max_position_embeddings": 131072,
+    "num_key_value_heads": 8,
+    "sliding_window": 4096,
+}
+_MIXTRAL = _COMMON | {
+    "eos_token_id": 2,
+    "max_position_embeddings": 131072,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e6,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+}
+MIXTRAL_NAMES = MoENames("block_sparse_moe", gate="w1", up="w3", down="w2")
+_QWEN2 = _COMMON | {"max_position_embeddings": 32768, "num_key_value_heads": 32}
+_QWEN2_MOE = _COMMON | {
+    "max_position_embeddings": 32768,
+    "num_key_value_heads": 16,
+    "intermediate_size": 5632,
+    "num_experts": 60,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 1408,
+    "shared_expert_intermediate_size": 5632,
+}
+_QWEN3_MOE = _COMMON | {
+    "max_position_embeddings": 32768,
+    "num_key_value_heads": 4,
+    "intermediate_size": 6144,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+}
+
+
+def read_llama(raw: dict[str, Any]) -> ModelConfig:
+    flat = with_defaults(raw, _COMMON | {"eos_token_id": 2, "max_position_embeddings": 2048})
+    bias, mlp_bias = bool(flat.get("attention_bias")), bool(flat.get("mlp_bias"))
+    return replace(decoder_config(flat), qkv_bias=bias, o_bias=bias, mlp_bias=mlp_bias)
+
+
+def read_mistral(raw: dict[str, Any]) -> ModelConfig:
+    return decoder_config(with_defaults(raw, _MISTRAL), always_slides=True)
+
+
+def read_mixtral(raw: dict[str, Any]) -> ModelConfig:
+    """An expert has the size that a dense layer would have."""
+    flat = with_defaults(raw, _MIXTRAL)
+    flat |= {"moe_intermediate_size": flat.get("intermediate_size"), "norm_topk_prob": True}
+    config = decoder_config(flat, always_slides=True)
+    moe = replace(moe_config(flat), names=MIXTRAL_NAMES)
+    return replace(config, moe=moe, sparse_layers=sparse_layers(flat))
+
+
+def read_qwen2(raw: dict[str, Any]) -> ModelConfig:
+    return replace(decoder_config(with_defaults(raw, _QWEN2)), qkv_bias=True)
+
+
+def read_qwen2_moe(raw: dict[str, Any]) -> ModelConfig:
+    """Without types of layers every second one of the first `max_window_layers` has the window."""
+    flat = with_defaults(raw, _QWEN2_MOE)
+    if flat.get("use_sliding_window") and not flat.get("layer_types"):
+        number = flat.get("max_window_layers")
+        windows = range(0, 28 if number is None else number, 2)
+        layers = range(flat["num_hidden_layers"])
+        flat["layer_types"] = [SLIDING if layer in windows else FULL for layer in layers]
+    size = int(flat["shared_expert_intermediate_size"])
+    return replace(
+        decoder_config(flat),
+        qkv_bias=bool(flat.get("qkv_bias", True)),
+        moe=replace(moe_config(flat), shared_intermediate_size=size, shared_gate=True),
+        sparse_layers=sparse_layers(flat),
+    )
+
+
+def read_qwen3(raw: dict[str, Any]) -> ModelConfig:
+    flat = with_defaults(raw, _QWEN2 | {"head_dim": 128})
+    bias = bool(flat.get("attention_bias"))
+    return replace(decoder_config(flat), qkv_bias=bias, o_bias=bias, qk_norm=True)
+
+
+def read_qwen3_moe(raw: dict[str, Any]) -> ModelConfig:
+    """Without types of layers all or none have the window."""
+    flat = with_defaults(raw, _QWEN3_MOE) | {"max_window_layers": 0}
+    bias = bool(flat.get("attention_bias"))
+    return replace(
+        decoder_config(flat),
+        qkv_bias=bias,
+        o_bias=bias,
+        qk_norm=True,
+        moe=moe_config(flat),
+        sparse_layers=sparse_layers(flat),
+    )
 
 
 class Attention(Module):
@@ -27,10 +143,10 @@ class Attention(Module):
     output projection, since it adds to the residual stream. `input_size`: the hidden size unless
     given."""
 
-    projection: type[ColumnLinear] = ColumnLinear
     head_norm: type[HeadNorm] = HeadNorm
+    qk_norm: HeadNorm | None
     sinks: nn.Parameter | None
-    """`[Hq]` float32 of attention sinks, if the geometry has them."""
+    """`[Hq]` float32 of this rank's attention sinks (kernels/attention/attention_sinks.py)."""
     query_outputs = 1
     """Outputs of `q_proj` for each element of the queries."""
 
@@ -38,31 +154,43 @@ class Attention(Module):
         self, config: ModelConfig, layer: int, placement: Placement, input_size: int | None = None
     ) -> None:
         super().__init__()
-        groups = config.layer_groups(placement.mapping)
+        groups, mapping = config.layer_groups(placement.mapping), placement.mapping
         self.group, self.layer = place_of(layer, groups)
         geometry = groups[self.group].geometry
         assert isinstance(geometry, AttentionGeometry)
         self.num_heads, self.num_kv_heads = geometry.num_heads, geometry.num_kv_heads
-        self.head_dim = config.head_dim
+        self.head_dim, self.mapping = config.head_dim, mapping
         q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        parts = {"q_proj": q_size * self.query_outputs, "k_proj": kv_size, "v_proj": kv_size}
-        copies = placement.mapping.copies_of_kv_heads(config.num_kv_heads)
-        self.qkv_proj = self.projection(
+        copies = mapping.copies_of_kv_heads(config.num_kv_heads)
+        order = head_order(config.rope, config.head_dim)
+        self.qkv_proj = ColumnLinear(
             input_size or config.hidden_size,
-            parts,
+            {"q_proj": q_size * self.query_outputs, "k_proj": kv_size, "v_proj": kv_size},
             bias=config.qkv_bias,
             placement=placement,
             copies={"k_proj": copies, "v_proj": copies},
+            orders=self._row_orders(order),
+            is_fused=config.is_fused,
         )
-        self.qk_norm: HeadNorm | None = (
-            self.head_norm(
-                self.num_heads, self.num_kv_heads, config.head_dim, config.rms_norm_eps, placement
+        self.qk_norm = None
+        if config.qk_norm:
+            heads = self.num_heads, self.num_kv_heads, config.head_dim
+            is_offset, eps = config.offset_norms, config.rms_norm_eps
+            self.qk_norm = self.head_norm(
+                *heads, eps, placement, is_offset=is_offset, order=order, kv_copies=copies
             )
-            if config.qk_norm
-            else None
-        )
         self.sinks = None
+        if config.has_sinks:
+            self.sinks = replace(placement, dtype=torch.float32).parameter(self.num_heads)
         self.o_proj = RowLinear(q_size, config.hidden_size, bias=config.o_bias, placement=placement)
+
+    def _row_orders(self, order: torch.Tensor | None) -> dict[str, torch.Tensor]:
+        """The checkpoint's rows in the order of this rank's, where they differ. order: of a head's
+        elements, `[D]`."""
+        if order is None:
+            return {}
+        heads = {"q_proj": self.num_heads, "k_proj": self.num_kv_heads}
+        return {name: _rows(number, order) for name, number in heads.items()}
 
     def forward(
         self, hidden: torch.Tensor, norm: RMSNorm | None, rotary: Rotary, context: ForwardContext
@@ -84,25 +212,58 @@ class Attention(Module):
     def _heads(
         self, hidden: torch.Tensor, norm: RMSNorm | None
     ) -> tuple[torch.Tensor, HeadWeights | None]:
+        """q, k and v, `[T, Hq + 2 * Hkv, D]`, and the norm of heads that is left to do."""
         qkv = self.qkv_proj.forward(hidden, norm)
         heads = qkv.view(-1, self.num_heads + 2 * self.num_kv_heads, self.head_dim)
-        return heads, None if self.qk_norm is None else self.qk_norm.head_weights
+        return (heads, None) if self.qk_norm is None else self.qk_norm.normed(heads)
+
+    def slots(self, path: str) -> Iterator[tuple[str, WeightSlot]]:
+        if self.sinks is not None:
+            full, first = (
+                self.num_heads * self.mapping.tp_size,
+                self.num_heads * self.mapping.tp_rank,
+            )
+            yield f"{path}.sinks", WeightSlot(self.sinks, (full,), 0, first)
+
+
+def layer_norm(config: ModelConfig, placement: Placement) -> RMSNorm:
+    """A norm of the residual stream."""
+    is_offset = config.offset_norms
+    return RMSNorm(config.hidden_size, config.rms_norm_eps, placement, is_offset=is_offset)
+
+
+def _rows(num_heads: int, order: torch.Tensor) -> torch.Tensor:
+    """Rows of so many heads, each in the order `[D]`."""
+    return torch.arange(num_heads * len(order)).view(num_heads, -1)[:, order].flatten()
 
 
 class MLP(Module):
-    """SwiGLU."""
-
-    projection: type[ColumnLinear] = ColumnLinear
+    """SwiGLU, or GeGLU."""
 
     def __init__(self, config: ModelConfig, placement: Placement) -> None:
         super().__init__()
         hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-        parts = {"gate_proj": inner, "up_proj": inner}
-        self.gate_up_proj = self.projection(hidden, parts, bias=bias, placement=placement)
+        self.gate_up_proj = ColumnLinear(
+            hidden,
+            {"gate_proj": inner, "up_proj": inner},
+            bias=bias,
+            placement=placement,
+            is_fused=config.is_fused,
+        )
         self.down_proj = RowLinear(inner, hidden, bias=bias, placement=placement)
+        self.activation: Literal["gelu_pytorch_tanh"] | None = None
+        if config.hidden_act == "gelu_pytorch_tanh":
+            self.activation = "gelu_pytorch_tanh"
+
+    def forward(self, hidden: torch.Tensor, norm: RMSNorm | None) -> torch.Tensor:
+        """The output for `norm(hidden)`, `[T, H]`."""
+        if self.activation is None:
+            return self.down_proj.summed(self.gate_up_proj.gated(hidden, norm))
+        gate_up = self.gate_up_proj.forward(hidden, norm)
+        return self.down_proj.summed(silu_and_mul(gate_up, self.activation))
 
     def add_to(self, hidden: torch.Tensor, norm: RMSNorm) -> None:
-        """Add the output for `norm(hidden)` to hidden `[T, H]` in place."""
+        """Add the output for `norm(hidden)` to hidden `[T, H]` in place; SwiGLU only."""
         self.down_proj.add_gated_to(hidden, self.gate_up_proj, hidden, norm)
 
 
@@ -123,30 +284,25 @@ class SelfAttention(Protocol):
 class DecoderLayer(Module):
     """Pre-norm block that adds to the residual stream, in place if all rows are wanted."""
 
-    norm_type: type[RMSNorm] = RMSNorm
+    attention: Callable[[ModelConfig, int, Placement], SelfAttention] = Attention
+    """The class of the layer's attention."""
     input_layernorm: RMSNorm | None
     self_attn: SelfAttention
     mlp: MLP | SparseMoE
 
     def __init__(self, config: ModelConfig, layer: int, placement: Placement) -> None:
         super().__init__()
-        sizes = config.hidden_size, config.rms_norm_eps, placement
-        self.input_layernorm = self.norm_type(*sizes)
+        self.input_layernorm = layer_norm(config, placement)
         self.add_attention(config, layer, placement)
-        self.post_attention_layernorm = self.norm_type(*sizes)
-        self.add_mlp(config, layer, placement)
+        self.post_attention_layernorm = layer_norm(config, placement)
+        if config.moe is None or layer not in config.sparse_layers:
+            mlp: MLP | SparseMoE = MLP(config, placement)
+        else:
+            mlp = SparseMoE(config.moe, placement)
+        self.add_under("mlp" if config.moe is None else config.moe.names.layer, "mlp", mlp)
 
     def add_attention(self, config: ModelConfig, layer: int, placement: Placement) -> None:
-        self.self_attn = Attention(config, layer, placement)
-
-    def add_mlp(self, config: ModelConfig, layer: int, placement: Placement) -> None:
-        if config.moe is None or layer not in config.sparse_layers:
-            self.mlp = MLP(config, placement)
-        elif config.architecture == "MixtralForCausalLM":
-            experts = SparseMoE(config.moe, placement, MIXTRAL_NAMES)
-            self.add_under("block_sparse_moe", "mlp", experts)
-        else:
-            self.mlp = SparseMoE(config.moe, placement, config.text_part.expert_names)
+        self.self_attn = type(self).attention(config, layer, placement)
 
     def forward(
         self,
@@ -171,7 +327,7 @@ class DecoderLayer(Module):
         self.mlp.add_to(hidden, self.post_attention_layernorm)
 
 
-class LlamaModel(Module):
+class DecoderModel(Module):
     """Embedding, layers and final norm."""
 
     def __init__(
@@ -179,14 +335,14 @@ class LlamaModel(Module):
         config: ModelConfig,
         max_positions: int,
         placement: Placement,
-        layer_type: type[DecoderLayer] = DecoderLayer,
+        layer_type: type[DecoderLayer],
     ) -> None:
         super().__init__()
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, placement)
         self.layers = nn.ModuleList(
             layer_type(config, layer, placement) for layer in range(config.num_layers)
         )
-        self.norm = layer_type.norm_type(config.hidden_size, config.rms_norm_eps, placement)
+        self.norm = layer_norm(config, placement)
         self.cos_sin = cos_sin_table(config.rope, config.rope_dim, max_positions, placement)
 
     def rotary(self, positions: torch.Tensor) -> Rotary:
@@ -214,11 +370,20 @@ class LlamaModel(Module):
         return normed
 
 
-class LlamaForCausalLM(CausalLM):
-    """The decoder with its output layer, which may share the embedding's weight."""
+class CausalLM(Module):
+    """The decoder with its output layer, which may share the embedding's weight: what the engine
+    knows of a model. Parameters have no gradient; the caller sets `torch.inference_mode()`."""
 
-    model_type: type[LlamaModel] = LlamaModel
+    model_type: type[DecoderModel] = DecoderModel
     layer_type: type[DecoderLayer] = DecoderLayer
+    nextn_names: tuple[str, ...] = ("enorm", "hnorm", "eh_proj", "shared_head.norm", "")
+    """Below `nextn_prefix`: of the embedding's norm, the hidden state's, the projection of both,
+    the norm before the output layer, and the decoder layer; "": its parts have no common name."""
+    draft_to_target: torch.Tensor | None = None
+    """`[V_draft]` int64: of a draft model, the target's ids of its logits; None: they are equal."""
+    read_as: torch.Tensor | None = None
+    """`[V + 1]` int64: of a draft model, its own ids of the target's and of its mask token; None:
+    they are equal."""
 
     def __init__(self, config: ModelConfig, max_positions: int, placement: Placement) -> None:
         super().__init__()
@@ -229,10 +394,79 @@ class LlamaForCausalLM(CausalLM):
             config.hidden_size, config.vocab_size, placement=placement, tied=tied
         )
 
+    @classmethod
+    def check_weights(cls, config: ModelConfig) -> None:
+        """Raises ValueError for quantised weights that the architecture is not served with."""
+        has_fused = config.moe is not None and config.moe.names.fused
+        if (config.delta is not None or has_fused) and not config.quantisation.is_plain:
+            raise ValueError(
+                f"{config.architecture} has quantised weights; it is served with weights of 16 or "
+                "32 bits."
+            )
+        if config.quantisation.packing == "mxfp4_experts":
+            raise ValueError(
+                f"{config.architecture} has quant_method 'mxfp4', which is served for "
+                "GptOssForCausalLM."
+            )
+
+    @property
+    def num_logits(self) -> int:
+        """Logits of one row, on all ranks together."""
+        ids = self.draft_to_target
+        return self.config.vocab_size if ids is None else len(ids)
+
+    def keep_tokens(self, tokens: DraftTokens, placement: Placement) -> None:
+        """Limits the logits to those of `tokens`."""
+        self.lm_head = reduced_output(self.lm_head, tokens.rows, placement)
+        self.draft_to_target = tokens.ids.to(self.device)
+        if tokens.read_as is not None:
+            self.read_as = tokens.read_as.to(self.device)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of parameters and activations."""
+        return next(self.parameters()).dtype
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.parameters()).device
+
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext
     ) -> torch.Tensor:
+        """Tokens `[T]` at positions `[T]` to hidden states after the final norm, `[T, H]`, or `[R,
+        H]` of the rows that the context wants."""
         return self.model.forward(input_ids, positions, context)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """`[R, H]` to `[R, vocab_size]`, in the model's dtype; the sampler converts to float32.
+        Where the output layer is sharded, to this rank's columns, `lm_head.shard`."""
         return self.lm_head.forward(hidden)
+
+    @staticmethod
+    def nextn_prefix(number: int) -> str:
+        """What the names begin with of the checkpoint's tensors of a module that predicts a further
+        token (mtp.py loads it). number: counted from the decoder's first layer."""
+        return f"model.layers.{number}."
+
+    def ignores(self, name: str) -> bool:
+        """Whether a checkpoint may have the tensor `name` although no parameter takes it: those of
+        images and of further predictions, and the rotary frequencies and a copy of a tied output
+        layer, which old checkpoints store."""
+        is_tied, part = self.config.tie_word_embeddings, self.config.text_part
+        is_tied_output = is_tied and part.parameter_name(name) == OUTPUT
+        is_unused = part.is_of_images(name) or name.endswith("rotary_emb.inv_freq")
+        first, number = self.config.num_layers, self.config.num_nextn_layers
+        nextn = tuple(
+            self.nextn_prefix(layer) + (f"{each}." if each and self.nextn_names[-1] else "")
+            for layer in range(first, first + number)
+            for each in self.nextn_names
+        )
+        return is_tied_output or is_unused or name.startswith(nextn)
+
+    @classmethod
+    def stored_tensors(
+        cls, path: Path, config: ModelConfig, wants: Callable[[str], bool]
+    ) -> Iterator[tuple[str, torch.Tensor | StoredWeight]]:
+        """See `formats.quantised_tensors.stored_tensors`."""
+        return stored_tensors(path, config, wants)

@@ -4,44 +4,88 @@ queries, and experts in some layers."""
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from tllm_spec.attention.interface import ForwardContext
 from tllm_spec.kernels.attention.rotary_write import Rotary
-from tllm_spec.models.config import ModelConfig
-from tllm_spec.models.layers import HeadNorm, RMSNorm
-from tllm_spec.models.linear import ColumnLinear
-from tllm_spec.models.llama import MLP, Attention, DecoderLayer, LlamaForCausalLM, LlamaModel
-from tllm_spec.models.module import Placement, StoredWeight, WeightSlot
-from tllm_spec.models.moe import SparseMoE
-from tllm_spec.models.moe_shape import LLAMA4_NAMES
+from tllm_spec.models.config import COMMON_DEFAULTS, ModelConfig, Temperature, decoder_config
+from tllm_spec.models.config_file import required, with_defaults
+from tllm_spec.models.layers import HeadNorm, Placement, RMSNorm, WeightSlot
+from tllm_spec.models.llama import Attention, CausalLM, DecoderLayer, DecoderModel
+from tllm_spec.models.moe_config import MoENames, moe_config
+from tllm_spec.models.rotary import rope_config
+
+_DEFAULTS: dict[str, Any] = COMMON_DEFAULTS | {
+    "eos_token_id": 2,
+    "max_position_embeddings": 131072,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 5e5,
+    "intermediate_size": 8192,
+    "intermediate_size_mlp": 16384,
+    "num_local_experts": 16,
+    "num_experts_per_tok": 1,
+    "interleave_moe_layer_step": 1,
+    "no_rope_layer_interval": 4,
+    "use_qk_norm": True,
+    "attention_chunk_size": 8192,
+    "attn_temperature_tuning": True,
+    "floor_scale": 8192,
+    "attn_scale": 0.1,
+}
+LLAMA4_NAMES = MoENames("feed_forward", router="router", fused=True)
 
 
-@dataclass(frozen=True)
-class InterleavedSlot(WeightSlot):
-    """Rows of heads whose rotary pairs are adjacent in the checkpoint; here a head has the first
-    members of all pairs, then the second ones."""
+def read_llama4(raw: dict[str, Any]) -> ModelConfig:
+    """Raises ValueError for layer types that do not follow from the rotary layers."""
+    flat = with_defaults(raw, _DEFAULTS)
+    nope = _nope_layers(flat)
+    expected = [
+        "full_attention" if layer in nope else "chunked_attention"
+        for layer in range(required(flat, "num_hidden_layers"))
+    ]
+    if (types := flat.pop("layer_types", None)) and types != expected:
+        raise ValueError(
+            f"layer_types is {types}; served is full_attention in the layers without a rotary "
+            "embedding and chunked_attention in the others."
+        )
+    step, inner = int(flat["interleave_moe_layer_step"]), flat["intermediate_size"]
+    sparse = flat.get("moe_layers")
+    if sparse is None:
+        sparse = range(step - 1, int(flat["num_hidden_layers"]), step)
+    flat |= {"moe_intermediate_size": inner, "intermediate_size": flat["intermediate_size_mlp"]}
+    chunk, bias = flat["attention_chunk_size"], bool(flat.get("attention_bias"))
+    temperature = Temperature(int(flat["floor_scale"]), float(flat["attn_scale"]))
+    return replace(
+        decoder_config(flat, rope=replace(rope_config(flat), is_interleaved=True)),
+        qkv_bias=bias,
+        o_bias=bias,
+        qk_norm=bool(flat["use_qk_norm"]),
+        moe=replace(
+            moe_config(flat),
+            shared_intermediate_size=int(inner),
+            scoring="sigmoid",
+            apply_weight_on_input=True,
+            names=LLAMA4_NAMES,
+        ),
+        sparse_layers=frozenset(sparse),
+        nope_layers=nope,
+        chunk_size=None if chunk is None else int(chunk),
+        temperature=temperature if flat["attn_temperature_tuning"] else None,
+    )
 
-    head_dim: int = 0
 
-    def load(self, tensor: torch.Tensor | StoredWeight) -> None:
-        assert isinstance(tensor, torch.Tensor)  # in FP8 Llama 4 is refused
-        pairs = tensor.unflatten(0, (-1, self.head_dim // 2, 2))
-        super().load(pairs.transpose(1, 2).flatten(0, 2))
-
-
-class InterleavedQKV(ColumnLinear):
-    """`Llama4Attention` sets `head_dim`."""
-
-    head_dim: int
-
-    def slots(self, path: str) -> Iterator[tuple[str, WeightSlot]]:
-        for name, slot in super().slots(path):
-            if ".v_proj." in name:
-                yield name, slot
-            else:
-                yield name, InterleavedSlot(**vars(slot), head_dim=self.head_dim)
+def _nope_layers(flat: dict[str, Any]) -> frozenset[int]:
+    """Layers without a rotary embedding: `no_rope_layers` has 0 for them, or every
+    `no_rope_layer_interval`-th. Raises ValueError if it has not one for each layer."""
+    number, interval = required(flat, "num_hidden_layers"), flat["no_rope_layer_interval"]
+    flags = flat.get("no_rope_layers") or [(i + 1) % interval != 0 for i in range(number)]
+    if len(flags) != number:
+        raise ValueError(f"no_rope_layers has {len(flags)} entries for {number} layers.")
+    return frozenset(layer for layer in range(number) if not flags[layer])
 
 
 class UnweightedHeadNorm(HeadNorm):
@@ -84,13 +128,9 @@ class Llama4Attention(Attention):
     """Attention with a rotary embedding and then the q/k norm, or with neither and scaled
     queries."""
 
-    projection = InterleavedQKV
-
     def __init__(self, config: ModelConfig, layer: int, placement: Placement) -> None:
         super().__init__(replace(config, qk_norm=False), layer, placement)
-        assert config.llama4 is not None and isinstance(self.qkv_proj, InterleavedQKV)
-        self.qkv_proj.head_dim = config.head_dim
-        self.is_rotated = layer not in config.llama4.nope_layers
+        self.is_rotated = layer not in config.nope_layers
         if config.qk_norm and self.is_rotated:
             self.qk_norm = UnweightedHeadNorm(self, config.rms_norm_eps, placement)
 
@@ -114,19 +154,10 @@ class Llama4Attention(Attention):
 
 
 class Llama4Layer(DecoderLayer):
-    def add_attention(self, config: ModelConfig, layer: int, placement: Placement) -> None:
-        self.self_attn = Llama4Attention(config, layer, placement)
-
-    def add_mlp(self, config: ModelConfig, layer: int, placement: Placement) -> None:
-        assert config.moe is not None
-        if layer in config.sparse_layers:
-            mlp: SparseMoE | MLP = SparseMoE(config.moe, placement, LLAMA4_NAMES)
-        else:
-            mlp = MLP(config, placement)
-        self.add_under("feed_forward", "mlp", mlp)
+    attention = Llama4Attention
 
 
-class Llama4Model(LlamaModel):
+class Llama4Model(DecoderModel):
     """The decoder, with the tables that layers without a rotary embedding read."""
 
     def __init__(
@@ -137,14 +168,16 @@ class Llama4Model(LlamaModel):
         layer_type: type[DecoderLayer],
     ) -> None:
         super().__init__(config, max_positions, placement, layer_type)
-        assert config.llama4 is not None
         shape, device = (1, 2, 1, config.head_dim), placement.device
         self.unrotated = torch.zeros(shape, dtype=placement.dtype, device=device)
         self.unrotated[:, 0] = 1.0
-        self.temperature = config.llama4.temperature
-        self.temperatures = (
-            None if self.temperature is None else self.temperature.table(max_positions).to(device)
-        )
+        self.temperatures, self.floor_scale = None, 1
+        if (temperature := config.temperature) is not None:
+            number = max_positions // temperature.floor_scale + 1
+            floors = torch.arange(number, dtype=torch.float32)
+            factors = torch.log1p(floors) * temperature.attn_scale + 1.0
+            self.temperatures = factors.view(-1, 1, 1).to(device)
+            self.floor_scale = temperature.floor_scale
 
     def rotary(self, positions: torch.Tensor) -> Llama4Rotary:
         return Llama4Rotary(
@@ -152,10 +185,10 @@ class Llama4Model(LlamaModel):
             positions,
             unrotated_table=self.unrotated,
             temperatures=self.temperatures,
-            floor_scale=self.temperature.floor_scale if self.temperature else 1,
+            floor_scale=self.floor_scale,
         )
 
 
-class Llama4ForCausalLM(LlamaForCausalLM):
+class Llama4ForCausalLM(CausalLM):
     model_type = Llama4Model
     layer_type = Llama4Layer

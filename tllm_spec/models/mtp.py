@@ -15,108 +15,165 @@ from torch import nn
 
 from tllm_spec.attention.interface import ForwardContext
 from tllm_spec.distributed.communicator import SINGLE, Communicator
-from tllm_spec.kernels.drafts.draft_input import DraftInputNorms
-from tllm_spec.models.checkpoint import checkpoint_tensors
+from tllm_spec.kernels.attention.rotary_write import Rotary
+from tllm_spec.kernels.drafts.draft_input import DraftInputNorms, draft_input
+from tllm_spec.models.checkpoint import OUTPUT, checkpoint_tensors, is_same
 from tllm_spec.models.config import ModelConfig
-from tllm_spec.models.deepseek import DeepseekLayer
-from tllm_spec.models.draft_head import HeadSource
+from tllm_spec.models.config_file import read_config
+from tllm_spec.models.draft_head import EMBEDDING, HeadSource, drop_copies
+from tllm_spec.models.draft_kind import MODULES, is_exported
 from tllm_spec.models.formats.quantised_layers import (
     computed_as,
     log_quantised,
     prepare_quantised,
     with_quantised,
 )
-from tllm_spec.models.head_checkpoint import EMBEDDING
-from tllm_spec.models.head_copies import drop_copies
-from tllm_spec.models.layers import Embedding, RMSNorm
+from tllm_spec.models.layers import (
+    Embedding,
+    Module,
+    Placement,
+    RMSNorm,
+    StoredWeight,
+    specialize_for_cpu,
+)
 from tllm_spec.models.linear import Linear, OutputLinear
-from tllm_spec.models.llama import MLP, LlamaForCausalLM
-from tllm_spec.models.module import Module, Placement, StoredWeight, specialize_for_cpu
-from tllm_spec.models.moe import SparseMoE
-from tllm_spec.models.moe_shape import DEEPSEEK_NAMES
-from tllm_spec.models.nextn_checkpoint import exported_config
-from tllm_spec.models.nextn_step import NextnStep
-from tllm_spec.models.qwen3_next import Qwen3NextForCausalLM
-from tllm_spec.models.qwen3_next_mtp import Qwen3NextModule
-from tllm_spec.models.registry import LoadFormat
-from tllm_spec.models.tied_output import OUTPUT, is_same
-from tllm_spec.models.weights import fill, fill_random, load_tensor, stored_tensors, weight_table
+from tllm_spec.models.llama import CausalLM, DecoderLayer, layer_norm
+from tllm_spec.models.registry import LoadFormat, model_config_of
+from tllm_spec.models.weights import fill, fill_random, load_tensor, weight_table
+
+# Folders that have next-token-prediction modules and nothing else: SGLang exports the last layer
+# of a DeepSeek V3 so, as `model.layers.0`, with its copies of the target's weights left out.
+
+
+# What a module computes with.
+SHAPE = (
+    *("architecture", "vocab_size", "hidden_size", "num_heads", "intermediate_size"),
+    *("rms_norm_eps", "rope", "mla", "moe"),
+)
+
+
+def exported_config(folder: Path, target: ModelConfig) -> ModelConfig:
+    """The configuration of an exported folder; its layers are the modules.
+
+    Raises:
+        ValueError: the folder is not an exported one, or its modules are not for the target.
+    """
+    raw = read_config(folder)
+    if not is_exported(raw):
+        raise ValueError(
+            f"speculative_config.speculative_model = {str(folder)!r} must be a folder of exported "
+            f"MTP modules, whose architectures is ['{target.architecture}{MODULES}']; it is "
+            f"{raw.get('architectures')}"
+        )
+    name = raw["architectures"][0].removesuffix(MODULES)
+    own = model_config_of(raw | {"architectures": [name]}, folder)
+    differing = [key for key in SHAPE if getattr(own, key) != getattr(target, key)]
+    if differing:
+        shown = "; ".join(
+            f"{key}: {getattr(own, key)}, and {getattr(target, key)} of the target"
+            for key in differing
+        )
+        raise ValueError(
+            f"speculative_config.speculative_model = {str(folder)!r} is not for this target: "
+            f"{shown}"
+        )
+    return own
+
 
 # The embedding and the output layer, which a checkpoint has in each module, by their names in a
 # module. All modules have the same ones.
 SHARED = {"embed_tokens.weight": EMBEDDING, "shared_head.head.weight": OUTPUT}
 
 
-class SharedHead(Module):
-    """The norm before the target's output layer."""
+class NextnModule(Module):
+    """A decoder layer whose input is projected from the normed embedding and the normed hidden
+    state. Module paths are the checkpoint's names below `CausalLM.nextn_prefix`."""
 
-    def __init__(self, config: ModelConfig, placement: Placement) -> None:
-        super().__init__()
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, placement)
-
-
-class NextnModule(NextnStep, DeepseekLayer):
-    """DeepSeek's and GLM's. Module paths are the checkpoint's names below `model.layers.N.`."""
-
+    target: CausalLM
+    norms: DraftInputNorms
     eh_proj: Linear
+    layer: DecoderLayer
+    last_norm: RMSNorm
 
-    def __init__(self, target: LlamaForCausalLM, index: int, placement: Placement) -> None:
-        config = target.config
-        # Not a submodule: the target's weights are not this checkpoint's.
-        self.__dict__["target"] = target
-        super().__init__(config, index, placement)
+    def __init__(
+        self, target: CausalLM, config: ModelConfig, index: int, placement: Placement
+    ) -> None:
+        super().__init__()
         size, eps = config.hidden_size, config.rms_norm_eps
-        self.enorm = RMSNorm(size, eps, placement)
-        self.hnorm = RMSNorm(size, eps, placement)
-        self.norms = DraftInputNorms(self.enorm.weight, self.hnorm.weight, eps)
-        self.eh_proj = Linear(2 * size, size, bias=False, placement=placement.wide)
-        self.shared_head = SharedHead(config, placement)
+        embedding_norm, hidden_norm = (layer_norm(config, placement) for _ in range(2))
+        eh_proj = Linear(2 * size, size, bias=False, placement=placement.wide)
+        last_norm = layer_norm(config, placement)
+        # A layer with a recurrent state is none of a module's.
+        layer = target.layer_type(config, index, placement)
+        modules = embedding_norm, hidden_norm, eh_proj, last_norm, layer
+        for name, module in zip(target.nextn_names, modules, strict=True):
+            _put(self, name, module)
+        norms = DraftInputNorms(embedding_norm.weight, hidden_norm.weight, eps)
+        # Not submodules: they have no names of their own, and the target's weights are not these.
+        self.__dict__ |= {"target": target, "norms": norms, "eh_proj": eh_proj}
+        self.__dict__ |= {"layer": layer, "last_norm": last_norm}
 
-    def add_attention(self, config: ModelConfig, layer: int, placement: Placement) -> None:
-        self.target.layer_type.add_attention(self, config, layer, placement)
+    def predict(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        hidden: torch.Tensor,
+        context: ForwardContext,
+        looked_up: tuple[torch.Tensor | None, torch.Tensor],
+    ) -> torch.Tensor:
+        """One step. `hidden` is not changed.
 
-    def add_mlp(self, config: ModelConfig, layer: int, placement: Placement) -> None:
-        """A module has experts if the model has any."""
-        moe = config.moe
-        self.mlp = SparseMoE(moe, placement, DEEPSEEK_NAMES) if moe else MLP(config, placement)
+        Args:
+            input_ids: `[T]`; the token after the one that the row's hidden state was computed from.
+            positions: `[T]`.
+            hidden: `[T, H]`, the target's after its final norm, or the result of the step before.
+            context: of the module's own KV pool.
+            looked_up: what `Embedding.lookup` gives for the ids.
 
-    @staticmethod
-    def prefix(number: int) -> str:
-        return f"model.layers.{number}."
-
-    @property
-    def layer(self) -> DeepseekLayer:
-        return self
-
-    @property
-    def last_norm(self) -> RMSNorm:
-        return self.shared_head.norm
+        Returns:
+            `[T, H]`, or `[R, H]` of the rows that the context wants, after the module's final norm:
+            for `compute_logits` and for the next step.
+        """
+        rotary = Rotary(self.target.model.cos_sin, positions)
+        given = draft_input(*looked_up, hidden, self.norms, rotary, input_ids[:0])
+        total = self.eh_proj.forward(given.both)
+        total = self.layer.forward(total, rotary, context, context.wanted)
+        return self.last_norm.forward(total) if len(total) else total
 
 
-def module_type(target: LlamaForCausalLM) -> type[NextnModule] | type[Qwen3NextModule]:
-    """The class of the target's modules."""
-    return Qwen3NextModule if isinstance(target, Qwen3NextForCausalLM) else NextnModule
+def _put(parent: Module, path: str, module: Module) -> None:
+    """Adds a submodule under a path; without one, the submodule's own submodules."""
+    if not path:
+        for name, child in module.named_children():
+            setattr(parent, name, child)
+        return
+    *outer, last = path.split(".")
+    for name in outer:
+        parent.add_module(name, Module())
+        parent = getattr(parent, name)
+    setattr(parent, last, module)
 
 
 class NextnModules(Module):
     """One module that makes every step, or a module for each step. Each has a layer of the draft
     network's KV pool. Its drafts are the target's ids, one after the other."""
 
-    target: LlamaForCausalLM
+    target: CausalLM
     draft_to_target = None
     masks = None
 
     def __init__(
-        self, target: LlamaForCausalLM, count: int, placement: Placement, owns: Collection[str] = ()
+        self, target: CausalLM, count: int, placement: Placement, owns: Collection[str] = ()
     ) -> None:
         """owns: `EMBEDDING` and `OUTPUT`, if they are not the target's."""
         super().__init__()
-        config = self.config = replace(target.config, num_layers=count, delta=None)
+        sparse = frozenset(range(count)) if target.config.sparse_layers else frozenset[int]()
+        config = replace(target.config, num_layers=count, delta=None, sparse_layers=sparse)
+        self.config = config
         sizes, wide = (config.vocab_size, config.hidden_size), placement.wide
         self.embed_tokens = Embedding(*sizes, wide) if EMBEDDING in owns else None
         self.lm_head = OutputLinear(*sizes[::-1], placement=wide) if OUTPUT in owns else None
-        kind = module_type(target)
-        steps = [kind(target, index, placement) for index in range(count)]
+        steps = [NextnModule(target, config, index, placement) for index in range(count)]
         self.steps = nn.ModuleList(steps)
         self.modules_by_step = steps
         # Not a submodule, as above.
@@ -153,7 +210,7 @@ class NextnModules(Module):
         context: ForwardContext,
         step: int,
     ) -> torch.Tensor:
-        """As `NextnStep.predict`. The modules of later steps only write their KV: they attend to
+        """As `NextnModule.predict`. The modules of later steps only write their KV: they attend to
         the rows of all steps before."""
         modules = self.modules_by_step
         embedding = self.embed_tokens or self.target.model.embed_tokens
@@ -199,7 +256,7 @@ def check_nextn(config: ModelConfig, num_modules: int, exported: Path | None = N
 
 def load_nextn(
     path: Path,
-    target: LlamaForCausalLM,
+    target: CausalLM,
     load_format: LoadFormat,
     count: int = 1,
     communicator: Communicator = SINGLE,
@@ -226,7 +283,7 @@ def load_nextn(
     placement = with_quantised(placement, config)
     if is_exported:
         log_quantised(path, config, placement)
-    prefixes = [module_type(target).prefix(first + index) for index in range(count)]
+    prefixes = [target.nextn_prefix(first + index) for index in range(count)]
     shared = {}
     if load_format != "dummy":
         source = HeadSource(path, target, load_format, max_positions=0, communicator=communicator)
@@ -241,7 +298,7 @@ def load_nextn(
         for name, tensor in shared.items():
             load_tensor(name, tensor, slots[name])
         for prefix, module in parts.items():
-            tensors = _below(prefix, path, config, known)
+            tensors = _below(target, prefix, path, config, known)
             fill(module, tensors, f"The tensors {prefix}* in {path} do not fit an MTP module")
     specialize_for_cpu(modules, placement)
     return modules
@@ -264,14 +321,14 @@ def _shared(prefixes: list[str], source: HeadSource) -> dict[str, torch.Tensor]:
 
 
 def _below(
-    prefix: str, path: Path, config: ModelConfig, known: tuple[str, ...] | None
+    target: CausalLM, prefix: str, path: Path, config: ModelConfig, known: tuple[str, ...] | None
 ) -> Iterator[tuple[str, torch.Tensor | StoredWeight]]:
     """The tensors below `prefix`, without it, and those below none of the prefixes `known`."""
 
     def is_wanted(name: str) -> bool:
         return name.startswith(prefix) or (known is not None and not name.startswith(known))
 
-    for name, tensor in stored_tensors(path, config, is_wanted):
+    for name, tensor in target.stored_tensors(path, config, is_wanted):
         name = name.removeprefix(prefix)
         if name not in SHARED:
             yield name, tensor

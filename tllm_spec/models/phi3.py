@@ -1,70 +1,53 @@
 """Phi-3 and Phi-4-mini: fused projections in the checkpoint, and a rotary embedding of some of a
 head's elements."""
 
-from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
-import torch
+from tllm_spec.models.config import ModelConfig, decoder_config
+from tllm_spec.models.config_file import required, with_defaults
+from tllm_spec.models.rotary import rope_config
 
-from tllm_spec.models.config import ModelConfig
-from tllm_spec.models.formats.weight_format import Part
-from tllm_spec.models.linear import ColumnLinear
-from tllm_spec.models.llama import MLP, Attention, DecoderLayer, LlamaForCausalLM
-from tllm_spec.models.module import Placement, WeightSlot
-from tllm_spec.models.rotary import head_order
-
-
-class FusedLinear(ColumnLinear):
-    """The checkpoint has all parts in one tensor, under the module's own name."""
-
-    def slots(self, path: str) -> Iterator[tuple[str, WeightSlot]]:
-        assert self.bias is None
-        rows, first = [], 0
-        for name, size in self.parts.items():
-            copies = self.copies.get(name, 1)
-            start = size * (self.mapping.tp_rank // copies)
-            rows.append(first + start + self.order(name))
-            first += size * self.mapping.tp_size // copies
-        part = Part((first, self.weight_format.shape[1]), order=torch.cat(rows))
-        yield from self.weight_format.slots(path, slice(None), part)
-
-    def order(self, name: str) -> torch.Tensor:
-        """Rows of this rank's slice of a part, in the order of the parameter's: `[N]` int64."""
-        return torch.arange(self.parts[name])
+_DEFAULTS: dict[str, Any] = {
+    "vocab_size": 32064,
+    "hidden_size": 3072,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "hidden_act": "silu",
+    "max_position_embeddings": 4096,
+    "original_max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "rope_theta": 10000.0,
+    "eos_token_id": 32000,
+}
+_LONGROPE = ("su", "yarn", "longrope")  # older names of the same
 
 
-class PartlyRotatedQKV(FusedLinear):
-    """`Phi3Attention` sets `head_order`, `[D]` int64: the checkpoint's element of a head for each
-    one of q and k here."""
-
-    head_order: torch.Tensor
-
-    def order(self, name: str) -> torch.Tensor:
-        rows = super().order(name)
-        if name == "v_proj":
-            return rows
-        return rows.view(-1, len(self.head_order))[:, self.head_order].flatten()
-
-
-class Phi3Attention(Attention):
-    projection = PartlyRotatedQKV
-
-    def __init__(self, config: ModelConfig, layer: int, placement: Placement) -> None:
-        super().__init__(config, layer, placement)
-        assert isinstance(self.qkv_proj, PartlyRotatedQKV)
-        self.qkv_proj.head_order = head_order(config.rope, config.head_dim)
-
-
-class FusedMLP(MLP):
-    projection = FusedLinear
-
-
-class Phi3Layer(DecoderLayer):
-    def add_attention(self, config: ModelConfig, layer: int, placement: Placement) -> None:
-        self.self_attn = Phi3Attention(config, layer, placement)
-
-    def add_mlp(self, config: ModelConfig, layer: int, placement: Placement) -> None:
-        self.mlp = FusedMLP(config, placement)
-
-
-class Phi3ForCausalLM(LlamaForCausalLM):
-    layer_type = Phi3Layer
+def read_phi3(raw: dict[str, Any]) -> ModelConfig:
+    """Raises ValueError unless a part of a head's elements is rotated in pairs, of which each has a
+    factor of longrope."""
+    flat = with_defaults(raw, _DEFAULTS)
+    fields = flat.get("rope_scaling") or flat.get("rope_parameters") or {}
+    share = fields.get("partial_rotary_factor") or flat.get("partial_rotary_factor") or 1.0
+    fields = fields | {"partial_rotary_factor": share}
+    size = required(flat, "hidden_size") // required(flat, "num_attention_heads")
+    head_dim = flat.get("head_dim") or size
+    rotated = int(head_dim * share)
+    if rotated % 2 or not 0 < rotated <= head_dim:
+        raise ValueError(
+            f"partial_rotary_factor is {share}; of {head_dim} elements a head, an even number must "
+            "be rotated."
+        )
+    if (fields.get("rope_type") or fields.get("type")) in _LONGROPE:
+        fields["rope_type"] = "longrope"
+        pairs = rotated // 2
+        for key in ("short_factor", "long_factor"):
+            if len(fields.get(key) or ()) != pairs:
+                raise ValueError(
+                    f"{key} has {len(fields.get(key) or ())} entries; it must have {pairs}, one "
+                    "for each pair of elements that is rotated."
+                )
+    rope = rope_config(flat | {"rope_parameters": fields, "rope_scaling": None}, is_phi3=True)
+    return replace(decoder_config(flat, rope=rope, always_slides=True), is_fused=True)

@@ -1,74 +1,144 @@
 """Loads a model from its folder; the table of architectures and their classes."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
 
 from tllm_spec.distributed.communicator import SINGLE, Communicator, Mapping
-from tllm_spec.models.causal_lm import CausalLM
-from tllm_spec.models.config import ModelConfig
-from tllm_spec.models.deepseek import DeepseekForCausalLM
+from tllm_spec.models.checkpoint import has_own_output
+from tllm_spec.models.config import WITH_IMAGES, ModelConfig, text_part_of, token_ids_of
+from tllm_spec.models.config_file import read_checked, read_config
+from tllm_spec.models.deepseek import DeepseekForCausalLM, read_deepseek, read_glm4_moe
+from tllm_spec.models.formats.kv_cache_formats import kv_cache_setting
+from tllm_spec.models.formats.quantisation import Quantisation
+from tllm_spec.models.formats.quantisation_readers import read_quantisation
 from tllm_spec.models.formats.quantised_layers import (
     computed_as,
     log_quantised,
     prepare_quantised,
     with_quantised,
 )
-from tllm_spec.models.gemma3 import Gemma3ForCausalLM
-from tllm_spec.models.glm4_moe import Glm4MoeForCausalLM
-from tllm_spec.models.gpt_oss import GptOssForCausalLM
+from tllm_spec.models.gemma3 import Gemma3ForCausalLM, read_gemma3
+from tllm_spec.models.gpt_oss import GptOssForCausalLM, read_gpt_oss
+from tllm_spec.models.layers import Placement, specialize_for_cpu
 from tllm_spec.models.linear import Linear
-from tllm_spec.models.llama import LlamaForCausalLM
-from tllm_spec.models.llama4 import Llama4ForCausalLM
-from tllm_spec.models.module import Placement, specialize_for_cpu
-from tllm_spec.models.phi3 import Phi3ForCausalLM
-from tllm_spec.models.qwen3_next import Qwen3NextForCausalLM
-from tllm_spec.models.tied_output import has_own_output
+from tllm_spec.models.llama import (
+    CausalLM,
+    read_llama,
+    read_mistral,
+    read_mixtral,
+    read_qwen2,
+    read_qwen2_moe,
+    read_qwen3,
+    read_qwen3_moe,
+)
+from tllm_spec.models.llama4 import Llama4ForCausalLM, read_llama4
+from tllm_spec.models.olmo2 import Olmo2ForCausalLM, read_olmo2
+from tllm_spec.models.phi3 import read_phi3
+from tllm_spec.models.qwen3_next import Qwen3NextForCausalLM, read_qwen3_next
 from tllm_spec.models.weights import fill_random, load_weights
 
 LoadFormat = Literal["auto", "dummy"]
 
-MODELS: dict[str, type[LlamaForCausalLM]] = {
-    "LlamaForCausalLM": LlamaForCausalLM,
-    "MistralForCausalLM": LlamaForCausalLM,
-    "Qwen2ForCausalLM": LlamaForCausalLM,
-    "Qwen3ForCausalLM": LlamaForCausalLM,
-    "Phi3ForCausalLM": Phi3ForCausalLM,
-    "MixtralForCausalLM": LlamaForCausalLM,
-    "Qwen2MoeForCausalLM": LlamaForCausalLM,
-    "Qwen3MoeForCausalLM": LlamaForCausalLM,
-    "Qwen3NextForCausalLM": Qwen3NextForCausalLM,
-    "Qwen3_5ForCausalLM": Qwen3NextForCausalLM,
-    "Qwen3_5MoeForCausalLM": Qwen3NextForCausalLM,
-    "Llama4ForCausalLM": Llama4ForCausalLM,
-    "Gemma3ForCausalLM": Gemma3ForCausalLM,
-    "GptOssForCausalLM": GptOssForCausalLM,
-    "Glm4MoeForCausalLM": Glm4MoeForCausalLM,
-    "DeepseekV2ForCausalLM": DeepseekForCausalLM,
-    "DeepseekV3ForCausalLM": DeepseekForCausalLM,
-    "DeepseekV32ForCausalLM": DeepseekForCausalLM,
+
+class Family(NamedTuple):
+    """How an architecture is served."""
+
+    model: type[CausalLM]
+    read: Callable[[dict[str, Any]], ModelConfig]
+    """Reads the text model's keys of config.json, without quantised weights."""
+
+
+_QWEN3_NEXT = Family(Qwen3NextForCausalLM, read_qwen3_next)
+_DEEPSEEK = Family(DeepseekForCausalLM, read_deepseek)
+MODELS: dict[str, Family] = {
+    "LlamaForCausalLM": Family(CausalLM, read_llama),
+    "MistralForCausalLM": Family(CausalLM, read_mistral),
+    "Qwen2ForCausalLM": Family(CausalLM, read_qwen2),
+    "Qwen3ForCausalLM": Family(CausalLM, read_qwen3),
+    "MixtralForCausalLM": Family(CausalLM, read_mixtral),
+    "Qwen2MoeForCausalLM": Family(CausalLM, read_qwen2_moe),
+    "Qwen3MoeForCausalLM": Family(CausalLM, read_qwen3_moe),
+    "Llama4ForCausalLM": Family(Llama4ForCausalLM, read_llama4),
+    "Gemma3ForCausalLM": Family(Gemma3ForCausalLM, read_gemma3),
+    "Phi3ForCausalLM": Family(CausalLM, read_phi3),
+    "Olmo2ForCausalLM": Family(Olmo2ForCausalLM, read_olmo2),
+    "GptOssForCausalLM": Family(GptOssForCausalLM, read_gpt_oss),
+    "Glm4MoeForCausalLM": Family(CausalLM, read_glm4_moe),
+    "Qwen3NextForCausalLM": _QWEN3_NEXT,
+    "Qwen3_5ForCausalLM": _QWEN3_NEXT,
+    "Qwen3_5MoeForCausalLM": _QWEN3_NEXT,
+    "DeepseekV2ForCausalLM": _DEEPSEEK,
+    "DeepseekV3ForCausalLM": _DEEPSEEK,
+    "DeepseekV32ForCausalLM": _DEEPSEEK,
 }
 
 
-def check_config(path: Path) -> None:
-    """Raises ValueError if the model that `path/config.json` describes is not served."""
-    ModelConfig.from_pretrained(path)
+def model_config(path: Path) -> ModelConfig:
+    """What `path/config.json` says, with further end tokens from `generation_config.json` if they
+    are there.
+
+    Raises:
+        ValueError: the file is missing or unreadable, or asks for something that is not served.
+    """
+    config = model_config_of(read_config(path), path)
+    generation = path / "generation_config.json"
+    if not generation.is_file():
+        return config
+    more = token_ids_of(read_checked(generation).get("eos_token_id"))
+    return replace(config, eos_token_ids=tuple(dict.fromkeys(config.eos_token_ids + more)))
+
+
+def model_config_of(raw: dict[str, Any], path: Path | None = None) -> ModelConfig:
+    """The same, from the parsed file, and from what else the folder says of quantised weights.
+    Without the folder `path`, from the file alone."""
+    names, served = raw.get("architectures") or [], (*MODELS, *WITH_IMAGES)
+    if len(names) != 1 or names[0] not in served:
+        raise ValueError(f"architectures is {names}; it must be one of {', '.join(served)}.")
+    part = text_part_of(names[0])
+    keys, family = part.keys(raw), MODELS[part.architecture]
+    config = family.read(keys)
+    if config.moe is not None and part.expert_names is not None:
+        config = replace(config, moe=replace(config.moe, names=part.expert_names))
+    if config.num_heads % config.num_kv_heads:
+        raise ValueError(
+            f"num_key_value_heads is {config.num_kv_heads}; it must divide "
+            f"num_attention_heads, which is {config.num_heads}."
+        )
+    if config.rope_dim % 2:
+        raise ValueError(
+            f"The rotary embedding has {config.rope_dim} elements a head; the number must be even."
+        )
+    config = replace(
+        config,
+        architecture=names[0],
+        quantisation=read_quantisation(path, keys),
+        kv_cache=kv_cache_setting(path, keys),
+    )
+    family.model.check_weights(config)
+    return config
+
+
+def model_type(config: ModelConfig) -> type[CausalLM]:
+    """The class of a model with this configuration."""
+    return MODELS[config.text_part.architecture].model
 
 
 def check_shards(path: Path, tp_size: int, ep_size: int) -> None:
     """Raises ValueError if a size of the model that `path/config.json` describes cannot be split
     over the ranks. The model's own layers check, on a device without memory."""
-    config = ModelConfig.from_pretrained(path)
+    config = model_config(path)
     placement = Placement(
         config.dtype,
         torch.device("meta"),
         Mapping(0, tp_size, tp_size, ep_size),
-        int4=None if config.int4 is None else config.int4.groups,
+        quantised=Quantisation(four_bit=config.quantisation.four_bit),
     )
-    MODELS[config.text_part.architecture](config, max_positions=1, placement=placement)
+    model_type(config)(config, max_positions=1, placement=placement)
 
 
 def blank_model(
@@ -76,9 +146,9 @@ def blank_model(
 ) -> CausalLM:
     """A rank's model as `load_model` makes it for `device`, on a device without memory. Its rotary
     table has one row."""
-    config = computed_as(ModelConfig.from_pretrained(path), fp8_activations)
+    config = computed_as(model_config(path), fp8_activations)
     placement = blank_placement(config, dtype, device, mapping)
-    return MODELS[config.text_part.architecture](config, max_positions=1, placement=placement)
+    return model_type(config)(config, max_positions=1, placement=placement)
 
 
 def blank_placement(
@@ -127,17 +197,16 @@ def load_model(
     Raises:
         ValueError: the config or the checkpoint is not served; the message says why.
     """
-    config = ModelConfig.from_pretrained(path).within(max_positions)
+    config = model_config(path).within(max_positions)
     if max_seq_len is not None:
         config = replace(config, rope=config.rope.for_length(max_seq_len))
     config = computed_as(config, fp8_activations)
-    model_type = MODELS[config.text_part.architecture]
     is_tied = config.tie_word_embeddings and load_format == "auto"
     if is_tied and has_own_output(path, dtype, config.text_part.parameter_name):
         config = replace(config, tie_word_embeddings=False)
     placement = Placement(dtype, device, communicator.mapping, batch_invariant, communicator)
     placement = with_quantised(placement, config)
-    model = model_type(config, max_positions, placement)
+    model = model_type(config)(config, max_positions, placement)
     log_quantised(path, config, placement)
     prepare_quantised({"": model}, path, config, load_format, placement)
     if load_format == "dummy":

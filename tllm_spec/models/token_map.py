@@ -14,8 +14,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
+from tllm_spec.models.layers import Placement, specialize_for_cpu
 from tllm_spec.models.linear import Linear, OutputLinear
-from tllm_spec.models.module import Placement, specialize_for_cpu
 from tllm_spec.text.vocabulary import SharedTokens
 
 # What the readers raise for files that are not theirs: an unpickler raises whatever it runs into.

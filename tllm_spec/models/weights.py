@@ -3,26 +3,17 @@
 Tensors are copied one at a time from the memory-mapped file into the (fused, sharded) parameter, so
 the host holds no second copy. `Module.slots` says where each tensor goes."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
 
 from tllm_spec.kernels.gemm.int4_weights import exponent_words, group_words
-from tllm_spec.models.causal_lm import CausalLM
-from tllm_spec.models.checkpoint import checkpoint_tensors, listed
-from tllm_spec.models.config import ModelConfig
-from tllm_spec.models.formats.fp8_tensors import fp8_tensors
-from tllm_spec.models.formats.gguf_tensors import gguf_tensors
-from tllm_spec.models.formats.gpt_oss_tensors import gpt_oss_tensors
-from tllm_spec.models.formats.int4_packings import SYMMETRIC_ZERO
-from tllm_spec.models.formats.int4_tensors import int4_tensors
-from tllm_spec.models.gpt_oss_config import GPT_OSS
-from tllm_spec.models.layers import HeadNorm, RMSNorm
-from tllm_spec.models.module import Module, StoredWeight, WeightSlot
-from tllm_spec.models.tied_output import EMBEDDING, OUTPUT, stored_pair
+from tllm_spec.models.checkpoint import EMBEDDING, OUTPUT, listed, stored_pair
+from tllm_spec.models.formats.four_bit_packings import SYMMETRIC_ZERO
+from tllm_spec.models.layers import HeadNorm, Module, RMSNorm, StoredWeight, WeightSlot
+from tllm_spec.models.llama import CausalLM
 from tllm_spec.progress import Progress, progress
-from tllm_spec.zoo.registry import is_gguf
 
 FP8_AT_ONCE = 1 << 26  # random elements
 # After the name of a quantised parameter.
@@ -31,7 +22,6 @@ ORDER = "_order"
 INPUT_SCALE, DUMMY_INPUT_SCALE = "input_scale", 2.0**-6  # of activations up to 7
 CODES_DEVIATION = 4.61  # of equally frequent codes of 4 bits
 E2M1_DEVIATION = 2.93  # of equally frequent numbers of MXFP4
-INDEXER = ".self_attn.indexer."  # DeepSeek V3.2's tensors (`MLAConfig.index_topk`)
 NO_REMEDIES: Mapping[str, str] = {}
 UNTIED = (
     "config.json says that the output layer is not the embedding (tie_word_embeddings is false, or "
@@ -57,7 +47,7 @@ def load_weights(model: CausalLM, path: Path, *, is_shown: bool = True) -> None:
 
     stored = (
         (EMBEDDING if name == only_output else parameter_name(name), tensor)
-        for name, tensor in stored_tensors(path, model.config, wants)
+        for name, tensor in model.stored_tensors(path, model.config, wants)
     )
     misfit = f"The checkpoint in {path} does not fit {model.config.architecture}"
     number = len(weight_table(model))
@@ -71,29 +61,6 @@ def _counted(
     for each in tensors:
         yield each
         bar.advance()
-
-
-def stored_tensors(
-    path: Path, config: ModelConfig, wants: Callable[[str], bool]
-) -> Iterator[tuple[str, torch.Tensor | StoredWeight]]:
-    """The tensors of a checkpoint whose names are wanted. Raises ValueError for a file that is
-    missing or not readable."""
-    if config.mla is not None and config.mla.index_topk is not None:
-        wants = _without(INDEXER, wants)
-    if is_gguf(path):
-        return gguf_tensors(path, wants)
-    if config.architecture == GPT_OSS:
-        in_mxfp4 = config.int4 is not None
-        return gpt_oss_tensors(path, config.num_layers, wants, in_mxfp4=in_mxfp4)
-    if config.int4 is not None:
-        return int4_tensors(path, config.int4, wants)
-    if config.fp8 is None:
-        return checkpoint_tensors(path, wants)
-    return fp8_tensors(path, config.fp8, wants)
-
-
-def _without(part: str, wants: Callable[[str], bool]) -> Callable[[str], bool]:
-    return lambda name: part not in name and wants(name)
 
 
 def fill(

@@ -36,7 +36,7 @@ from tllm_spec.executor.resources.kv_cache import ROUNDS_AHEAD
 from tllm_spec.executor.speculative.draft_length.adaptive import rows_with_contexts
 from tllm_spec.executor.speculative.modes import draft_plan_of
 from tllm_spec.grammar.guided_decoding import compiler_name
-from tllm_spec.models.config import ModelConfig
+from tllm_spec.models.registry import model_config
 from tllm_spec.outputs import SpeculativeStats
 from tllm_spec.progress import progress
 from tllm_spec.recording.hidden_states import read_states_file
@@ -107,7 +107,7 @@ def replay(
     simulated = why_simulated(records, args)
     texts = {index: [*each.prompt, *each.output] for index, each in enumerate(records)}
     longest = max(map(len, texts.values()), default=0)
-    vocab_size = ModelConfig.from_pretrained(resolve_model(args.model)).vocab_size
+    vocab_size = model_config(resolve_model(args.model)).vocab_size
     for record in records:
         record.check_tokens(vocab_size)
     with _target_of(_replayable(args, spec, longest)) as built_args:
@@ -223,7 +223,7 @@ def _target_of(args: LlmArgs) -> Iterator[LlmArgs]:
         yield args
         return
     with TemporaryDirectory() as folder:
-        config = ModelConfig.from_pretrained(resolve_model(args.model))
+        config = model_config(resolve_model(args.model))
         own = {
             "vocab_size": config.vocab_size,
             "max_position_embeddings": config.max_positions,

@@ -161,14 +161,14 @@ class EngineProcess:
         from tllm_spec.draft_swap import DraftSwap
         from tllm_spec.executor.worker import Worker
         from tllm_spec.grammars import Grammars
-        from tllm_spec.models.registry import check_config
+        from tllm_spec.models.registry import model_config
         from tllm_spec.ranks import build_together, join_ranks
         from tllm_spec.server.child import adopt_transformers_logs
         from tllm_spec.text.tokenizer import load_tokenizer
         from tllm_spec.zoo.registry import resolve_model
 
         adopt_transformers_logs()
-        check_config(resolve_model(args.model))  # before its tokenizer is read
+        model_config(resolve_model(args.model))  # before its tokenizer is read
         tokenizer = load_tokenizer(args.tokenizer or args.model)
         on_joining()
         self._communicator = join_ranks(args)

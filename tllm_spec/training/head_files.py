@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tllm_spec.attention.interface import default_capture_layers
 from tllm_spec.models.config import ModelConfig
-from tllm_spec.models.eagle3_checkpoint import eagle3_tensors, target_ids
+from tllm_spec.models.eagle3 import eagle3_tensors, target_ids
 from tllm_spec.models.eagle3_config import Eagle3Config
 from tllm_spec.training.draft_head import NUM_CAPTURED, DraftHead
 from tllm_spec.training.language_model import TokenData

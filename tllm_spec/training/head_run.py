@@ -17,6 +17,7 @@ from tllm_spec.attention.interface import default_capture_layers
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.eagle3_config import Eagle3Config
+from tllm_spec.models.registry import model_config
 from tllm_spec.outputs import SpeculativeStats
 from tllm_spec.progress import progress
 from tllm_spec.recording.replay import replay
@@ -85,7 +86,7 @@ def train_head(options: HeadOptions) -> None:
             "needs another folder"
         )
     folder = resolve_model(options.model)
-    config = ModelConfig.from_pretrained(folder)
+    config = model_config(folder)
     start = None if options.start is None else load_head(resolve_model(options.start), config)
     batch_tokens = options.batch_tokens or BATCH_TOKENS[options.device]
     length = min(MAX_LENGTH, config.max_positions, batch_tokens)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tllm_spec.executor.device.transfer import to_device
 from tllm_spec.models.config import ModelConfig
+from tllm_spec.models.registry import model_config
 from tllm_spec.recording.hidden_states import read_states_file
 from tllm_spec.recording.traffic_folder import read_lines, read_records, states_files_of
 from tllm_spec.recording.traffic_record import TrafficRecord
@@ -44,7 +45,7 @@ def read_texts(
     ValueError for a file that cannot be read, or that has tokens of another model or states of
     other layers."""
     if data.is_dir():
-        config = ModelConfig.from_pretrained(resolve_model(model))
+        config = model_config(resolve_model(model))
         known = dict(_with_states(file, layers, config) for file in states_files_of(data))
         others = (each for each in read_records(data) if each.id not in known)
         texts = [*known.values()]

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from tllm_spec.models.config import ModelConfig
-from tllm_spec.models.head_checkpoint import head_kind
+from tllm_spec.models.draft_head import head_kind
+from tllm_spec.models.registry import model_config
 from tllm_spec.training.acceptance import evaluate as acceptance
 from tllm_spec.training.deepseek import (
     SHAPE,
@@ -297,7 +298,7 @@ def save_as(head: DraftHead, shape: Path, output: Path) -> None:
 
 
 def target_config(name: str) -> ModelConfig:
-    return ModelConfig.from_pretrained(resolve_model(name))
+    return model_config(resolve_model(name))
 
 
 def load_both(target: str, draft: str, device: torch.device) -> tuple[Any, Any]:

@@ -26,8 +26,8 @@ from tllm_spec.executor.device.transfer import to_device
 from tllm_spec.executor.engine.model_engine import PagedNetwork
 from tllm_spec.executor.engine.rows import AttentionGroups, ContextChunk, RowBuilder, Windows
 from tllm_spec.kernels.slots.row_copies import gather_rows
-from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.draft_head import DraftHead, Masks, SteppedHead
+from tllm_spec.models.llama import CausalLM
 from tllm_spec.models.mtp import NextnModules
 
 # A head's forward: of the head, then as `DraftNet.run`.

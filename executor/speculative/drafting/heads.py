@@ -20,20 +20,15 @@ from tllm_spec.executor.speculative.drafting.draft_net import (
     read_step,
 )
 from tllm_spec.executor.speculative.drafting.drafter import When
-from tllm_spec.models.causal_lm import CausalLM
-from tllm_spec.models.dflash import DFlashHead, load_dflash_head
-from tllm_spec.models.dflash_config import DFlashConfig
-from tllm_spec.models.draft_head import DraftHead, HeadSource, target_modules
+from tllm_spec.models.dflash import DFlashConfig, DFlashHead, load_dflash_head
+from tllm_spec.models.draft_head import DraftHead, HeadSource, head_kind, target_modules
 from tllm_spec.models.draft_kind import HeadKind
-from tllm_spec.models.eagle import EagleHead, load_eagle_head
+from tllm_spec.models.eagle import EagleConfig, EagleHead, load_eagle_head
 from tllm_spec.models.eagle3 import Eagle3Head, load_eagle3_head
 from tllm_spec.models.eagle3_config import Eagle3Config
-from tllm_spec.models.eagle_config import EagleConfig
-from tllm_spec.models.head_checkpoint import head_kind
-from tllm_spec.models.llama import LlamaForCausalLM
-from tllm_spec.models.module import Placement
-from tllm_spec.models.mtp import NextnModules, load_nextn
-from tllm_spec.models.nextn_checkpoint import exported_config
+from tllm_spec.models.layers import Placement
+from tllm_spec.models.llama import CausalLM
+from tllm_spec.models.mtp import NextnModules, exported_config, load_nextn
 from tllm_spec.models.registry import blank_placement
 from tllm_spec.zoo.registry import resolve_model
 
@@ -221,7 +216,6 @@ def _read_or_fill_in(
 def _load_modules(
     plan: DraftPlan, source: HeadSource, config: None, num_captured: int
 ) -> NextnModules:
-    assert isinstance(source.target, LlamaForCausalLM)
     return load_nextn(
         source.path,
         source.target,
@@ -240,7 +234,6 @@ def _blank_modules(
     num_captured: int,
     device: torch.device,
 ) -> NextnModules:
-    assert isinstance(target, LlamaForCausalLM)
     own = target.config
     if plan.path is not None:
         own = exported_config(draft_folder(plan), own)

@@ -18,15 +18,15 @@ from tllm_spec.executor.speculative.drafting.heads import (
     draft_folder,
     kind_of_head,
 )
-from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.config_file import read_config
-from tllm_spec.models.draft_head import DraftHead, HeadSource
+from tllm_spec.models.draft_head import MASK_TOKENS, DraftHead, HeadSource, head_kind, mask_token_in
 from tllm_spec.models.draft_kind import TYPES, HeadKind, check_kind
 from tllm_spec.models.eagle3_config import Eagle3Config
-from tllm_spec.models.head_checkpoint import MASK_TOKENS, head_kind, mask_token_in
-from tllm_spec.models.module import Placement
+from tllm_spec.models.layers import Placement
+from tllm_spec.models.llama import CausalLM
 from tllm_spec.models.mtp import NextnModules, check_nextn
+from tllm_spec.models.registry import model_config
 from tllm_spec.models.token_map import DraftTokens, read_token_map
 from tllm_spec.text.tokenizer import Tokenizer, has_vocabulary, load_tokenizer
 from tllm_spec.text.vocabulary import have_same_ids, shared_tokens
@@ -161,7 +161,7 @@ def check_draft(
     if draft.is_head:
         ids = _ids_of_head(draft, folder, target)
         return None if ids is None else DraftTokens(ids, ids)
-    own = ModelConfig.from_pretrained(folder)
+    own = model_config(folder)
     if own.delta is not None:
         raise ValueError(
             f"speculative_config.speculative_model = {draft.path!r} is a {own.architecture}, "

@@ -13,11 +13,14 @@ import torch
 from numpy.typing import NDArray
 
 from tllm_spec.kernels.gemm.int4_weights import group_words
-from tllm_spec.models.formats.gguf_architectures import architecture_of, stored_name
-from tllm_spec.models.formats.gguf_config import ROPE_FACTORS, unknown_keys
+from tllm_spec.models.formats.four_bit_packings import SYMMETRIC_ZERO, FourBitTensor
+from tllm_spec.models.formats.gguf_config import (
+    ROPE_FACTORS,
+    architecture_of,
+    stored_name,
+    unknown_keys,
+)
 from tllm_spec.models.formats.gguf_file import TYPES, GgufFile, TensorPlace, read_gguf
-from tllm_spec.models.formats.int4_packings import SYMMETRIC_ZERO
-from tllm_spec.models.formats.int4_tensor import Int4Tensor
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +77,7 @@ class Q4Tensor(GgufTensor):
     with the code of element i in the low bits, and that of element i + 16 in the high ones. A code
     is the value plus 8."""
 
-    def as_int4(self) -> Int4Tensor:
+    def as_four_bit(self) -> FourBitTensor:
         rows, order = self.file.rows(self.place), self._order()
         stored = torch.from_numpy(np.ascontiguousarray(rows if order is None else rows[order]))
         blocks = stored.view(len(rows), -1, Q4_0_BYTES)
@@ -82,7 +85,7 @@ class Q4Tensor(GgufTensor):
         pairs = blocks[..., 2:]
         codes = torch.cat((pairs & 15, pairs >> 4), -1).flatten(1)
         zeros = torch.full_like(scales, SYMMETRIC_ZERO)
-        return Int4Tensor(codes, group_words(scales, zeros), Q4_0_GROUP)
+        return FourBitTensor(codes, group_words(scales, zeros), Q4_0_GROUP)
 
 
 def gguf_tensors(

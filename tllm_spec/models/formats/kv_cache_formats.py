@@ -19,7 +19,7 @@ import torch
 from tllm_spec.config.option_checks import shown
 from tllm_spec.kernels.attention.kv_codes import UNSCALED, KVScales
 from tllm_spec.models.checkpoint import checkpoint_tensors
-from tllm_spec.models.formats.fp8_readers import quantization_settings, unserved
+from tllm_spec.models.formats.quantisation_readers import quantization_settings, unserved
 
 _KEYS = ("kv_cache_scheme", "kv_cache_quant_algo")
 _SCHEME: dict[str, tuple[Any, ...]] = {

@@ -10,11 +10,11 @@ import torch
 
 from tllm_spec.models.checkpoint import checkpoint_names, names_of_type
 from tllm_spec.models.config import ModelConfig
-from tllm_spec.models.formats.fp8_formats import BLOCK
+from tllm_spec.models.formats.four_bit_packings import PACKINGS
 from tllm_spec.models.formats.gguf_tensors import Q4_0, gguf_names
-from tllm_spec.models.formats.gpt_oss_tensors import has_codes
-from tllm_spec.models.formats.int4_packings import PACKINGS
-from tllm_spec.models.module import Module, Placement, WeightSlot
+from tllm_spec.models.formats.quantisation import BLOCK
+from tllm_spec.models.gpt_oss import has_codes
+from tllm_spec.models.layers import Module, Placement, WeightSlot
 from tllm_spec.zoo.registry import is_gguf
 
 logger = logging.getLogger(__name__)
@@ -35,27 +35,27 @@ OLD_GPU = Reason("GPUs convert FP8 from compute capability {}.{} on".format(*FIR
 CUT = Reason(f"the inputs of a rank do not end with a block of {BLOCK}, which shares a scale")
 FUSED = Reason("they are fused with weights that the checkpoint has in 16 bits")
 WIDE = Reason("what reads them takes no FP8", logging.INFO)
-WIDE_INT4 = Reason("what reads them takes no codes of 4 bits")
+WIDE_FOUR_BIT = Reason("what reads them takes no codes of 4 bits")
 
 
 def with_quantised(placement: Placement, config: ModelConfig) -> Placement:
     """The placement for weights that the checkpoint quantises, and that stay so on the device. CPUs
     keep those of layers that quantise activations to FP8."""
-    if config.int4 is not None:
-        keeps = multiplies_int4(placement.device)
-        return replace(placement, int4=config.int4.groups if keeps else None)
-    form, keeps = config.fp8, multiplies_fp8(placement.device)
-    if form is None or not (keeps or placement.device.type == "cpu"):
+    form, device = config.quantisation, placement.device
+    if form.four_bit is not None:
+        return replace(placement, quantised=form) if multiplies_four_bit(device) else placement
+    if multiplies_fp8(device):
+        return replace(placement, quantised=form)
+    if form.activations is None or device.type != "cpu":
         return placement
-    fp8 = form.granularity if keeps else None
-    return replace(placement, fp8=fp8, activations=form.activations)
+    return replace(placement, quantised=replace(form, fp8=None))
 
 
 def computed_as(config: ModelConfig, fp8_activations: bool) -> ModelConfig:
     """Without quantised activations if `fp8_activations` is false."""
-    if config.fp8 is None or fp8_activations:
+    if fp8_activations:
         return config
-    return replace(config, fp8=replace(config.fp8, activations=None))
+    return replace(config, quantisation=replace(config.quantisation, activations=None))
 
 
 def multiplies_fp8(device: torch.device) -> bool:
@@ -63,7 +63,7 @@ def multiplies_fp8(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= FIRST_CAPABILITY
 
 
-def multiplies_int4(device: torch.device) -> bool:
+def multiplies_four_bit(device: torch.device) -> bool:
     """Whether the device has a kernel that multiplies 4-bit weights. CPUs have none."""
     return device.type == "cuda"
 
@@ -85,31 +85,29 @@ def prepare_quantised(
         load_format: `auto`, or `dummy` without tensors.
         placement: of the parts.
     """
-    if config.fp8 is None and config.int4 is None:
+    if config.quantisation.is_plain:
         return
     is_stored = _quantised_modules(path, config, load_format)
     dequantised: list[tuple[Reason, str, torch.Tensor]] = []
     for prefix, part in parts.items():
-        if placement.fp8 or placement.activations or placement.int4:
+        if not placement.quantised.is_plain:
             _widen_others(part, is_stored, placement, prefix)
         dequantised += _dequantised(part, is_stored, placement, prefix)
-    _log(path, dequantised, *(("FP8", 1) if config.int4 is None else ("4-bit", 2)))
+    _log(path, dequantised, *(("FP8", 1) if config.quantisation.four_bit is None else ("4-bit", 2)))
 
 
 def log_quantised(path: Path, config: ModelConfig, placement: Placement) -> None:
     """How linear layers with quantised weights are computed, and what the checkpoint in the folder
     `path` says of activations without an effect."""
-    form = config.fp8 or config.int4
-    if form is None:
-        return
-    if placement.int4 is not None:
+    own = placement.quantised
+    if own.four_bit is not None:
         logger.info("%s: activations have the model's type next to 4-bit weights (W4A16)", path)
-    if placement.activations is not None:
-        how = _SCALED[placement.activations.shared_by]
+    if own.activations is not None:
+        how = _SCALED[own.activations.shared_by]
         logger.info("%s: activations are quantised to FP8 %s (W8A8)", path, how)
-    elif placement.fp8 is not None:
+    elif own.fp8 is not None:
         logger.info("%s: activations have the model's type next to FP8 weights (W8A16)", path)
-    for sentence in form.unused:
+    for sentence in config.quantisation.unused:
         logger.info("%s: %s", path, sentence)
 
 
@@ -124,19 +122,18 @@ _SCALED = {
 def _quantised_modules(path: Path, config: ModelConfig, load_format: str) -> Callable[[str], bool]:
     """Tells whether the checkpoint quantises the weight of a module: by the tensors' types, by
     the names of 4-bit codes, or without tensors (`dummy`) by config.json's lists."""
-    form, parameter_name = config.int4 or config.fp8, config.text_part.parameter_name
-    assert form is not None
+    form, parameter_name = config.quantisation, config.text_part.parameter_name
     if load_format == "dummy":
         return form.keeps
     if is_gguf(path):
         matrices = frozenset(gguf_names(path, Q4_0))
         return lambda module: f"{module}.weight" in matrices
     codes = None
-    if config.int4 is not None:
+    if form.packing is not None:
         names = frozenset(map(parameter_name, checkpoint_names(path)))
-        if config.int4.packing == "mxfp4_experts":
+        if form.packing == "mxfp4_experts":
             return lambda module: has_codes(module, names)
-        codes = PACKINGS[config.int4.packing].codes
+        codes = PACKINGS[form.packing].codes
     if codes is not None and codes != "weight":
         return lambda module: f"{module}.{codes}" in names
     of_type = names_of_type(path, "F8_E4M3" if codes is None else "U8")
@@ -182,13 +179,13 @@ def _reason(
     weight: torch.Tensor, slot: WeightSlot, placement: Placement, all_stored: bool
 ) -> Reason:
     """all_stored: whether all weights of its layer are, in the checkpoint."""
-    if placement.int4 is not None:
-        return WIDE_INT4 if all_stored else FUSED
-    if placement.fp8 is None:
+    if placement.quantised.four_bit is not None:
+        return WIDE_FOUR_BIT if all_stored else FUSED
+    if placement.quantised.fp8 is None:
         return OLD_GPU if placement.device.type == "cuda" else ON_CPU
     if not all_stored:
         return FUSED
-    return WIDE if placement.of_inputs(weight.shape[1], slot.shape[1]).fp8 else CUT
+    return WIDE if placement.of_inputs(weight.shape[1], slot.shape[1]).quantised.fp8 else CUT
 
 
 def _log(

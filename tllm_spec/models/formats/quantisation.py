@@ -1,10 +1,11 @@
-"""What checkpoints with FP8 weights look like: which modules have them, and what their scales mean.
+"""What checkpoints with quantised weights look like: which modules have them, and how codes, scales
+and zero points are stored.
 
-In every format that is served the values are E4M3 and `weight = value * scale`. DeepSeek's
-`weight_scale_inv` is no exception: it is the inverse of the factor that quantised the weight, so
-it multiplies as well (`dequantised` and DeepSeek's own `weight_dequant` agree). No format divides.
-The formats differ in how many weights share a scale, in the scale's name and shape, and in how
-they list the modules that kept 16 bits:
+With 8 bits the values are E4M3 and `weight = value * scale`. DeepSeek's `weight_scale_inv` is no
+exception: it is the inverse of the factor that quantised the weight, so it multiplies as well
+(`dequantised` and DeepSeek's own `weight_dequant` agree). No format divides. The formats
+differ in how many weights share a scale, in the scale's name and shape, and in how they list the
+modules that kept 16 bits:
 
 | written by | described in | scale | of |
 |---|---|---|---|
@@ -15,13 +16,35 @@ they list the modules that kept 16 bits:
 | FBGEMM (Meta) | `quant_method: fbgemm_fp8` | `weight_scale` | rows |
 
 A static scale of activations (`input_scale`) comes with the weight. Scales of the KV cache are read
-by kv_cache_formats.py."""
+by kv_cache_formats.py.
+
+With 4 bits and whole numbers `weight = (code - zero) * scale`, with codes of 0 to 15:
+
+| written by | described in | codes, scales | zero points |
+|---|---|---|---|
+| AutoAWQ | `quant_method: awq` | `qweight`, `scales` | `qzeros` |
+| GPTQModel, AutoGPTQ | `quant_method: gptq` | `qweight`, `scales` | `qzeros`, in v1 less 1 |
+| compressed-tensors | `pack-quantized` | `weight_packed`, `weight_scale` | `weight_zero_point` |
+
+Without zero points they are 8. Others have E2M1 numbers instead:
+
+| described in | codes | scales |
+|---|---|---|
+| `mxfp4-pack-quantized` | `weight_packed` | `weight_scale`, E8M0 |
+| `nvfp4-pack-quantized` | `weight_packed` | `weight_scale`, E4M3, / `weight_global_scale` |
+| `quant_algo: NVFP4` (ModelOpt) | `weight` | `weight_scale`, E4M3, * `weight_scale_2` |
+
+The experts of gpt-oss, with `quant_method: mxfp4`, are in models/gpt_oss.py, and tensors of a
+GGUF file in gguf_tensors.py.
+"""
 
 import re
 from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
+
+from tllm_spec.kernels.gemm.int4_weights import MXFP4_GROUP
 
 BLOCK = 128
 Granularity = Literal["tensor", "row", "block"]
@@ -55,14 +78,6 @@ class ModuleNames:
         return any(pattern.match(module) for pattern in self.patterns)
 
 
-def lists_quantised(module: str, ignored: ModuleNames, targets: ModuleNames | None) -> bool:
-    """Whether a configuration gives the linear layer `module` quantised weights. Without targets
-    every layer has them that is not ignored."""
-    if module[module.rfind(".") + 1 :] in _NEVER_QUANTISED or ignored.has(module):
-        return False
-    return targets is None or targets.has(module)
-
-
 def is_left_out(name: str) -> bool:
     """Whether the tensor `name` is a scale of activations or of the KV cache."""
     return name[name.rfind(".") + 1 :] in _LEFT_OUT
@@ -79,32 +94,65 @@ class ActivationScales:
     """A token's magnitudes above it count as the bound, and saturate."""
 
 
-@dataclass(frozen=True)
-class Fp8Format:
-    """The format of one checkpoint."""
+Packing = Literal[
+    "awq", "gptq", "gptq_v2", "compressed", "mxfp4", "mxfp4_experts", "nvfp4", "modelopt", "gguf"
+]
 
-    granularity: Granularity
-    """The weights that share a scale."""
-    scale_suffix: str
-    """What a scale's name adds to the weight's: `_scale` or `_scale_inv`."""
-    ignored: ModuleNames = ModuleNames()
-    """Modules without FP8 weights."""
-    targets: ModuleNames | None = None
-    """Other modules have no FP8 weights either; None: any may have them."""
+
+@dataclass(frozen=True)
+class FourBitGroups:
+    """Which weights of a row share a scale and a zero point."""
+
+    size: int
+    """Neighbouring inputs; 0: all of a row. 32, 64 or 128; 16 with NVFP4."""
+    is_ordered: bool = False
+    """Whether groups are neighbours only in an order of the inputs that each layer has."""
+    is_float: bool = False
+    """Whether codes are E2M1 numbers (MXFP4, NVFP4)."""
+
+    @property
+    def has_exponents(self) -> bool:
+        """Whether scales are powers of two (MXFP4)."""
+        return self.is_float and self.size == MXFP4_GROUP
+
+
+@dataclass(frozen=True)
+class Quantisation:
+    """How the linear layers of a model are quantised: all of what its checkpoint says, or of a
+    `Placement`, what stays so. At most one of `fp8` and `four_bit` is set; without both and without
+    `activations` nothing is quantised."""
+
+    fp8: Granularity | None = None
+    """The weights in FP8 that share a scale. A CPU keeps FP8 weights only with activations that are
+    quantised, too, and then has any granularity."""
     activations: ActivationScales | None = None
-    """None: the model computes with activations of its own type."""
+    """How activations are quantised next to FP8 weights; None: they are not."""
+    four_bit: FourBitGroups | None = None
+    packing: Packing | None = None
+    """How the checkpoint stores weights of 4 bits."""
+    scale_suffix: str = "_scale"
+    """What the name of an FP8 weight's scale adds to the weight's: `_scale` or `_scale_inv`."""
+    ignored: ModuleNames = ModuleNames()
+    """Modules whose weights are not quantised."""
+    targets: ModuleNames | None = None
+    """Other modules have no quantised weights either; None: any may have them."""
+    is_symmetric: bool | None = field(default=None, compare=False)
+    """Whether the settings of AWQ and GPTQ say that zero points are 8; None: they do not say."""
     unused: tuple[str, ...] = field(default=(), compare=False)
     """What the configuration says of activations, and why it is not used: a sentence for each. It
     does not change how weights are read."""
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing is quantised."""
+        return self.fp8 is None and self.activations is None and self.four_bit is None
+
     def keeps(self, module: str) -> bool:
         """Whether the configuration gives the linear layer `module`, such as
-        `model.layers.0.mlp.gate_proj`, FP8 weights."""
-        return lists_quantised(module, self.ignored, self.targets)
-
-    def leaves_out(self, name: str) -> bool:
-        """Whether the tensor `name` is not needed: a scale of activations or of the KV cache."""
-        return is_left_out(name)
+        `model.layers.0.mlp.gate_proj`, quantised weights."""
+        if module[module.rfind(".") + 1 :] in _NEVER_QUANTISED or self.ignored.has(module):
+            return False
+        return self.targets is None or self.targets.has(module)
 
     def row_scales(self, scale: torch.Tensor, shape: tuple[int, int], name: str) -> torch.Tensor:
         """The scales of a weight `[N, K]` for each row and each 128 inputs.
@@ -128,14 +176,17 @@ class Fp8Format:
             "tensor": ((), (1,)),
             "row": ((rows, 1), (rows,)),
             "block": ((blocks, columns), (blocks, 1, columns, 1)),
-        }[self.granularity]
+        }[str(self.fp8)]
         if tuple(scale.shape) not in accepted or not scale.is_floating_point():
             raise ValueError(
                 f"{name}{self.scale_suffix} is {scale.dtype} of the shape {list(scale.shape)}; "
-                f"with a scale for each {self.granularity}, a weight of {list(shape)} needs a "
+                f"with a scale for each {self.fp8}, a weight of {list(shape)} needs a "
                 f"floating-point {list(accepted[0])}."
             )
         scale = scale.float()
-        if self.granularity == "block":
+        if self.fp8 == "block":
             return scale.view(blocks, columns).repeat_interleave(BLOCK, 0)[:rows].contiguous()
         return scale.view(-1, 1).expand(rows, columns).contiguous()
+
+
+PLAIN = Quantisation()

@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint with 4-bit weights, joined with their scales and zero points."""
+"""The tensors of a checkpoint with quantised weights, joined with their scales and zero points."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
@@ -8,26 +8,102 @@ import torch
 
 from tllm_spec.kernels.gemm.int4_weights import group_words
 from tllm_spec.models.checkpoint import checkpoint_tensors, listed
-from tllm_spec.models.formats.fp8_formats import is_left_out
-from tllm_spec.models.formats.int4_formats import Int4Format, Int4Groups, Packing
-from tllm_spec.models.formats.int4_packings import (
+from tllm_spec.models.config import ModelConfig
+from tllm_spec.models.formats.four_bit_packings import (
     EIGHTS,
     PACKINGS,
     SYMMETRIC_ZERO,
+    FourBitTensor,
     Unpacked,
     four_bits,
 )
-from tllm_spec.models.formats.int4_tensor import Int4Tensor
+from tllm_spec.models.formats.fp8 import Fp8Tensor
+from tllm_spec.models.formats.gguf_tensors import gguf_tensors
+from tllm_spec.models.formats.quantisation import (
+    INPUT_SCALES,
+    FourBitGroups,
+    Packing,
+    Quantisation,
+    is_left_out,
+)
+from tllm_spec.models.layers import StoredWeight
+from tllm_spec.zoo.registry import is_gguf
 
 
-def int4_tensors(
-    path: Path, form: Int4Format, wants: Callable[[str], bool]
-) -> Iterator[tuple[str, torch.Tensor | Int4Tensor]]:
+def stored_tensors(
+    path: Path, config: ModelConfig, wants: Callable[[str], bool]
+) -> Iterator[tuple[str, torch.Tensor | StoredWeight]]:
+    """The tensors of a checkpoint whose names are wanted. Raises ValueError for a file that is
+    missing or not readable."""
+    if is_gguf(path):
+        return gguf_tensors(path, wants)
+    form = config.quantisation
+    if form.four_bit is not None:
+        return four_bit_tensors(path, form, wants)
+    return checkpoint_tensors(path, wants) if form.is_plain else fp8_tensors(path, form, wants)
+
+
+def fp8_tensors(
+    path: Path, form: Quantisation, wants: Callable[[str], bool]
+) -> Iterator[tuple[str, torch.Tensor | Fp8Tensor]]:
+    """As `checkpoint_tensors`, without scales as tensors of their own.
+
+    Raises:
+        ValueError: a scale is missing, surplus or of a wrong shape.
+    """
+
+    def is_wanted(name: str) -> bool:
+        return wants(name) and not is_left_out(name)
+
+    suffix = f".weight{form.scale_suffix}"
+    # A weight and its scales may be in different files; all scales together are small.
+    scales = dict(checkpoint_tensors(path, lambda name: name.endswith(suffix) and is_wanted(name)))
+    input_scales = _input_scales(path, form, wants)
+    for name, tensor in checkpoint_tensors(
+        path, lambda name: not name.endswith(suffix) and is_wanted(name)
+    ):
+        if tensor.dtype != torch.float8_e4m3fn:
+            yield name, tensor
+            continue
+        scale_name = name + form.scale_suffix
+        if scale_name not in scales:
+            raise ValueError(f"{path} has no {scale_name} for the FP8 tensor {name}.")
+        rows, columns = tensor.shape
+        scale = scales.pop(scale_name)
+        input_scale = input_scales.get(name.removesuffix(".weight"))
+        yield name, Fp8Tensor(tensor, form.row_scales(scale, (rows, columns), name), input_scale)
+    if scales:
+        raise ValueError(f"{path} has scales of tensors that are not FP8: {sorted(scales)[:10]}.")
+
+
+def _input_scales(
+    path: Path, form: Quantisation, wants: Callable[[str], bool]
+) -> dict[str, torch.Tensor]:
+    """The static scales of activations `[]`, by module."""
+    if form.activations is None or form.activations.shared_by != "tensor":
+        return {}
+
+    def is_wanted(name: str) -> bool:
+        module, _, last = name.rpartition(".")
+        return last in INPUT_SCALES and wants(f"{module}.weight")
+
+    found = {}
+    for name, scale in checkpoint_tensors(path, is_wanted):
+        if scale.numel() != 1 or not scale.is_floating_point() or not scale.item() > 0:
+            raise ValueError(f"{path}: {name} is {scale.tolist()}; it must be a number above 0.")
+        found[name.rpartition(".")[0]] = scale.float().view(())
+    return found
+
+
+def four_bit_tensors(
+    path: Path, form: Quantisation, wants: Callable[[str], bool]
+) -> Iterator[tuple[str, torch.Tensor | FourBitTensor]]:
     """As `checkpoint_tensors`, with one tensor `weight` for each module in 4 bits.
 
     Raises:
         ValueError: a tensor of a module is missing, surplus, or of a wrong shape or type.
     """
+    assert form.packing is not None and form.four_bit is not None
     packing = PACKINGS[form.packing]
     kinds = {packing.scales, *packing.required, *packing.optional}
 
@@ -60,18 +136,19 @@ def int4_tensors(
                     f"{module}.{kind} is {own[kind].dtype} of the shape {list(own[kind].shape)}; "
                     f"it must be a matrix of {wanted} words."
                 )
-        yield f"{module}.weight", checked(packing.unpack(own), form.groups, module)
+        yield f"{module}.weight", checked(packing.unpack(own), form.four_bit, module)
     if parts:
         names = [f"{module}.{kind}" for module, own in parts.items() for kind in own]
         raise ValueError(f"{path} has tensors next to no {packing.codes}: {listed(names)}.")
 
 
 def _stored_packing(
-    path: Path, form: Int4Format, parts: Mapping[str, Mapping[str, torch.Tensor]]
+    path: Path, form: Quantisation, parts: Mapping[str, Mapping[str, torch.Tensor]]
 ) -> Packing:
     """The format's packing. If the zero points of all modules are 8 in one version of GPTQ, it is
     that one, since folders of either version say that they are of the other: only `sym: false`
     says that the declared one counts. Raises ValueError where all must be 8 and are not."""
+    assert form.packing is not None
     eights = EIGHTS.get(form.packing, {})
     if form.is_symmetric is False or not eights:
         return form.packing
@@ -91,7 +168,7 @@ def _stored_packing(
     return form.packing
 
 
-def checked(found: Unpacked, groups: Int4Groups, module: str) -> Int4Tensor:
+def checked(found: Unpacked, groups: FourBitGroups, module: str) -> FourBitTensor:
     """The weight with inputs in the order of their groups. Raises ValueError if sizes do not fit,
     or if the groups of the inputs are not those that the configuration describes."""
     out_features, in_features = found.codes.shape
@@ -109,11 +186,11 @@ def checked(found: Unpacked, groups: Int4Groups, module: str) -> Int4Tensor:
     order = _input_order(found.groups, groups, in_features, module)
     codes = found.codes if order is None else found.codes[:, order]
     words = found.scales if groups.is_float else group_words(found.scales, zeros)
-    return Int4Tensor(codes, words, groups.size, order)
+    return FourBitTensor(codes, words, groups.size, order)
 
 
 def _input_order(
-    of_input: torch.Tensor | None, groups: Int4Groups, in_features: int, module: str
+    of_input: torch.Tensor | None, groups: FourBitGroups, in_features: int, module: str
 ) -> torch.Tensor | None:
     """The inputs, sorted by their groups; None: groups have no order of their own.
 

@@ -1,5 +1,6 @@
-"""FP8 weights, and activations that are quantised to FP8 (W8A8): kernels/gemm/fp8_numbers.py and
-kernels/gemm/fp8_linear.py."""
+"""FP8 weights with float32 scales for each row and each 128 inputs, next to activations of the
+model's type (W8A16, kernels/gemm/scaled_linear.py), or that are quantised, too (W8A8,
+kernels/gemm/fp8_numbers.py and kernels/gemm/fp8_linear.py)."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,12 +10,101 @@ from torch import nn
 
 from tllm_spec.kernels.dispatch import has_kernels
 from tllm_spec.kernels.gemm.fp8_linear import Fp8Gemms, fp8_linear, tile_scales
-from tllm_spec.kernels.gemm.fp8_numbers import dequantised, quantise_rows
-from tllm_spec.models.formats.fp8_formats import BLOCK
-from tllm_spec.models.formats.fp8_scaled import FP8, Fp8Tensor, ScaledSlot, ScaledTensors
-from tllm_spec.models.formats.weight_format import Part, WeightFormat
-from tllm_spec.models.layers import RMSNorm
-from tllm_spec.models.module import Placement, StoredWeight, WeightSlot, tp_sizes
+from tllm_spec.kernels.gemm.fp8_numbers import BLOCK, dequantised, quantise_rows
+from tllm_spec.kernels.gemm.norms import silu_and_mul
+from tllm_spec.kernels.gemm.scaled_linear import scaled_linear
+from tllm_spec.models.formats.weight_format import FewRowsFormat, Part, WeightFormat
+from tllm_spec.models.layers import Placement, RMSNorm, StoredWeight, WeightSlot, tp_sizes
+
+# FP8 weights with float32 scales for each row and each 128 inputs, and activations of the model's
+# dtype (W8A16): kernels/gemm/scaled_linear.py.
+
+
+FP8 = torch.float8_e4m3fn
+
+
+@dataclass(frozen=True)
+class Fp8Tensor:
+    """A checkpoint's weight `[N, K]` in FP8, with its scales `[N, ceil(K / 128)]`."""
+
+    weight: torch.Tensor
+    scales: torch.Tensor
+    input_scale: torch.Tensor | None = None
+    """`[]` float32: the static scale of its activations, if they have one."""
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.weight.shape
+
+    def dequantised(self, dtype: torch.dtype) -> torch.Tensor:
+        return dequantised(self.weight, self.scales, dtype)
+
+
+@dataclass(frozen=True)
+class ScaledSlot(WeightSlot):
+    """Also where the scales of an FP8 tensor go, `[N, ceil(K / 128)]` of this rank, or if all of a
+    row are equal `[N, 1]`."""
+
+    dtypes, is_quantised = (), True
+    scales: torch.Tensor | None = None
+    """None: as `destination`."""
+
+    def load(self, tensor: torch.Tensor | StoredWeight) -> None:
+        if self.destination is None or self.scales is None:
+            return
+        assert isinstance(tensor, Fp8Tensor)  # other layers have been made plain
+        self.destination.copy_(self.own(tensor.weight))
+        self.scales.copy_(self.own(tensor.scales, BLOCK)[:, : self.scales.shape[1]])
+
+
+def scaled_parameters(
+    *shape: int, device: torch.device, dtype: torch.dtype = FP8
+) -> tuple[nn.Parameter, nn.Parameter]:
+    """A weight `[..., N, K]` and its scales `[..., N, ceil(K / 128)]`, uninitialised."""
+    weight = torch.empty(shape, dtype=dtype, device=device)
+    sizes = *shape[:-1], -(-shape[-1] // BLOCK)
+    scales = torch.empty(sizes, dtype=torch.float32, device=device)
+    return nn.Parameter(weight, requires_grad=False), nn.Parameter(scales, requires_grad=False)
+
+
+class ScaledWeight(FewRowsFormat):
+    """An FP8 weight. More than 256 rows are multiplied by the weight that was dequantised to 16
+    bits just before, so the order of sums depends on the number of rows, unless the placement is
+    batch-invariant. `dtype`: of the numbers without their scales."""
+
+    scales: nn.Parameter
+
+    def __init__(
+        self,
+        out_features: int,
+        in_features: int,
+        placement: Placement,
+        bias: nn.Parameter | None,
+        dtype: torch.dtype = FP8,
+    ) -> None:
+        self.weight, self.scales = scaled_parameters(
+            out_features, in_features, device=placement.device, dtype=dtype
+        )
+        self.bias, self.dtype = bias, placement.dtype
+        self.is_invariant = placement.batch_invariant
+
+    def slots(self, module: str, rows: slice, part: Part) -> Iterator[tuple[str, WeightSlot]]:
+        """The checkpoint's scales come with the weight, as an `Fp8Tensor`."""
+        own = self.weight[rows], part.shape, part.shard_dim, part.start, part.order
+        yield f"{module}.weight", ScaledSlot(*own, scales=self.scales[rows])
+
+    def full_weight(self) -> torch.Tensor:
+        return dequantised(self.weight, self.scales, self.dtype)
+
+    def multiply(self, x: torch.Tensor) -> torch.Tensor:
+        return self._rows(x)
+
+    def add_rows_to(self, total: torch.Tensor, x: torch.Tensor) -> None:
+        self._rows(x, total)
+
+    def _rows(self, x: torch.Tensor, total: torch.Tensor | None = None) -> torch.Tensor:
+        own = self.weight, self.scales, self.bias
+        return scaled_linear(x, *own, group=self.group, add_to=total, invariant=self.is_invariant)
 
 
 @dataclass(frozen=True)
@@ -38,7 +128,7 @@ class CodesSlot(ScaledSlot):
         self.input_scale.clamp_min_(tensor.input_scale.item())
 
 
-class QuantisedActivations(ScaledTensors):
+class QuantisedActivations(ScaledWeight):
     """Norm and SwiGLU are fused with the quantisation. The reference multiplies codes in float64,
     so CPUs keep the weight's codes in that type."""
 
@@ -54,12 +144,12 @@ class QuantisedActivations(ScaledTensors):
         on_kernels = placement.device.type != "cpu" or has_kernels(placement.device)
         dtype = FP8 if on_kernels else torch.float64
         super().__init__(out_features, in_features, placement, bias, dtype)
-        columns = 1 if placement.fp8 in ("tensor", "row") else self.scales.shape[1]
+        columns = 1 if placement.quantised.fp8 in ("tensor", "row") else self.scales.shape[1]
         # In memory `[columns, N]`, as the kernels read it.
         scales = torch.empty(columns, out_features, device=placement.device).t()
         self.scales = nn.Parameter(scales, requires_grad=False)
-        assert placement.activations is not None
-        self.activations, self.communicator = placement.activations, None
+        assert placement.quantised.activations is not None
+        self.activations, self.communicator = placement.quantised.activations, None
         if self.activations.shared_by == "tensor":
             zero = torch.zeros((), dtype=torch.float32, device=placement.device)
             self.input_scale = nn.Parameter(zero, requires_grad=False)
@@ -93,6 +183,9 @@ class QuantisedActivations(ScaledTensors):
 
     def forward(self, x: torch.Tensor, norm: RMSNorm | None = None) -> torch.Tensor:
         return self._product(*self._quantised(x, norm))
+
+    def gated(self, x: torch.Tensor, norm: RMSNorm | None = None) -> torch.Tensor:
+        return silu_and_mul(self.forward(x, norm))
 
     def add_to(self, total: torch.Tensor, x: torch.Tensor) -> None:
         self._product(*self._quantised(x), total)

@@ -17,16 +17,16 @@ from tllm_spec.kernels.gemm.int4_weights import (
     row_words,
     unpacked,
 )
-from tllm_spec.models.formats.fp8_scaled import BatchInvariantScaledGemms, ScaledGemms
-from tllm_spec.models.formats.int4_formats import Int4Groups
-from tllm_spec.models.formats.int4_tensor import Int4Source, Int4Tensor, in_given_order
-from tllm_spec.models.formats.weight_format import Part, WeightFormat
-from tllm_spec.models.layers import RMSNorm
-from tllm_spec.models.module import Placement, StoredWeight, WeightSlot
+from tllm_spec.models.formats.four_bit_packings import FourBitTensor, in_given_order
+from tllm_spec.models.formats.fp8 import ScaledWeight
+from tllm_spec.models.formats.gguf_tensors import Q4Tensor
+from tllm_spec.models.formats.quantisation import FourBitGroups
+from tllm_spec.models.formats.weight_format import Part
+from tllm_spec.models.layers import Placement, RMSNorm, StoredWeight, WeightSlot, tp_sizes
 
 
 @dataclass(frozen=True)
-class Int4Slot(WeightSlot):
+class FourBitSlot(WeightSlot):
     """Also where the groups' words and the order of inputs go. `destination` has packed codes."""
 
     dtypes, is_quantised = (), True
@@ -40,9 +40,9 @@ class Int4Slot(WeightSlot):
     def load(self, tensor: torch.Tensor | StoredWeight) -> None:
         if self.destination is None or self.words is None:
             return
-        if isinstance(tensor, Int4Source):
-            tensor = tensor.as_int4()
-        assert isinstance(tensor, Int4Tensor)  # other layers have been made plain
+        if isinstance(tensor, Q4Tensor):
+            tensor = tensor.as_four_bit()
+        assert isinstance(tensor, FourBitTensor)  # other layers have been made plain
         if self.take_order is not None:
             self.take_order(tensor.order)
         self.destination.copy_(packed(self._own(tensor.codes, 1)))
@@ -63,13 +63,13 @@ class Int4Slot(WeightSlot):
         return tensor if self.order is None else tensor.index_select(0, self.order)
 
 
-def int4_parameters(
+def four_bit_parameters(
     shape: tuple[int, ...], placement: Placement
 ) -> tuple[nn.Parameter, nn.Parameter, int]:
     """Packed codes of weights `[..., N, K]`, their groups' words, and the inputs of a group. Whole
     rows are stored as groups with equal words."""
-    assert placement.int4 is not None
-    groups, (*number, in_features) = placement.int4, shape
+    groups, (*number, in_features) = placement.quantised.four_bit, shape
+    assert groups is not None
     group = groups.size or BLOCK
     word_type = torch.int32
     if groups.is_float:
@@ -87,24 +87,25 @@ def int4_parameters(
     return codes, words, group
 
 
-class Int4Tensors(WeightFormat):
-    """The tensors of a weight of 4 bits."""
+class FourBitWeight(ScaledWeight):
+    """A weight of 4 bits. More than 64 rows have other chunks, and more than 256 are multiplied as
+    those of a `ScaledWeight`."""
 
-    scales: nn.Parameter
     order: nn.Parameter | None = None
     """`[K]` int64: the input of each column of the codes; zeros before loading."""
 
     def __init__(
         self, out_features: int, in_features: int, placement: Placement, bias: nn.Parameter | None
     ) -> None:
-        assert placement.int4 is not None
-        self.in_features = in_features
+        groups = placement.quantised.four_bit
+        assert groups is not None
+        self.in_features, self.is_invariant = in_features, placement.batch_invariant
         self.bias, self.dtype = bias, placement.dtype
         if placement.splits_inputs:
-            check_slice(in_features, placement.mapping.tp_size, placement.int4)
+            check_slice(in_features, placement.mapping.tp_size, groups)
         shape = out_features, in_features
-        self.weight, self.scales, self.group = int4_parameters(shape, placement)
-        if placement.int4.is_ordered:
+        self.weight, self.scales, self.group = four_bit_parameters(shape, placement)
+        if groups.is_ordered:
             order = torch.zeros(in_features, dtype=torch.int64, device=placement.device)
             self.order = nn.Parameter(order, requires_grad=False)
 
@@ -118,12 +119,12 @@ class Int4Tensors(WeightFormat):
             yield "weight_order", self.order
 
     def slots(self, module: str, rows: slice, part: Part) -> Iterator[tuple[str, WeightSlot]]:
-        """The checkpoint's other tensors come with the weight, as an `Int4Tensor`."""
+        """The checkpoint's other tensors come with the weight, as an `FourBitTensor`."""
         own = self.weight[rows], part.shape, part.shard_dim, part.start, part.order
         take_order = None if self.order is None else partial(self._take_order, module)
         yield (
             f"{module}.weight",
-            Int4Slot(
+            FourBitSlot(
                 *own, words=self.scales[rows], in_features=self.in_features, take_order=take_order
             ),
         )
@@ -163,16 +164,7 @@ class Int4Tensors(WeightFormat):
         return values if self.order is None else in_given_order(values, self.order)
 
 
-class Int4Weight(Int4Tensors, ScaledGemms):
-    """More than 64 rows have other chunks, and more than 256 are multiplied by the weight that was
-    dequantised to 16 bits just before. So the order of sums depends on the number of rows."""
-
-
-class BatchInvariantInt4Weight(Int4Tensors, BatchInvariantScaledGemms):
-    """A row's result has the same bits in every batch."""
-
-
-def check_slice(in_features: int, tp_size: int, groups: Int4Groups) -> None:
+def check_slice(in_features: int, tp_size: int, groups: FourBitGroups) -> None:
     """Raises ValueError if a rank's slice of inputs is not whole groups."""
     if groups.is_ordered:
         raise ValueError(
@@ -180,10 +172,8 @@ def check_slice(in_features: int, tp_size: int, groups: Int4Groups) -> None:
             "groups of inputs that are spread over a row, and are served on one device."
         )
     if groups.size and in_features % groups.size:
-        number, rest = divmod(in_features * tp_size, groups.size)
-        sizes = [size for size in range(1, number + 1) if not rest and number % size == 0]
         raise ValueError(
             f"tensor_parallel_size is {tp_size}; a layer has {in_features * tp_size} inputs in "
             f"groups of {groups.size}, of which a device needs whole ones: with "
-            f"{', '.join(map(str, sizes or [1]))} devices it has."
+            f"{tp_sizes(in_features * tp_size, groups.size)} it has."
         )
