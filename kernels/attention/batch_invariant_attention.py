@@ -246,8 +246,7 @@ def launch_attention(
     if results is not None:
         join_kernel[(heads, tiles.max_tokens, num_tiles)](
             *(results.outputs, results.log_sums, sinks, tiles.table, output),
-            *(*lengths, own_paths[1]),
-            scales.value,
+            *(*lengths, own_paths[1], scales.value),
             HAS_CODES=layer.dtype == CODES,
             TREE=paths is not None,
             **fixed,
@@ -407,32 +406,16 @@ def attention_kernel(
     if SPREADS:
         first = split * SPLIT_KEYS
         mean, log_sum = _attend(
-            queries,
-            start + lens - 1,
-            pool,
-            own_tile,
-            first,
-            tl.minimum(first + SPLIT_KEYS, length),
-            TREE,
-            SPAN,
-            BLOCK_N,
-        )
+            queries, start + lens - 1, pool, own_tile, first,
+            tl.minimum(first + SPLIT_KEYS, length), TREE, SPAN, BLOCK_N,
+        )  # fmt: skip
         out_rows = out_rows * num_splits + split
         tl.store(log_sums + out_rows, log_sum, mask=tokens < count)
     else:
         mean = _attend_all(
-            queries,
-            sinks,
-            heads,
-            start + lens - 1,
-            pool,
-            own_tile,
-            length,
-            TREE,
-            SPAN,
-            SPLIT_KEYS,
+            queries, sinks, heads, start + lens - 1, pool, own_tile, length, TREE, SPAN, SPLIT_KEYS,
             BLOCK_N,
-        )
+        )  # fmt: skip
         if layer.dtype.element_ty == tl.float8e4nv:
             mean *= value_scale
     pointers = output + out_rows[:, None] * HEAD_DIM + dims[None, :]

@@ -82,15 +82,13 @@ def launch_latent(
     scales: KVScales = UNSCALED,
 ) -> torch.Tensor:
     """The kernels of `batch_invariant_latent`."""
-    for tensor in (q_latent, q, layer, tiles.table):
-        assert tensor.is_contiguous()
+    assert all(each.is_contiguous() for each in (q_latent, q, layer, tiles.table))
     assert tiles.table.dtype == torch.int32 and block_tables.stride(1) == 1
     (_, heads, rank), (_, page_size, width) = q_latent.shape, layer.shape
     num_tiles, paths, is_wide = tiles.table.shape[1], tiles.paths, q.element_size() > 2
     own_paths = (None, None, 0) if paths is None else (paths.keys, paths.lens, paths.mask.length)
-    max_len = block_tables.shape[1] * page_size
+    max_len, output = block_tables.shape[1] * page_size, torch.empty_like(q_latent)
     lengths = (max_len, -(-max_len // SPLIT_KEYS), num_tiles)
-    output = torch.empty_like(q_latent)
     if results is not None and not (
         lengths[1] > 1
         and num_tiles * -(-heads // TILE_ROWS) < ENOUGH_PROGRAMS
@@ -99,8 +97,7 @@ def launch_latent(
         results = None  # splits are not spread over programs
     latent_kernel[(-(-heads // TILE_ROWS), lengths[1] if results else 1, num_tiles)](
         *(q_latent, q, layer, block_tables, tiles.table),
-        results.outputs if results else output,
-        results.log_sums if results else None,
+        *((results.outputs, results.log_sums) if results else (output, None)),
         *(scale * scales.key * math.log2(math.e), block_tables.stride(0), *lengths, *own_paths),
         scales.key,
         TREE=paths is not None,
@@ -218,17 +215,8 @@ def latent_kernel(
     rows = (first_row + tokens) * HEADS + heads
     dot_type: tl.constexpr = tl.float32 if WIDEN else q.dtype.element_ty
     absorbed, rotated = load_queries(
-        q_latent,
-        q,
-        rows,
-        rows,
-        is_real,
-        RANK,
-        ROPE,
-        HEAD_DIM,
-        BLOCK_R,
-        BLOCK_P,
-    )
+        q_latent, q, rows, rows, is_real, RANK, ROPE, HEAD_DIM, BLOCK_R, BLOCK_P,
+    )  # fmt: skip
     queries, positions = (absorbed.to(dot_type), rotated.to(dot_type)), start + lens - 1
     pool = (layer, table, log2_scale, RANK, ROPE, PAGE_SIZE)
     if SPREADS:

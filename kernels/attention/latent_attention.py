@@ -381,32 +381,16 @@ def attention_kernel(
     tokens = (first_token + new).to(tl.int64)
     latent_rows, rows = heads * num_tokens + tokens, tokens * HEADS + heads
     absorbed, rotated = load_queries(
-        q_latent,
-        q,
-        latent_rows,
-        rows,
-        real_rows,
-        RANK,
-        ROPE,
-        HEAD_DIM,
-        BLOCK_R,
-        BLOCK_P,
-    )
+        q_latent, q, latent_rows, rows, real_rows, RANK, ROPE, HEAD_DIM, BLOCK_R, BLOCK_P,
+    )  # fmt: skip
     bits = tl.load(tree_bits + tokens, mask=real_rows, other=0) if TREE else None
     region = kv_len - (width if RAGGED else tree_len)
     first = split * share
     pool = (layer, block_tables + request * table_stride, log2_scale, RANK, ROPE, PAGE_SIZE)
     top, total, mixed = _attend(
-        (absorbed.to(dot_type), rotated.to(dot_type)),
-        kv_len - width + new,
-        bits,
-        region,
-        pool,
-        first,
-        tl.minimum(first + share, num_keys),
-        BLOCK_N,
-        TREE,
-    )
+        (absorbed.to(dot_type), rotated.to(dot_type)), kv_len - width + new, bits, region, pool,
+        first, tl.minimum(first + share, num_keys), BLOCK_N, TREE,
+    )  # fmt: skip
     result = mixed / tl.where(total == 0.0, 1.0, total)[:, None]
     if layer.dtype.element_ty == tl.float8e4nv:
         result *= latent_scale

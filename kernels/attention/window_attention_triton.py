@@ -126,18 +126,9 @@ def _write_window(
     own = is_own[:, None] & (dims < HEAD_DIM)[None, :]
     tokens, heads = first_row + new, KV_HEADS * GROUP + kv_head + tl.zeros([BLOCK_W], tl.int32)
     keys = _rotated(
-        qkv,
-        cos_sin,
-        norm_weights,
-        eps,
-        tokens,
-        heads,
-        is_own,
-        HAS_NORM,
-        num_heads,
-        HEAD_DIM,
+        qkv, cos_sin, norm_weights, eps, tokens, heads, is_own, HAS_NORM, num_heads, HEAD_DIM,
         BLOCK_D,
-    )
+    )  # fmt: skip
     value_offsets = (tokens * num_heads + heads + KV_HEADS) * HEAD_DIM
     values = tl.load(qkv + value_offsets[:, None] + dims[None, :], mask=own, other=0.0)
     slots = tl.load(kv_slots + tokens, mask=is_own, other=0)
@@ -199,9 +190,8 @@ def attention_kernel(
     if RAGGED and tile // KV_HEADS * BLOCK_M >= num_own * GROUP:  # a tile without rows
         return
     dot_type: tl.constexpr = tl.float32 if WIDEN else qkv.dtype.element_ty
-    kv_head, dims = tile % KV_HEADS, tl.arange(0, BLOCK_D)
+    kv_head, dims, width = tile % KV_HEADS, tl.arange(0, BLOCK_D), num_own if RAGGED else WINDOW
     rows = tile // KV_HEADS * BLOCK_M + tl.arange(0, BLOCK_M)
-    width = num_own if RAGGED else WINDOW
     first_row = tl.load(offsets + request) if RAGGED else request * WINDOW
     real_rows = rows < width * GROUP
     tokens, heads = first_row + rows // GROUP, kv_head * GROUP + rows % GROUP
@@ -223,10 +213,8 @@ def attention_kernel(
         )
         tl.debug_barrier()  # all threads of the program see what was written
         end = tl.minimum(kv_len, max_len)
-    pool = (
-        layer, value_offset, block_tables + request * table_stride, kv_head, log2_scale,
-        KV_HEADS, HEAD_DIM, PAGE_SIZE,
-    )
+    table = block_tables + request * table_stride
+    pool = (layer, value_offset, table, kv_head, log2_scale, KV_HEADS, HEAD_DIM, PAGE_SIZE)
     top, total, mixed = _attend_to_split(
         queries, sinks, heads, (ends, bits, first_keys), pool, first, end, lowest, num_old, is_last,
         SPAN, TREE, BLOCK_N,
