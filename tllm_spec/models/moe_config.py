@@ -15,7 +15,7 @@ class MoENames:
     `outputs_first` `[E, 2 * I, H]` and `[E, H, I]`, as in Qwen3.5, or as in Qwen3-VL either."""
 
     layer: str = "mlp"
-    """Of the layer itself."""
+    """The name of the layer itself."""
     router: str = "gate"
     gate: str = "gate_proj"
     up: str = "up_proj"

@@ -145,7 +145,7 @@ def _numbers_of(path: Path) -> list[float]:
 
 
 def perf_record(output: RequestOutput) -> dict[str, Any]:
-    """Of a finished request."""
+    """A finished request as `/perf_metrics` shows it."""
     metrics, stats = output.metrics, output.speculative_decoding
     record: dict[str, Any] = {
         "timing_metrics": {  # seconds of a monotonic clock
