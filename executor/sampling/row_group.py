@@ -173,7 +173,7 @@ class Subset:
 
 
 def _indices(requests: torch.Tensor, own: RoundRows, offsets: torch.Tensor | None) -> torch.Tensor:
-    """The indices of the rows `own` of requests `[M]`, in a group with these offsets, or in a rectangle."""
+    """The indices of the rows `own` of requests `[M]`, in a group with `offsets` or a rectangle."""
     if offsets is None or own.offsets is None:
         columns = torch.arange(own.window, device=requests.device)
         return (requests.unsqueeze(1) * own.window + columns).flatten()

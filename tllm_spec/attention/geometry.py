@@ -35,7 +35,7 @@ class AttentionGeometry:
     """Whether the next layer quantises its input, so that a last bit may change a whole code."""
 
     def layer_shape(self, num_pages: int, page_size: int) -> tuple[int, ...]:
-        """A layer of the pool: `[2, pages, page_size, kv_heads, head_dim]`, keys at 0, values at 1."""
+        """A layer: `[2, pages, page_size, kv_heads, head_dim]`, keys at 0, values at 1."""
         return (2, num_pages, page_size, self.num_kv_heads, self.head_dim)
 
 
