@@ -33,8 +33,8 @@ from tllm_spec.distributed.peer_sums import (
     NCCL,
     SIZES,
     ChosenSums,
+    PeerSum,
     PeerSums,
-    Sum,
     graph_seconds,
     nccl_sum,
 )
@@ -149,7 +149,7 @@ def summed_by(way: str) -> Iterator[None]:
     """Inside, the ranks do not choose how small tensors are summed."""
     ways = {"NCCL": NCCL, "one-shot": "one-shot"}
 
-    def all_by(others: Mapping[str, Sum], *measured: object) -> ChosenSums:
+    def all_by(others: Mapping[str, PeerSum], *measured: object) -> ChosenSums:
         return ChosenSums(others, [ways[way]] * len(SIZES))
 
     with ExitStack() as stack:
