@@ -14,9 +14,8 @@ from tllm_spec.kernels import dispatch
 from tllm_spec.kernels.dispatch import Operation, with_kernel
 
 KERNELS = Path(dispatch.__file__).parent
-MODULES = sorted(
-    path.stem for path in KERNELS.glob("*.py") if "@with_kernel" in path.read_text("utf-8")
-)
+FILES = [path for path in KERNELS.glob("*/*.py") if "\n@with_kernel" in path.read_text("utf-8")]
+MODULES = sorted(f"{path.parent.name}.{path.stem}" for path in FILES)
 
 
 def operations(module: str) -> dict[str, Operation[Any, Any]]:
