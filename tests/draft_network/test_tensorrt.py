@@ -74,8 +74,14 @@ def test_layers_with_equal_weights_have_all_of_them_in_the_network() -> None:
     """The exporter leaves out parameters that are equal, and the parser refuses unknown names."""
     model = zoo_model()
     first, second = model.model.layers
+
+    def num_layers() -> int:
+        network, _parser = define(PACKAGE, trt.Builder(trt_logger(trt)), StepNetwork.of(model))
+        return int(network.num_layers)
+
+    with_own = num_layers()
     second.load_state_dict(first.state_dict())
-    define(PACKAGE, trt.Builder(trt_logger(trt)), StepNetwork.of(model))
+    assert num_layers() == with_own
 
 
 def test_what_the_parser_does_not_read_is_refused_with_its_words() -> None:
