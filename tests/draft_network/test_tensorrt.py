@@ -72,16 +72,12 @@ def test_inputs_and_outputs_of_the_zoos_draft_networks(is_head: bool, dtype: tor
 
 def test_layers_with_equal_weights_have_all_of_them_in_the_network() -> None:
     """The exporter leaves out parameters that are equal, and the parser refuses unknown names."""
-    model = zoo_model()
+    own, model = zoo_model(), zoo_model()
     first, second = model.model.layers
-
-    def num_layers() -> int:
-        network, _parser = define(PACKAGE, trt.Builder(trt_logger(trt)), StepNetwork.of(model))
-        return int(network.num_layers)
-
-    with_own = num_layers()
     second.load_state_dict(first.state_dict())
-    assert num_layers() == with_own
+    networks = [StepNetwork.of(each) for each in (own, model)]
+    found = [define(PACKAGE, trt.Builder(trt_logger(trt)), each) for each in networks]
+    assert found[0][0].num_layers == found[1][0].num_layers
 
 
 def test_what_the_parser_does_not_read_is_refused_with_its_words() -> None:
