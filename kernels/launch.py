@@ -40,21 +40,21 @@ def programmatic_launch(device: torch.device) -> dict[str, Any]:
 # (programmatic_launch.py).
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit
 def begin(PDL: tl.constexpr) -> None:
     """Let the next kernel be set up, and wait for the end of the previous one."""
     launch_dependents(PDL)
     wait_for_previous(PDL)
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit
 def launch_dependents(PDL: tl.constexpr) -> None:
     """Let the next kernel be set up."""
     if PDL:
         gdc_launch_dependents()
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit
 def wait_for_previous(PDL: tl.constexpr) -> None:
     """Wait for the end of the previous kernel."""
     if PDL:

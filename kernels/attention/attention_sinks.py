@@ -33,7 +33,7 @@ def add_sinks(output: torch.Tensor, log_sums: torch.Tensor, sinks: torch.Tensor)
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit
 def sink_scores(sinks: tl.tensor, heads: tl.tensor) -> tl.tensor:
     """The scores of sinks of some heads, for weights that are powers of two."""
     return tl.load(sinks + heads) * LOG2_E
@@ -56,7 +56,7 @@ def add_sinks_triton(output: torch.Tensor, log_sums: torch.Tensor, sinks: torch.
         )
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit
 def add_sinks_kernel(
     output: tl.tensor, row_stride: tl.tensor, head_stride: tl.tensor, log_sums: tl.tensor,
     sinks: tl.tensor, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_H: tl.constexpr,

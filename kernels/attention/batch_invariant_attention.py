@@ -264,7 +264,7 @@ def launch_attention(
 _LENGTHS = ["max_len", "num_splits", "num_tiles"]
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit
 def _add_paths(
     top: tl.tensor, total: tl.tensor, mixed: tl.tensor, queries: tl.tensor, positions: tl.tensor,
     pool: tl.tensor, tile: tl.tensor, first: tl.tensor, end: tl.tensor, SPAN: tl.constexpr,
@@ -295,7 +295,7 @@ def _add_paths(
     return top, total, mixed
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit
 def _attend(
     queries: tl.tensor, positions: tl.tensor, pool: tl.tensor, tile: tl.tensor, first: tl.tensor,
     end: tl.tensor, TREE: tl.constexpr, SPAN: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -330,7 +330,7 @@ def _attend(
     return mean, top + tl.log2(total)
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit
 def join(top: tl.tensor, log_sum: tl.tensor) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """The new maximum of the log-sums, and relative to it the weights of the splits joined so far
     and of the next split."""
@@ -339,7 +339,7 @@ def join(top: tl.tensor, log_sum: tl.tensor) -> tuple[tl.tensor, tl.tensor, tl.t
     return new_top, tl.exp2(top - base), tl.exp2(log_sum - base)
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit
 def _attend_all(
     queries: tl.tensor, sinks: tl.tensor, heads: tl.tensor, positions: tl.tensor, pool: tl.tensor,
     tile: tl.tensor, length: tl.tensor, TREE: tl.constexpr, SPAN: tl.constexpr,
@@ -361,7 +361,7 @@ def _attend_all(
     return tl.div_rn(mean, tl.where(total == 0.0, 1.0, total)[:, None])
 
 
-@triton.jit(do_not_specialize=["table_stride", *_LENGTHS, "region"])  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit(do_not_specialize=["table_stride", *_LENGTHS, "region"])
 def attention_kernel(
     q: tl.tensor, sinks: tl.tensor, layer: tl.tensor, block_tables: tl.tensor, tiles: tl.tensor,
     output: tl.tensor, log_sums: tl.tensor, log2_scale: tl.tensor,
@@ -422,7 +422,7 @@ def attention_kernel(
     tl.store(pointers, mean.to(output.dtype.element_ty), mask=real)
 
 
-@triton.jit(do_not_specialize=_LENGTHS)  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit(do_not_specialize=_LENGTHS)
 def join_kernel(
     means: tl.tensor, log_sums: tl.tensor, sinks: tl.tensor, tiles: tl.tensor, output: tl.tensor,
     max_len: tl.tensor, num_splits: tl.tensor, num_tiles: tl.tensor, path_lens: tl.tensor,

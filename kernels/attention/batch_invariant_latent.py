@@ -139,7 +139,7 @@ def launch_latent(
 _LENGTHS = ["table_stride", "max_len", "num_splits", "num_tiles", "region"]
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit
 def _attend(
     queries: tl.tensor, positions: tl.tensor, pool: tl.tensor, path: tl.tensor, start: tl.tensor,
     first: tl.tensor, end: tl.tensor, TREE: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -165,7 +165,7 @@ def _attend(
     return mean, top + tl.log2(total)
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit
 def _attend_all(
     queries: tl.tensor, positions: tl.tensor, pool: tl.tensor, path: tl.tensor, start: tl.tensor,
     length: tl.tensor, TREE: tl.constexpr, SPLIT_KEYS: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -183,7 +183,7 @@ def _attend_all(
     return tl.div_rn(mean, tl.where(total == 0.0, 1.0, total)[:, None])
 
 
-@triton.jit(do_not_specialize=_LENGTHS)  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit(do_not_specialize=_LENGTHS)
 def latent_kernel(
     q_latent: tl.tensor, q: tl.tensor, layer: tl.tensor, block_tables: tl.tensor, tiles: tl.tensor,
     output: tl.tensor, log_sums: tl.tensor, log2_scale: tl.tensor, table_stride: tl.tensor,

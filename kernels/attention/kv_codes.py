@@ -41,7 +41,7 @@ def movable(stored: torch.Tensor) -> torch.Tensor:
     return stored.view(torch.uint8) if stored.dtype == CODES else stored
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit
 def encoded_block(numbers: tl.tensor, inverse_scale: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
     """`numbers` as a pool of type DTYPE stores them."""
     if tl.float8e4nv == DTYPE:
@@ -52,7 +52,7 @@ def encoded_block(numbers: tl.tensor, inverse_scale: tl.tensor, DTYPE: tl.conste
     return numbers.to(DTYPE)
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit
 def widened(stored: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
     """What a pool stores, in the type DTYPE of a tensor core's operand."""
     if stored.dtype == tl.float8e4nv:
@@ -103,7 +103,7 @@ def widen_pages_triton(
     )
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit
 def widen_pages_kernel(
     layer: tl.tensor, value_offset: tl.tensor, pages: tl.tensor, count: tl.tensor, out: tl.tensor,
     out_value_offset: tl.tensor, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,

@@ -263,7 +263,7 @@ _LENGTHS = ["max_len", "num_tokens", "num_splits", "table_stride", "tree_len"]
 _OFFSETS = ["block_tables", "kv_lens", "tree_bits", "offsets"]
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit
 def _share(
     kv_len: tl.tensor, max_len: tl.tensor, num_splits: tl.tensor, BLOCK_N: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
@@ -274,7 +274,7 @@ def _share(
     return num_keys, share, tl.maximum(tl.cdiv(num_keys, share), 1)
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit
 def load_queries(
     q_latent: tl.tensor, q: tl.tensor, latent_rows: tl.tensor, rows: tl.tensor,
     real_rows: tl.tensor, RANK: tl.constexpr, ROPE: tl.constexpr, HEAD_DIM: tl.constexpr,
@@ -290,7 +290,7 @@ def load_queries(
     return absorbed, tl.load(pointers, mask=real_ropes, other=0)
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit
 def latent_scores(
     queries: tl.tensor, pool: tl.tensor, pages: tl.tensor, keys: tl.tensor, own: tl.tensor
 ) -> tuple[tl.tensor, tl.tensor]:
@@ -314,7 +314,7 @@ def latent_scores(
     return latents, tl.dot(rotated, shared, scores, input_precision="ieee") * log2_scale
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit
 def _seen(
     keys: tl.tensor, positions: tl.tensor, bits: tl.tensor, region: tl.tensor, TREE: tl.constexpr
 ) -> tl.tensor:
@@ -326,7 +326,7 @@ def _seen(
         return keys[None, :] <= positions[:, None]
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit
 def _attend(
     queries: tl.tensor, positions: tl.tensor, bits: tl.tensor, region: tl.tensor, pool: tl.tensor,
     first: tl.tensor, end: tl.tensor, BLOCK_N: tl.constexpr, TREE: tl.constexpr,
@@ -351,7 +351,7 @@ def _attend(
     return top, total, mixed
 
 
-@triton.jit(do_not_specialize=_LENGTHS, do_not_specialize_on_alignment=_OFFSETS)  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit(do_not_specialize=_LENGTHS, do_not_specialize_on_alignment=_OFFSETS)
 def attention_kernel(
     q_latent: tl.tensor, q: tl.tensor, layer: tl.tensor, block_tables: tl.tensor,
     table_stride: tl.tensor, kv_lens: tl.tensor, max_len: tl.tensor, num_tokens: tl.tensor,
@@ -405,7 +405,7 @@ def attention_kernel(
         tl.store(targets, result.to(output.dtype.element_ty), mask=real)
 
 
-@triton.jit(do_not_specialize=_LENGTHS, do_not_specialize_on_alignment=_OFFSETS[1:])  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit(do_not_specialize=_LENGTHS, do_not_specialize_on_alignment=_OFFSETS[1:])
 def reduction_kernel(
     partials: tl.tensor, log_sums: tl.tensor, kv_lens: tl.tensor, max_len: tl.tensor,
     num_tokens: tl.tensor, output: tl.tensor, num_splits: tl.tensor, offsets: tl.tensor,

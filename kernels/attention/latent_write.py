@@ -117,7 +117,7 @@ def latent_write_triton(
     )
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit
 def latent_write_kernel(
     latent: tl.tensor, latent_stride: tl.tensor, q: tl.tensor, table: tl.tensor,
     positions: tl.tensor, kv_slots: tl.tensor, layer: tl.tensor, norm_weight: tl.tensor,

@@ -81,7 +81,7 @@ def move_kv_triton(
     )
 
 
-@triton.jit(do_not_specialize=["table_stride", "rows_stride"])  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit(do_not_specialize=["table_stride", "rows_stride"])
 def move_kv_kernel(
     planes: tl.tensor, plane_stride: tl.tensor, block_tables: tl.tensor, table_stride: tl.tensor,
     all_first: tl.tensor, rows: tl.tensor, rows_stride: tl.tensor, lens: tl.tensor,
@@ -108,7 +108,7 @@ def move_kv_kernel(
     tl.store(plane_start + to_slots[:, None] * WIDTH + columns[None, :], words, mask=mask)
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit
 def _block_slots(
     table: tl.tensor, indices: tl.tensor, mask: tl.tensor, PAGE_SIZE: tl.constexpr
 ) -> tl.tensor:

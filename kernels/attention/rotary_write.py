@@ -174,7 +174,7 @@ def rotary_write_triton(
     )
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit
 def rotary_write_kernel(
     qkv: tl.tensor, table: tl.tensor, positions: tl.tensor, kv_slots: tl.tensor, layer: tl.tensor,
     value_offset: tl.tensor, norm_weight: tl.tensor, eps: tl.tensor, inverse_key_scale: tl.tensor,

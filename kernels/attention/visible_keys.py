@@ -85,7 +85,7 @@ class TreePaths:
         return cls(mask, keys.to(torch.int32), sees.sum(1, dtype=torch.int32))
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit
 def is_set(bits: tl.tensor, index: tl.tensor) -> tl.tensor:
     """Bits `index` `[N]` of `bits` `[R]`, `[R, N]`. An index above 63 reads bit 63."""
     return ((bits[:, None] >> tl.minimum(index, 63).to(tl.int64)[None, :]) & 1) != 0
@@ -144,7 +144,7 @@ class KeySpans:
 # `KeySpan.first_key` in Triton kernels.
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit
 def first_key(positions: tl.tensor, SPAN: tl.constexpr) -> tl.tensor:
     """The lowest position that queries at `positions` see. SPAN: `KeySpan.code`, not 0."""
     if SPAN < 0:

@@ -28,7 +28,7 @@ from tllm_spec.kernels.launch import launch_dependents, wait_for_previous
 _OFFSETS = [*OFFSETS, "kv_slots", "block_tables", "tree_bits", "positions"]
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit
 def _rotated(
     qkv: tl.tensor, cos_sin: tl.tensor, norm_weights: tl.tensor, eps: tl.tensor, tokens: tl.tensor,
     heads: tl.tensor, real_rows: tl.tensor, HAS_NORM: tl.constexpr, NUM_HEADS: tl.constexpr,
@@ -52,12 +52,12 @@ def _rotated(
     return (own * cos + pair * sin).to(qkv.dtype.element_ty)
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit
 def _first_keys(positions: tl.tensor, real_rows: tl.tensor, SPAN: tl.constexpr) -> tl.tensor:
     return first_key(tl.load(positions, mask=real_rows, other=0).to(tl.int32), SPAN)
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit
 def _attend(
     top: tl.tensor, total: tl.tensor, mixed: tl.tensor, queries: tl.tensor, rows: tl.tensor,
     pool: tl.tensor, first: tl.tensor, end: tl.tensor, lowest: tl.tensor, num_old: tl.tensor,
@@ -84,7 +84,7 @@ def _attend(
     return top, total, mixed
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit
 def _attend_to_split(
     queries: tl.tensor, sinks: tl.tensor, heads: tl.tensor, rows: tl.tensor, pool: tl.tensor,
     first: tl.tensor, end: tl.tensor, lowest: tl.tensor, num_old: tl.tensor, is_last: tl.tensor,
@@ -110,7 +110,7 @@ def _attend_to_split(
     return top, total, mixed
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit
 def _write_window(
     qkv: tl.tensor, cos_sin: tl.tensor, norm_weights: tl.tensor, eps: tl.tensor, layer: tl.tensor,
     value_offset: tl.tensor, kv_slots: tl.tensor, num_own: tl.tensor, first_row: tl.tensor,
@@ -139,7 +139,7 @@ def _write_window(
     tl.store(targets + value_offset, values, mask=own)
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit
 def _store(
     top: tl.tensor, total: tl.tensor, mixed: tl.tensor, rows: tl.tensor, dims: tl.tensor,
     real_rows: tl.tensor, split: tl.tensor, num_splits: tl.tensor, num_used: tl.tensor,
@@ -162,7 +162,7 @@ def _store(
 
 
 # fmt: off
-@triton.jit(do_not_specialize=[*LENGTHS, "table_stride"], do_not_specialize_on_alignment=_OFFSETS)  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit(do_not_specialize=[*LENGTHS, "table_stride"], do_not_specialize_on_alignment=_OFFSETS)
 def attention_kernel(
     qkv: tl.tensor, cos_sin: tl.tensor, norm_weights: tl.tensor, eps: tl.tensor, sinks: tl.tensor,
     layer: tl.tensor, value_offset: tl.tensor, kv_slots: tl.tensor, block_tables: tl.tensor,

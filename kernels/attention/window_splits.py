@@ -143,7 +143,7 @@ def stages_next_to(q: torch.Tensor, block_m: int, block_d: int) -> int:
 # normalizer calculation for softmax", 2018) in powers of two, over keys in pages.
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit
 def add_keys(
     top: tl.tensor, total: tl.tensor, mixed: tl.tensor, scores: tl.tensor, values: tl.tensor
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
@@ -159,7 +159,7 @@ def add_keys(
     return new_top, total, mixed
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit
 def add_paged_keys(
     top: tl.tensor, total: tl.tensor, mixed: tl.tensor, queries: tl.tensor,
     pool: tl.tensor, indices: tl.tensor, own: tl.tensor, seen: tl.tensor,
@@ -194,7 +194,7 @@ LENGTHS = ["max_len", "num_splits", "min_keys", "offset"]
 OFFSETS = ["kv_lens", "num_padding", "offsets"]
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit
 def shares(
     kv_lens: tl.tensor, num_padding: tl.tensor, offsets: tl.tensor, request: tl.tensor,
     offset: tl.tensor, max_len: tl.tensor, num_splits: tl.tensor, min_keys: tl.tensor,
@@ -223,7 +223,7 @@ def shares(
     return kv_len, num_own, num_old, first, share, num_used
 
 
-@triton.jit(do_not_specialize=LENGTHS, do_not_specialize_on_alignment=OFFSETS)  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit(do_not_specialize=LENGTHS, do_not_specialize_on_alignment=OFFSETS)
 def reduction_kernel(
     partial_outputs: tl.tensor, log_sums: tl.tensor, kv_lens: tl.tensor, output: tl.tensor,
     max_len: tl.tensor, num_splits: tl.tensor, min_keys: tl.tensor, num_padding: tl.tensor,

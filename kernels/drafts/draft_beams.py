@@ -260,13 +260,13 @@ def _pool(pool: BeamPool) -> tuple[torch.Tensor | int, ...]:
     return *tensors, pool.scores.shape[1], pool.beams.shape[1]
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit
 def _score_bits(scores: tl.tensor) -> tl.tensor:
     """Integers in the order of the scores. A NaN is less than any score."""
     return tl.where(scores != scores, -1, scores.to(tl.int32, bitcast=True))
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit
 def _is_among_best(bits: tl.tensor, number: tl.constexpr) -> tl.tensor:
     """Whether each of `bits` is among the `number` largest, equal ones by index."""
     # Bit by bit, the largest bound that so many reach.
@@ -280,7 +280,7 @@ def _is_among_best(bits: tl.tensor, number: tl.constexpr) -> tl.tensor:
     return above | (equal & (tl.cumsum(equal.to(tl.int32), axis=0) <= num_equal))
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit
 def _first(
     probs: tl.tensor, tokens: tl.tensor, pool_scores: tl.tensor, pool_tokens: tl.tensor,
     pool_beams: tl.tensor, pool_size: tl.constexpr, beams_size: tl.constexpr, rows: tl.tensor,
@@ -299,7 +299,7 @@ def _first(
     tl.store(bits + own, tl.full([block], 1, tl.int64) << beams.to(tl.int64), mask=exists)
 
 
-@triton.jit(do_not_specialize=["step"])  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit(do_not_specialize=["step"])
 def _grow(
     scores: tl.tensor, bits: tl.tensor, probs: tl.tensor, tokens: tl.tensor, pool_scores: tl.tensor,
     pool_tokens: tl.tensor, pool_beams: tl.tensor, pool_size: tl.constexpr,
@@ -345,7 +345,7 @@ def _grow(
         tl.store(pool_beams + beam_index, start + best, mask=is_beam)
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit
 def _select(
     pool_scores: tl.tensor, pool_tokens: tl.tensor, pool_beams: tl.tensor, pool_size: tl.constexpr,
     beams_size: tl.constexpr, tokens: tl.tensor, parents: tl.tensor, depths: tl.tensor,

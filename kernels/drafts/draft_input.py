@@ -120,7 +120,7 @@ def draft_input_triton(
     return DraftInput(both, total, replace(rotary, gathered=cos_sin))
 
 
-@triton.jit(do_not_specialize=["num_wanted"])  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit(do_not_specialize=["num_wanted"])
 def draft_input_kernel(
     token_ids: tl.tensor, table: tl.tensor, hidden: tl.tensor, hidden_stride: tl.tensor,
     embedding_weight: tl.tensor, hidden_weight: tl.tensor, wanted: tl.tensor, rotary: tl.tensor,
@@ -162,7 +162,7 @@ def draft_input_kernel(
         copy_part(source, output, 0, ROTARY_SIZE, ROTARY_BLOCK)
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit
 def _norm(
     x: tl.tensor, weight: tl.tensor, output: tl.tensor, eps: tl.tensor, SIZE: tl.constexpr,
     BLOCK: tl.constexpr,

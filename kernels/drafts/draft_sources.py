@@ -162,7 +162,7 @@ def choose_drafts_triton(
     return chosen
 
 
-@triton.jit(do_not_specialize=["num_requests", "dummy"])  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit(do_not_specialize=["num_requests", "dummy"])
 def _observe(
     pending: tl.tensor, choices: tl.tensor, counts: tl.tensor, priors: tl.tensor,
     takes_match: tl.tensor, totals: tl.tensor, slots: tl.tensor, tokens: tl.tensor, lens: tl.tensor,
@@ -222,7 +222,7 @@ def _observe(
             tl.store(total + 1, tl.load(total + 1) + accepted)
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit
 def _compared(
     drafts: tl.tensor, token: tl.tensor, is_tried: tl.tensor, cell: tl.tensor
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
@@ -234,7 +234,7 @@ def _compared(
     return is_right, tried, tl.load(cell + 1) + tl.sum(is_right.to(tl.int32), axis=0)
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit
 def _stored(
     cell: tl.tensor, tried: tl.tensor, right: tl.tensor, num_right: tl.tensor, number: tl.constexpr
 ) -> tl.tensor:
@@ -245,7 +245,7 @@ def _stored(
     return (right + num_right) / (tried + number)
 
 
-@triton.jit(do_not_specialize=["num_classes"])  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit(do_not_specialize=["num_classes"])
 def _choose(
     pending: tl.tensor, choices: tl.tensor, takes_match: tl.tensor, slots: tl.tensor,
     network: tl.tensor, match: tl.tensor, lengths: tl.tensor, drafts: tl.tensor,

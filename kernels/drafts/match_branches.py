@@ -181,7 +181,7 @@ def add_match_triton(
     return DraftTree(tokens, parents=new_rows[0], depths=new_rows[1], bits=new_rows[2])
 
 
-@triton.jit(do_not_specialize=["num_classes"])  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit(do_not_specialize=["num_classes"])
 def _add(
     pending: tl.tensor, choices: tl.tensor, counts: tl.tensor, priors: tl.tensor, slots: tl.tensor,
     tokens: tl.tensor, scores: tl.tensor, parents: tl.tensor, depths: tl.tensor,
@@ -243,7 +243,7 @@ def _add(
     tl.store(new_bits + at, row_bits, mask=is_chosen)
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit
 def _await_block(
     pending: tl.tensor, own: tl.tensor, token: tl.tensor, parent: tl.tensor, node: tl.tensor,
     match: tl.tensor, num_drafts: tl.tensor, max_draft_len: tl.constexpr,
@@ -258,14 +258,14 @@ def _await_block(
         tl.store(pending + max_draft_len + step, of_match.to(tl.int32))
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit
 def _is_before(keys: tl.tensor, own: tl.tensor) -> tl.tensor:
     """Whether each column's key is less than each row's; equal ones are in order."""
     equal = (keys[None, :] == keys[:, None]) & (own[None, :] < own[:, None])
     return (keys[None, :] < keys[:, None]) | equal
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit
 def _numbered(
     own: tl.tensor, parent: tl.tensor, depth: tl.tensor, is_chosen: tl.tensor, is_above: tl.tensor
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:

@@ -100,7 +100,7 @@ def path_trees_triton(
     return DraftTree(tokens, num_nodes, parents=parents, depths=depths, bits=bits)
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit
 def _grow(
     paths: tl.tensor, lens: tl.tensor, tokens: tl.tensor, parents: tl.tensor, depths: tl.tensor,
     all_bits: tl.tensor, num_nodes: tl.tensor, num_paths: tl.constexpr, max_depth: tl.constexpr,
@@ -224,7 +224,7 @@ def path_ranks_triton(
     return found
 
 
-@triton.jit(do_not_specialize=["parents_stride"])  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit(do_not_specialize=["parents_stride"])
 def _path_ranks(
     all_parents: tl.tensor, parents_stride: tl.tensor, slots: tl.tensor, all_num_drafts: tl.tensor,
     rows: tl.tensor, lens: tl.tensor, found: tl.tensor, width: tl.constexpr, block: tl.constexpr,

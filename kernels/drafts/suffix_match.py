@@ -288,7 +288,7 @@ def match_suffixes_triton(
     return Matches(drafts, num_drafts, lengths)
 
 
-@triton.jit(do_not_specialize=["stride", "max_len"])  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit(do_not_specialize=["stride", "max_len"])
 def _append(
     texts: tl.tensor, stride: tl.tensor, max_len: tl.tensor, slots: tl.tensor, kv_lens: tl.tensor,
     tokens: tl.tensor, lens: tl.tensor, width: tl.constexpr, block: tl.constexpr,
@@ -303,7 +303,7 @@ def _append(
     tl.store(texts + slot * stride + position, tl.maximum(token, 0).to(tl.int32), mask=is_new)
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit
 def _lengths(
     text: tl.tensor, end: tl.tensor, row: tl.tensor, position: tl.tensor, is_place: tl.tensor,
     max_match: tl.tensor,
@@ -322,7 +322,7 @@ def _lengths(
     return length
 
 
-@triton.jit(do_not_specialize=["width", "num_slots", "max_match"])  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit(do_not_specialize=["width", "num_slots", "max_match"])
 def _score(
     memory: tl.tensor, width: tl.tensor, num_slots: tl.tensor, kv_lens: tl.tensor,
     slots: tl.tensor, salts: tl.tensor, scores: tl.tensor, num_splits: tl.constexpr,
@@ -378,7 +378,7 @@ def _score(
     tl.store(scores + own, best, mask=columns < num_matches)
 
 
-@triton.jit(do_not_specialize=["width", "num_slots", "size"])  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit(do_not_specialize=["width", "num_slots", "size"])
 def _copy(
     memory: tl.tensor, width: tl.tensor, num_slots: tl.tensor, kv_lens: tl.tensor,
     slots: tl.tensor, size: tl.tensor, scores: tl.tensor, num_scores: tl.constexpr,

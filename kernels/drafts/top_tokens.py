@@ -130,7 +130,7 @@ def top_tokens_triton(
     return probs, tokens
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit
 def _keys(values: tl.tensor, indices: tl.tensor) -> tl.tensor:
     """values without NaN."""
     bits = tl.where(values == 0, 0.0, values).to(tl.int32, bitcast=True)  # -0 is 0
@@ -138,12 +138,12 @@ def _keys(values: tl.tensor, indices: tl.tensor) -> tl.tensor:
     return bits * _INDEX_STEP + (_LAST_INDEX - indices)
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit
 def _indices(keys: tl.tensor) -> tl.tensor:
     return (keys & 0x7FFFFFFF) ^ 0x7FFFFFFF
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit
 def _keep_best(keys: tl.tensor, topk: tl.constexpr, block: tl.constexpr) -> tl.tensor:
     """The `topk` largest of distinct keys, largest first, `[block]`."""
     ranks = tl.arange(0, block)
@@ -158,7 +158,7 @@ def _keep_best(keys: tl.tensor, topk: tl.constexpr, block: tl.constexpr) -> tl.t
 _STRIDES = ["temperatures_stride", "seeds_stride", "positions_stride"]
 
 
-@triton.jit(do_not_specialize=_STRIDES)  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit(do_not_specialize=_STRIDES)
 def _reduce_part(
     logits: tl.tensor, logits_stride: tl.tensor, temperatures: tl.tensor,
     temperatures_stride: tl.tensor, seeds: tl.tensor, seeds_stride: tl.tensor,
@@ -185,7 +185,7 @@ def _reduce_part(
     tl.store(sums + index, tl.sum(tl.exp(values - shift), axis=0))
 
 
-@triton.jit(do_not_specialize=[*_STRIDES, "num_parts"])  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit(do_not_specialize=[*_STRIDES, "num_parts"])
 def _best_of_row(
     logits: tl.tensor, logits_stride: tl.tensor, temperatures: tl.tensor,
     temperatures_stride: tl.tensor, seeds: tl.tensor, seeds_stride: tl.tensor,

@@ -13,7 +13,7 @@ from tllm_spec.kernels.gemm.fp8_linear import scaled, sum_codes
 from tllm_spec.kernels.launch import begin
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit
 def _swiglu(
     gate_up: tl.tensor, factor: tl.tensor, LIMIT: tl.constexpr, SLOPE: tl.constexpr,
     HALF: tl.constexpr, BLOCK_ROWS: tl.constexpr,
@@ -31,7 +31,7 @@ def _swiglu(
     return activated
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit
 def _outputs_of_tile(
     first: tl.tensor, OUT: tl.constexpr, GATED: tl.constexpr, BLOCK_OUT: tl.constexpr
 ) -> tl.tensor:
@@ -44,7 +44,7 @@ def _outputs_of_tile(
     return (first + outs) % OUT
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit
 def _sum_tile(
     x: tl.tensor, x_scales: tl.tensor, x_scales_stride: tl.tensor, x_row: tl.tensor,
     real_row: tl.tensor, weight: tl.tensor, scales: tl.tensor, expert: tl.tensor,
@@ -78,7 +78,7 @@ def _sum_tile(
     return total
 
 
-@triton.jit(do_not_specialize=["room", "num_inputs", "x_scales_stride"])  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit(do_not_specialize=["room", "num_inputs", "x_scales_stride"])
 def grouped_gemm_kernel(
     x: tl.tensor, x_scales: tl.tensor, x_scales_stride: tl.tensor,
     weight: tl.tensor, scales: tl.tensor, bias: tl.tensor,
@@ -126,7 +126,7 @@ def grouped_gemm_kernel(
     tl.store(pointers, total.to(output.dtype.element_ty), mask=real)
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit
 def _add_tile(
     total: tl.tensor, x: tl.tensor, w_rows: tl.tensor, x_scale: tl.tensor, w_scale: tl.tensor,
     WIDEN: tl.constexpr, ADDED: tl.constexpr,
@@ -139,7 +139,7 @@ def _add_tile(
     return tl.fma(product, tl.broadcast_to((w_scale * x_scale)[:, None], total.shape), total)
 
 
-@triton.jit(do_not_specialize=["room", "num_inputs", "x_scales_stride"])  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit(do_not_specialize=["room", "num_inputs", "x_scales_stride"])
 def grouped_tiles_kernel(
     x: tl.tensor, x_scales: tl.tensor, x_scales_stride: tl.tensor,
     weight: tl.tensor, scales: tl.tensor, output: tl.tensor,

@@ -148,7 +148,7 @@ def _place_by_chunks(
     return ends[-1]
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit
 def _own(experts: tl.tensor, FIRST: tl.constexpr, NUMBER: tl.constexpr) -> tl.tensor:
     """The rank's number of each expert; NUMBER for those of other ranks."""
     if FIRST is not None:
@@ -157,7 +157,7 @@ def _own(experts: tl.tensor, FIRST: tl.constexpr, NUMBER: tl.constexpr) -> tl.te
     return experts
 
 
-@triton.jit(do_not_specialize=["number", "room"])  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit(do_not_specialize=["number", "room"])
 def moe_permute_kernel(
     experts: tl.tensor, totals: tl.tensor, order: tl.tensor, blocks: tl.tensor,
     num_blocks: tl.tensor, number: tl.tensor, room: tl.tensor, BLOCK_ROWS: tl.constexpr,
@@ -207,7 +207,7 @@ def moe_permute_kernel(
             first += tl.sum(mine, 0)
 
 
-@triton.jit(do_not_specialize=["number"])  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit(do_not_specialize=["number"])
 def count_chunk_kernel(
     experts: tl.tensor, counts: tl.tensor, number: tl.tensor, FIRST: tl.constexpr,
     NUMBER: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
@@ -223,7 +223,7 @@ def count_chunk_kernel(
     tl.store(counts + chunk * BINS + bins, found)
 
 
-@triton.jit(do_not_specialize=["number", "last"])  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit(do_not_specialize=["number", "last"])
 def place_chunk_kernel(
     experts: tl.tensor, counts: tl.tensor, ends: tl.tensor, order: tl.tensor, number: tl.tensor,
     last: tl.tensor, FIRST: tl.constexpr, NUMBER: tl.constexpr, BINS: tl.constexpr,

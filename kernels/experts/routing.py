@@ -123,13 +123,13 @@ def moe_routing_triton(
     return experts, weights
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit
 def _without_nan(values: tl.tensor) -> tl.tensor:
     """NaN would make the index of the best one undefined."""
     return tl.where(values == values, values, float("-inf"))
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit
 def _scores(logit: tl.tensor, SOFTMAX: tl.constexpr, SIZE: tl.constexpr) -> tl.tensor:
     if SOFTMAX:
         powers = tl.exp(logit - tl.max(tl.reshape(logit, [SIZE]), 0))
@@ -139,7 +139,7 @@ def _scores(logit: tl.tensor, SOFTMAX: tl.constexpr, SIZE: tl.constexpr) -> tl.t
     return scores
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit
 def _outside_best_groups(
     choice: tl.tensor, NUM_GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUPS: tl.constexpr,
     MEMBERS: tl.constexpr, SUMS_TWO: tl.constexpr,
@@ -158,7 +158,7 @@ def _outside_best_groups(
     return outside
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit
 def moe_routing_kernel(
     logits: tl.tensor, bias: tl.tensor, experts: tl.tensor, weights: tl.tensor, scale: tl.tensor,
     EPSILON: tl.constexpr, SOFTMAX: tl.constexpr, NORMALISES: tl.constexpr, TOP_K: tl.constexpr,
@@ -289,7 +289,7 @@ def moe_combine_triton(
     return output
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit
 def moe_combine_kernel(
     parts: tl.tensor, weights: tl.tensor, add_to: tl.tensor, output: tl.tensor, experts: tl.tensor,
     FIRST: tl.constexpr, NUMBER: tl.constexpr, SIZE: tl.constexpr, TOP_K: tl.constexpr,

@@ -138,7 +138,7 @@ def launch_linear(
 ROW_TILES_TOGETHER = tl.constexpr(8)
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit
 def tile_of_program(
     num_rows: tl.tensor, OUT: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
@@ -153,7 +153,7 @@ def tile_of_program(
     return rows, outs
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit
 def load_weights(
     w_rows: tl.tensor, inputs: tl.tensor, IN: tl.constexpr, BLOCK: tl.constexpr
 ) -> tl.tensor:
@@ -165,7 +165,7 @@ def load_weights(
     return w
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit
 def sum_inputs(
     x_rows: tl.tensor, real_row: tl.tensor, w_rows: tl.tensor, scale_rows: tl.tensor,
     first: tl.tensor, end: tl.tensor, IN: tl.constexpr, GROUP: tl.constexpr, WIDEN: tl.constexpr,
@@ -200,7 +200,7 @@ def sum_inputs(
     return total
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit
 def sum_chunks(
     x_rows: tl.tensor, real_row: tl.tensor, w_rows: tl.tensor, scale_rows: tl.tensor,
     num_inputs: tl.tensor, IS_ONE: tl.constexpr, IN: tl.constexpr, GROUP: tl.constexpr,
@@ -223,7 +223,7 @@ def sum_chunks(
     return total
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_inputs"])  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit(do_not_specialize=["num_rows", "num_inputs"])
 def linear_kernel(
     x: tl.tensor, x_stride: tl.tensor, weight: tl.tensor, bias: tl.tensor, output: tl.tensor,
     num_rows: tl.tensor, num_inputs: tl.tensor, IN: tl.constexpr, OUT: tl.constexpr,
@@ -252,7 +252,7 @@ def linear_kernel(
     tl.store(pointers, total.to(output.dtype.element_ty), mask=real)
 
 
-@triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit(do_not_specialize=["num_rows"])
 def add_chunks_kernel(
     parts: tl.tensor, row_scales: tl.tensor, bias: tl.tensor, output: tl.tensor,
     output_stride: tl.tensor, num_rows: tl.tensor, OUT: tl.constexpr, CHUNKS: tl.constexpr,

@@ -204,7 +204,7 @@ def _check(
 # constant, so that the loop is pipelined for any size.
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit
 def _fetch_weights(
     weight: tl.tensor, num_rows: tl.tensor, IN: tl.constexpr, OUT: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK: tl.constexpr,
@@ -226,13 +226,13 @@ def _fetch_weights(
     )
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit
 def scaled(total: tl.tensor, scale: tl.tensor) -> tl.tensor:
     """The product, which the compiler does not contract with an addition."""
     return tl.fma(total, tl.broadcast_to(scale, total.shape), 0.0)
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit
 def _scale(pointers: tl.tensor, real: tl.tensor, IS_SCALED: tl.constexpr) -> tl.tensor:
     """A block's scales, or 1."""
     if IS_SCALED:
@@ -240,7 +240,7 @@ def _scale(pointers: tl.tensor, real: tl.tensor, IS_SCALED: tl.constexpr) -> tl.
     return tl.full(pointers.shape, 1.0, tl.float32)
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit
 def sum_codes(
     x_rows: tl.tensor, x_scale_rows: tl.tensor, x_scale_stride: tl.tensor, real_row: tl.tensor,
     w_rows: tl.tensor, w_scale_rows: tl.tensor, w_scale_stride: tl.tensor, first: tl.tensor,
@@ -276,7 +276,7 @@ def sum_codes(
     return total
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_inputs", "x_scales_stride"])  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit(do_not_specialize=["num_rows", "num_inputs", "x_scales_stride"])
 def fp8_linear_kernel(
     x: tl.tensor, x_scales: tl.tensor, x_scales_stride: tl.tensor, weight: tl.tensor,
     scales: tl.tensor, scales_stride: tl.tensor, scales_block_stride: tl.tensor, bias: tl.tensor,

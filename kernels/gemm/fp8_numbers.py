@@ -146,7 +146,7 @@ def _activated(x: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
     return activated, magnitudes
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit
 def on_grid(values: tl.tensor) -> tl.tensor:
     """float32 values up to 448 rounded to the nearest of E4M3's numbers, ties to even: those of a
     binade from 2^e on are 2^(e - 3) apart, below 2^-6 2^-9."""
@@ -158,7 +158,7 @@ def on_grid(values: tl.tensor) -> tl.tensor:
     return tl.where(rounded == 0.0, values * 0.0, rounded)  # a zero keeps its sign
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit
 def _swiglu(gates: tl.tensor, real: tl.tensor, SIZE: tl.constexpr) -> tl.tensor:
     """float32, rounded to the type of `gates`, after which what they multiply follows."""
     gate = tl.load(gates, mask=real, other=0.0).to(tl.float32)
@@ -167,7 +167,7 @@ def _swiglu(gates: tl.tensor, real: tl.tensor, SIZE: tl.constexpr) -> tl.tensor:
     return activated.to(gates.dtype.element_ty).to(tl.float32)
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit
 def activate_kernel(
     x: tl.tensor, x_stride: tl.tensor, activated: tl.tensor, magnitudes: tl.tensor,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
@@ -183,7 +183,7 @@ def activate_kernel(
     tl.store(magnitudes + row * tl.num_programs(1) + tl.program_id(1), largest)
 
 
-@triton.jit(do_not_specialize=["scales_stride"])  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit(do_not_specialize=["scales_stride"])
 def quantise_rows_kernel(
     x: tl.tensor, x_stride: tl.tensor, norm_weight: tl.tensor, eps: tl.tensor,
     static_scale: tl.tensor, magnitudes: tl.tensor, bound: tl.tensor, codes: tl.tensor,
@@ -287,7 +287,7 @@ def dequantise_rows_triton(weight: torch.Tensor, scales: torch.Tensor, out: torc
     )
 
 
-@triton.jit(do_not_specialize=["num_blocks"])  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit(do_not_specialize=["num_blocks"])
 def dequantise_kernel(
     weight: tl.tensor, scales: tl.tensor, out: tl.tensor, num_blocks: tl.tensor, IN: tl.constexpr,
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr,

@@ -63,7 +63,7 @@ def head_gemm_triton(
     )
 
 
-@triton.jit(do_not_specialize=["rows"])  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit(do_not_specialize=["rows"])
 def head_gemm_kernel(
     x: tl.tensor, x_row_stride: tl.tensor, x_head_stride: tl.tensor, weight: tl.tensor,
     weight_head_stride: tl.tensor, weight_depth_stride: tl.tensor, weight_width_stride: tl.tensor,

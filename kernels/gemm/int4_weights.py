@@ -180,7 +180,7 @@ _LOW_E2M1_FLOAT16, _HIGH_E2M1_FLOAT16 = (
 )
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit
 def _e2m1(codes: tl.tensor) -> tl.tensor:
     """E2M1 numbers of int32 codes, in float32."""
     exponent, mantissa = codes >> 1 & 3, codes & 1
@@ -188,7 +188,7 @@ def _e2m1(codes: tl.tensor) -> tl.tensor:
     return tl.where(codes & 8 != 0, -0.5, 0.5) * halves.to(tl.float32)
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit
 def _numbers(
     codes: tl.tensor, word: tl.tensor, HIGH: tl.constexpr, dtype: tl.constexpr, WIDEN: tl.constexpr
 ) -> tl.tensor:
@@ -228,7 +228,7 @@ def _numbers(
     return numbers
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit
 def load_inputs(
     x_rows: tl.tensor, real_row: tl.tensor, inputs: tl.tensor,
     IN: tl.constexpr, BLOCK: tl.constexpr, WIDEN: tl.constexpr,
@@ -247,7 +247,7 @@ def load_inputs(
     return x.to(tl.float32) if WIDEN else x
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit
 def _group(
     first: tl.tensor, IN: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr
 ) -> tl.tensor:
@@ -255,13 +255,13 @@ def _group(
     return first // GROUP if IN % BLOCK == 0 else tl.minimum(first, IN - 1) // GROUP
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit
 def _power_of_two(exponents: tl.tensor, number: tl.constexpr) -> tl.tensor:
     """Scale `number` of a block, in float32. exponents: those of the block."""
     return ((exponents >> 8 * number & 255) << 23).to(tl.float32, bitcast=True)
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit
 def add_int4_dot(
     total: tl.tensor, x_rows: tl.tensor, real_row: tl.tensor, w_rows: tl.tensor,
     word_rows: tl.tensor, start: tl.tensor, IN: tl.constexpr, GROUP: tl.constexpr,
@@ -305,7 +305,7 @@ def add_int4_dot(
     return total
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit
 def _add_exact(
     total: tl.tensor, x_rows: tl.tensor, real_row: tl.tensor, w_rows: tl.tensor,
     exponents: tl.tensor, start: tl.tensor, IN: tl.constexpr, BLOCK: tl.constexpr,
@@ -331,13 +331,13 @@ def _add_exact(
     return total
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit
 def _scale(word: tl.tensor) -> tl.tensor:
     """In float32."""
     return word if word.dtype == tl.float32 else (word & -16).to(tl.float32, bitcast=True)
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit
 def _add_scaled(total: tl.tensor, product: tl.tensor, word: tl.tensor) -> tl.tensor:
     """`total + product` times the scale that the word `[outputs]` of its group has."""
     scale = _scale(word)
@@ -368,7 +368,7 @@ def dequantise_int4_triton(
     )
 
 
-@triton.jit(do_not_specialize=["num_blocks"])  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit(do_not_specialize=["num_blocks"])
 def dequantise_int4_kernel(
     stored: tl.tensor, words: tl.tensor, out: tl.tensor, num_blocks: tl.tensor, IN: tl.constexpr,
     GROUP: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, WIDEN: tl.constexpr,

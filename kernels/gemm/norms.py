@@ -75,7 +75,7 @@ def rms_norm_triton(
     return output
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit
 def norm_row(
     x: tl.tensor, weight: tl.tensor, eps: tl.tensor, columns: tl.tensor, real: tl.tensor,
     SIZE: tl.constexpr,
@@ -87,7 +87,7 @@ def norm_row(
     return values * tl.rsqrt(mean_square + eps) * weights
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit
 def rms_norm_kernel(
     x: tl.tensor, x_stride: tl.tensor, weight: tl.tensor, output: tl.tensor,
     output_stride: tl.tensor, eps: tl.tensor, ADDS: tl.constexpr, SIZE: tl.constexpr,
@@ -156,7 +156,7 @@ def silu_and_mul_triton(gate_up: torch.Tensor, activation: Activation = "silu") 
     return output
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit
 def silu_and_mul_kernel(
     gate_up: tl.tensor, row_stride: tl.tensor, output: tl.tensor, IS_GELU: tl.constexpr,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,

@@ -250,7 +250,7 @@ def launch_scaled_linear(
 # shared memory to registers, where it is converted, and from there to the tensor cores.
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_inputs"])  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit(do_not_specialize=["num_rows", "num_inputs"])
 def scaled_linear_kernel(
     x: tl.tensor, x_stride: tl.tensor, weight: tl.tensor, scales: tl.tensor, bias: tl.tensor,
     output: tl.tensor, output_stride: tl.tensor, num_rows: tl.tensor, num_inputs: tl.tensor,

@@ -118,7 +118,7 @@ def rank_sum_triton(
     )
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit
 def rank_sum_kernel(
     values: tl.tensor, output: tl.tensor, num_words: tl.tensor, addresses: tl.tensor,
     counts: tl.tensor, CAPACITY: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr,
@@ -169,7 +169,7 @@ def rank_sum_kernel(
         tl.store(counts + block, number)
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit
 def send(
     own: tl.tensor, words: tl.tensor, real: tl.tensor, number: tl.tensor, addresses: tl.tensor,
     CAPACITY: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr, SLOTS: tl.constexpr,
@@ -184,7 +184,7 @@ def send(
     tl.store(theirs[:, None] + place[None, :], line[None, :], mask=mask)
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit
 def memory_of(
     ranks: tl.tensor, is_wanted: tl.tensor, addresses: tl.tensor, WORD: tl.constexpr
 ) -> tl.tensor:
@@ -193,24 +193,24 @@ def memory_of(
     return tl.multiple_of(found.to(tl.pointer_type(WORD)), 16)
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit
 def lower(word: tl.tensor, PACKED: tl.constexpr) -> tl.tensor:
     """The float32, or the first of two bfloat16."""
     return (word << 16 if PACKED else word).to(tl.float32, bitcast=True)
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit
 def upper(word: tl.tensor) -> tl.tensor:
     """The second of two bfloat16."""
     return (word & -65536).to(tl.float32, bitcast=True)
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit
 def rounded(value: tl.tensor, PACKED: tl.constexpr) -> tl.tensor:
     return value.to(tl.bfloat16).to(tl.float32) if PACKED else value
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit
 def packed(low: tl.tensor, high: tl.tensor, PACKED: tl.constexpr) -> tl.tensor:
     """The word of one or two values."""
     if PACKED:
@@ -272,7 +272,7 @@ def rank_best_triton(lines: RankLines, offers: torch.Tensor) -> torch.Tensor:
     return tokens
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit
 def rank_best_kernel(
     offers: tl.tensor, tokens: tl.tensor, num_rows: tl.tensor, addresses: tl.tensor,
     counts: tl.tensor, CAPACITY: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr,

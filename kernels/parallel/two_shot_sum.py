@@ -99,7 +99,7 @@ def two_shot_sum_triton(
     )
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit
 def two_shot_sum_kernel(
     values: tl.tensor, output: tl.tensor, num_words: tl.tensor, addresses: tl.tensor,
     counts: tl.tensor, CHUNKS: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr,
@@ -150,7 +150,7 @@ def two_shot_sum_kernel(
         tl.store(counts + chunk, number)
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit
 def own_part(
     own: tl.tensor, received: tl.tensor, real: tl.tensor, RANK: tl.constexpr, RANKS: tl.constexpr,
     PACKED: tl.constexpr, PART: tl.constexpr,
@@ -166,7 +166,7 @@ def own_part(
     return packed(low, high, PACKED)
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit
 def raise_flags(
     flags: tl.tensor, is_other: tl.tensor, number: tl.tensor, FENCES: tl.constexpr
 ) -> None:
@@ -178,7 +178,7 @@ def raise_flags(
     tl.store(flags, number, mask=is_other)
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit
 def wait_for(flags: tl.tensor, number: tl.tensor, FENCES: tl.constexpr) -> None:
     """Until all flags have the number; then all threads may read what was written before."""
     found = raised(flags, FENCES)
@@ -187,7 +187,7 @@ def wait_for(flags: tl.tensor, number: tl.tensor, FENCES: tl.constexpr) -> None:
     tl.debug_barrier()
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit
 def raised(flags: tl.tensor, FENCES: tl.constexpr) -> tl.tensor:
     if FENCES:
         text: tl.constexpr = "ld.acquire.sys.global.b32 $0, [$1];"
@@ -199,13 +199,13 @@ def raised(flags: tl.tensor, FENCES: tl.constexpr) -> tl.tensor:
     return found
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit
 def start_of(output: tl.tensor, real: tl.tensor, ADDS: tl.constexpr) -> tl.tensor:
     """The words that the sum is added to, if it is added to any."""
     return tl.load(output, mask=real, other=0) if ADDS else tl.zeros(real.shape, tl.int32)
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit
 def added(
     before: tl.tensor, total: tl.tensor, ADDS: tl.constexpr, PACKED: tl.constexpr
 ) -> tl.tensor:

@@ -255,7 +255,7 @@ def gumbel_noise_triton(
     return noise
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit
 def part_noise(
     seed: tl.tensor, position: tl.tensor, part: tl.tensor, domain: tl.constexpr, block: tl.constexpr
 ) -> tl.tensor:
@@ -270,7 +270,7 @@ def part_noise(
     return _gumbel(tl.interleave(tl.interleave(word0, word2), tl.interleave(word1, word3)))
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit
 def noise_at(
     seed: tl.tensor, position: tl.tensor, tokens: tl.tensor, domain: tl.constexpr
 ) -> tl.tensor:
@@ -285,13 +285,13 @@ def noise_at(
     )
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit
 def _gumbel(words: tl.tensor) -> tl.tensor:
     uniform = (words.to(tl.float64) + 0.5) * (1.0 / 4294967296.0)  # exact: 33 bits
     return (-tl.log(-tl.log(uniform))).to(tl.float32)
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit
 def drawn(
     logits: tl.tensor, logits_stride: tl.tensor, temperatures: tl.tensor,
     temperatures_stride: tl.tensor, seeds: tl.tensor, seeds_stride: tl.tensor,
@@ -323,7 +323,7 @@ def drawn(
     return values
 
 
-@triton.jit(do_not_specialize=["temperatures_stride", "seeds_stride", "positions_stride"])  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit(do_not_specialize=["temperatures_stride", "seeds_stride", "positions_stride"])
 def _choose_part(
     logits: tl.tensor, logits_stride: tl.tensor, temperatures: tl.tensor,
     temperatures_stride: tl.tensor, seeds: tl.tensor, seeds_stride: tl.tensor, positions: tl.tensor,
@@ -350,7 +350,7 @@ def _choose_part(
     tl.store(part_tokens + index, token)
 
 
-@triton.jit(do_not_specialize=["first", "num_parts"])  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit(do_not_specialize=["first", "num_parts"])
 def _choose_among_parts(
     part_values: tl.tensor, part_tokens: tl.tensor, token_map: tl.tensor, chosen: tl.tensor,
     offers: tl.tensor, first: tl.tensor, num_parts: tl.tensor, width: tl.constexpr,
@@ -376,7 +376,7 @@ def _choose_among_parts(
         tl.store(chosen + row, token.to(tl.int64))
 
 
-@triton.jit(do_not_specialize=["seeds_stride", "positions_stride"])  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit(do_not_specialize=["seeds_stride", "positions_stride"])
 def _write_noise(
     seeds: tl.tensor, seeds_stride: tl.tensor, positions: tl.tensor, positions_stride: tl.tensor,
     noise: tl.tensor, num_tokens: tl.tensor, domain: tl.constexpr, block: tl.constexpr,

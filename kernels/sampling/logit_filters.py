@@ -137,7 +137,7 @@ def filter_cut_triton(
 _UNSPECIALIZED = ["temperatures_stride", "top_ks_stride", "top_ps_stride", "min_ps_stride"]
 
 
-@triton.jit(do_not_specialize=_UNSPECIALIZED)  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit(do_not_specialize=_UNSPECIALIZED)
 def _count_keys(
     bits: tl.tensor, bits_stride: tl.tensor, temperatures: tl.tensor,
     temperatures_stride: tl.tensor, top_ks: tl.tensor, top_ks_stride: tl.tensor, top_ps: tl.tensor,
@@ -164,7 +164,7 @@ def _count_keys(
         )
 
 
-@triton.jit(do_not_specialize=_UNSPECIALIZED)  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit(do_not_specialize=_UNSPECIALIZED)
 def _find_cut(
     temperatures: tl.tensor, temperatures_stride: tl.tensor, top_ks: tl.tensor,
     top_ks_stride: tl.tensor, top_ps: tl.tensor, top_ps_stride: tl.tensor, min_ps: tl.tensor,
@@ -194,7 +194,7 @@ def _find_cut(
     tl.store(cuts + row, cut)
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit
 def _kth_key(
     counts: tl.tensor, greatest: tl.tensor, top_k: tl.tensor, walk: tl.constexpr
 ) -> tl.tensor:
@@ -210,7 +210,7 @@ def _kth_key(
     return found
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit
 def _mass(
     counts: tl.tensor, greatest: tl.tensor, best: tl.tensor, cut: tl.tensor, temperature: tl.tensor,
     is_bfloat16: tl.constexpr, walk: tl.constexpr,
@@ -230,7 +230,7 @@ def _mass(
     return total
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit
 def _nucleus(
     counts: tl.tensor, greatest: tl.tensor, best: tl.tensor, cut: tl.tensor, target: tl.tensor,
     temperature: tl.tensor, is_bfloat16: tl.constexpr, walk: tl.constexpr,
@@ -253,7 +253,7 @@ def _nucleus(
     return found
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit
 def _value(keys: tl.tensor, temperature: tl.tensor, is_bfloat16: tl.constexpr) -> tl.tensor:
     """logits / temperature of keys, float32."""
     word = tl.where(keys >= 0x8000, keys - 0x8000, 0xFFFF - keys)
@@ -264,7 +264,7 @@ def _value(keys: tl.tensor, temperature: tl.tensor, is_bfloat16: tl.constexpr) -
     return tl.div_rn(logits, temperature)
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit
 def _weights(values: tl.tensor, best: tl.tensor) -> tl.tensor:
     """The same operations as `token_weights`."""
     x = tl.where(values == best, 0.0, values - best)
@@ -323,7 +323,7 @@ def mask_tokens_triton(
     )
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit
 def mask_tokens_kernel(
     logits: tl.tensor, stride: tl.tensor, mask_of_row: tl.tensor, bitmasks: tl.tensor,
     num_words: tl.tensor, first: tl.tensor, num_tokens: tl.tensor, BLOCK: tl.constexpr,

@@ -219,7 +219,7 @@ def learn_values_triton(
     )
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit
 def _block_probabilities(
     features: tl.tensor, stride: tl.tensor, of_feature: tl.tensor, own: tl.tensor, slot: tl.tensor,
     column: tl.tensor, exists: tl.tensor,
@@ -231,7 +231,7 @@ def _block_probabilities(
     return feature, tl.sigmoid(number)
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit
 def _best(key: tl.tensor, number: tl.tensor) -> tl.tensor:
     """Which keys are the `number` largest ones, equal ones in order. Negative keys are never."""
     low = number * 0
@@ -248,7 +248,7 @@ def _best(key: tl.tensor, number: tl.tensor) -> tl.tensor:
     return is_above | ((is_equal > 0) & (before < num_left))
 
 
-@triton.jit(do_not_specialize=["stride", "batch", "num_more", "depth", "num_budgets"])  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit(do_not_specialize=["stride", "batch", "num_more", "depth", "num_budgets"])
 def _choose(
     features: tl.tensor, stride: tl.tensor, of_feature: tl.tensor, of_slot: tl.tensor,
     num_idle: tl.tensor, budgets: tl.tensor, all_num_drafts: tl.tensor, slots: tl.tensor,
@@ -293,7 +293,7 @@ def _choose(
         tl.store(targets, (total + 0.5).to(tl.int64), mask=is_own)
 
 
-@triton.jit(do_not_specialize=["stride", "batch"])  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit(do_not_specialize=["stride", "batch"])
 def _learn(
     features: tl.tensor, stride: tl.tensor, of_feature: tl.tensor, of_slot: tl.tensor,
     all_num_idle: tl.tensor, all_num_verified: tl.tensor, slots: tl.tensor, new_lens: tl.tensor,

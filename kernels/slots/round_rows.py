@@ -169,7 +169,7 @@ def window_rows_triton(
     return WindowRows(positions, kv_slots, kv_lens, block_tables)
 
 
-@triton.jit(  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit(
     do_not_specialize=["num_pages", "offset"],
     do_not_specialize_on_alignment=["slots", "first", "depths"],
 )

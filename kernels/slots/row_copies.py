@@ -176,7 +176,7 @@ def _block(size: int, element_size: int) -> int:
     return min(int(triton.next_power_of_2(max(size, 1))), _BYTES // element_size)
 
 
-@triton.jit(do_not_specialize_on_alignment=["rows"])  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit(do_not_specialize_on_alignment=["rows"])
 def copy_rows_kernel(
     source: tl.tensor, source_stride: tl.tensor, rows: tl.tensor, destination: tl.tensor,
     destination_stride: tl.tensor, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
@@ -193,9 +193,7 @@ def copy_rows_kernel(
     )
 
 
-@triton.jit(  # type: ignore[untyped-decorator]  # triton has no types
-    do_not_specialize=["first", "num_elements"], do_not_specialize_on_alignment=["rows"]
-)
+@triton.jit(do_not_specialize=["first", "num_elements"], do_not_specialize_on_alignment=["rows"])
 def gather_slice_rows_kernel(
     table: tl.tensor, rows: tl.tensor, output: tl.tensor, first: tl.tensor, num_elements: tl.tensor,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
@@ -211,7 +209,7 @@ def gather_slice_rows_kernel(
     tl.store(output + row * SIZE + columns, values, mask=real)
 
 
-@triton.jit(do_not_specialize_on_alignment=["slots", "positions", "tokens"])  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit(do_not_specialize_on_alignment=["slots", "positions", "tokens"])
 def store_in_rings_kernel(
     slots: tl.tensor, positions: tl.tensor, tokens: tl.tensor, tokens_stride: tl.tensor,
     states: tl.tensor, states_stride: tl.tensor, ring_tokens: tl.tensor, ring_states: tl.tensor,
@@ -227,7 +225,7 @@ def store_in_rings_kernel(
         copy_part(states + row * states_stride, ring_states + index * SIZE, part, SIZE, BLOCK)
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit
 def copy_part(
     source: tl.tensor,
     destination: tl.tensor,
@@ -294,7 +292,7 @@ def send_results_triton(
     )
 
 
-@triton.jit(do_not_specialize=["ring_stride", "num_values", "width"])  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit(do_not_specialize=["ring_stride", "num_values", "width"])
 def _send(
     ring: tl.tensor, ring_stride: tl.tensor, number: tl.tensor, new_lens: tl.tensor,
     new_tokens: tl.tensor, num_values: tl.tensor, width: tl.tensor, depth: tl.constexpr,

@@ -196,7 +196,7 @@ def write_drafts_triton(
 
 
 # fmt: off
-@triton.jit(do_not_specialize=["seeds_stride", "parents_stride"])  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit(do_not_specialize=["seeds_stride", "parents_stride"])
 def _accept(
     all_kv_lens: tl.tensor, windows: tl.tensor, windows_stride: tl.tensor,
     all_num_drafts: tl.tensor, previous_tokens: tl.tensor, all_parents: tl.tensor,
@@ -232,7 +232,7 @@ def _accept(
     tl.store(all_kv_lens + slot, kv_len + num_new)
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit
 def _accept_run(
     window: tl.tensor, targets: tl.tensor, num_drafts: tl.tensor, bounds: tl.tensor,
     coin: tl.tensor, tokens: tl.tensor, width: tl.constexpr, block: tl.constexpr,
@@ -259,7 +259,7 @@ def _accept_run(
     return num_accepted, last, tl.where(num_accepted == 0, bonus, before)
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit
 def _accept_path(
     window: tl.tensor, targets: tl.tensor, parents: tl.tensor, num_drafts: tl.tensor,
     bounds: tl.tensor, coin: tl.tensor, rows: tl.tensor, tokens: tl.tensor, width: tl.constexpr,
@@ -298,13 +298,13 @@ def _accept_path(
     return num_accepted, last, _at(draft, node, row)  # an accepted draft, or the bonus token
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit
 def _at(values: tl.tensor, indices: tl.tensor, index: tl.tensor) -> tl.tensor:
     """The value at one index."""
     return tl.sum(tl.where(indices == index, values, 0), axis=0)
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit
 def _first_coin(
     seed: tl.tensor, position: tl.tensor, domain: tl.constexpr, lanes: tl.constexpr
 ) -> tl.tensor:
@@ -314,7 +314,7 @@ def _first_coin(
     return (word.to(tl.float64) + 0.5) * (1.0 / 4294967296.0)
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit
 def _choose_rank(
     bounds: tl.tensor, coin: tl.tensor, num_ranks: tl.constexpr, lanes: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
@@ -328,7 +328,7 @@ def _choose_rank(
     return chosen, (coin - lower) / tl.where(upper > lower, upper - lower, 1.0)
 
 
-@triton.jit(do_not_specialize=["drafts_row_stride", "drafts_stride"])  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit(do_not_specialize=["drafts_row_stride", "drafts_stride"])
 def _write(
     windows: tl.tensor, windows_stride: tl.tensor, all_num_drafts: tl.tensor,
     all_parents: tl.tensor, all_depths: tl.tensor, all_bits: tl.tensor, trees_stride: tl.tensor,

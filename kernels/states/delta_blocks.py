@@ -150,7 +150,7 @@ def delta_blocks_triton(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["window"])  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit(do_not_specialize=["window"])
 def mix_blocks_kernel(
     projected: tl.tensor, row_stride: tl.tensor, window: tl.tensor, rings: tl.tensor,
     slots: tl.tensor, firsts: tl.tensor, offsets: tl.tensor, starts: tl.tensor, owners: tl.tensor,
@@ -195,7 +195,7 @@ def mix_blocks_kernel(
         tl.store(to + columns[None, :], mixed, mask=exists[:, None] & real[None, :])
 
 
-@triton.jit(do_not_specialize=["window"])  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit(do_not_specialize=["window"])
 def solve_blocks_kernel(
     projected: tl.tensor, row_stride: tl.tensor, window: tl.tensor, offsets: tl.tensor,
     starts: tl.tensor, owners: tl.tensor, a_log: tl.tensor, dt_bias: tl.tensor, keys: tl.tensor,
@@ -234,7 +234,7 @@ def solve_blocks_kernel(
     tl.store(solved, _inverse(system, time, LEVELS, PRECISION) * strength[None, :])
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit
 def _inverse(
     system: tl.tensor, time: tl.tensor, LEVELS: tl.constexpr, PRECISION: tl.constexpr
 ) -> tl.tensor:
@@ -252,7 +252,7 @@ def _inverse(
     return found
 
 
-@triton.jit(do_not_specialize=["window"])  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit(do_not_specialize=["window"])
 def advance_blocks_kernel(
     window: tl.tensor, slots: tl.tensor, firsts: tl.tensor, offsets: tl.tensor, starts: tl.tensor,
     output: tl.tensor, states: tl.tensor, keys: tl.tensor, systems: tl.tensor, passed: tl.tensor,

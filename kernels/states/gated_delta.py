@@ -283,7 +283,7 @@ def gated_norm_triton(
     return output
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit
 def gated_norm_kernel(
     heads: tl.tensor, gates: tl.tensor, gate_stride: tl.tensor, weight: tl.tensor,
     output: tl.tensor, eps: tl.tensor, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,

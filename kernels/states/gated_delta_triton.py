@@ -81,7 +81,7 @@ def gated_delta_triton(
         )
 
 
-@triton.jit(do_not_specialize=["window"])  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit(do_not_specialize=["window"])
 def gated_delta_kernel(
     projected: tl.tensor, row_stride: tl.tensor, window: tl.tensor, rings: tl.tensor,
     slots: tl.tensor, firsts: tl.tensor, pendings: tl.tensor, offsets: tl.tensor, tree: tl.tensor,
@@ -124,7 +124,7 @@ def gated_delta_kernel(
         tl.store(places, state, mask=tile)
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit
 def _run(
     state: tl.tensor, done: tl.tensor, count: tl.tensor, where: tl.tensor, bits: tl.tensor,
     columns: tl.tensor, layer: tl.tensor, answers: tl.tensor, block: tl.tensor, RING: tl.constexpr,
@@ -154,7 +154,7 @@ def _run(
     return state
 
 
-@triton.jit(do_not_specialize=["window"])  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit(do_not_specialize=["window"])
 def keep_inputs_kernel(
     projected: tl.tensor, row_stride: tl.tensor, window: tl.tensor, rings: tl.tensor,
     slots: tl.tensor, firsts: tl.tensor, offsets: tl.tensor, RING: tl.constexpr,
@@ -174,7 +174,7 @@ def keep_inputs_kernel(
         tl.store(place + columns, values, mask=real)
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit
 def rows_of(
     offsets: tl.tensor, request: tl.tensor, window: tl.tensor
 ) -> tuple[tl.tensor, tl.tensor]:
@@ -186,7 +186,7 @@ def rows_of(
         return start, tl.load(offsets + request + 1) - start.to(tl.int32)
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit
 def _is_before(bits: tl.tensor, row: tl.tensor, index: tl.tensor) -> tl.tensor:
     """Whether the row is the one at `index`, or comes after it. bits: of the request's tree."""
     if bits is None:
@@ -195,7 +195,7 @@ def _is_before(bits: tl.tensor, row: tl.tensor, index: tl.tensor) -> tl.tensor:
         return ((tl.load(bits + row) >> index) & 1) != 0
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit
 def _taps(
     bits: tl.tensor, index: tl.tensor, KERNEL: tl.constexpr, BLOCK_T: tl.constexpr
 ) -> tl.tensor:
@@ -216,7 +216,7 @@ def _taps(
     return taps
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit
 def _columns(
     head: tl.tensor, keys: tl.tensor, values: tl.tensor, KEY_HEADS: tl.constexpr,
     HEADS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
@@ -229,7 +229,7 @@ def _columns(
     return tl.where(are_keys, q, -1), k, tl.where(values < VALUES, v, -1)
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit
 def _layer(
     conv: tl.tensor, a_log: tl.tensor, dt_bias: tl.tensor, columns: tl.tensor, head: tl.tensor,
     HEADS: tl.constexpr, KEYS: tl.constexpr, KERNEL: tl.constexpr, BLOCK_T: tl.constexpr,
@@ -243,7 +243,7 @@ def _layer(
     return q_weights, k_weights, v_weights, a, bias, head, scale
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit
 def _weights(
     conv: tl.tensor,
     columns: tl.tensor,
@@ -258,7 +258,7 @@ def _weights(
     return tl.load(places, mask=real, other=0.0).to(tl.float32)
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit
 def _mixed(places: tl.tensor, columns: tl.tensor, real: tl.tensor, weights: tl.tensor) -> tl.tensor:
     """What the convolution makes of the inputs at places `[T]` in some columns `[N]`."""
     exist = real[:, None] & (columns >= 0)[None, :]
@@ -267,7 +267,7 @@ def _mixed(places: tl.tensor, columns: tl.tensor, real: tl.tensor, weights: tl.t
     return total * tl.sigmoid(total)
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit
 def _advance(
     state: tl.tensor, index: tl.tensor, where: tl.tensor, bits: tl.tensor, columns: tl.tensor,
     layer: tl.tensor, RING: tl.constexpr, INPUTS: tl.constexpr, HEADS: tl.constexpr,
@@ -297,7 +297,7 @@ def _advance(
     return state, tl.sum(state * q[:, None], 0)
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit
 def _keep_row(
     source: tl.tensor, place: tl.tensor, head: tl.tensor, block: tl.tensor, columns: tl.tensor,
     KEY_HEADS: tl.constexpr, HEADS: tl.constexpr,
