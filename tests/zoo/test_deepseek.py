@@ -193,7 +193,10 @@ def test_every_module_is_trained_and_the_target_is_not(runs: Path) -> None:
     target = load_target(runs / "model", CPU)
     modules = build_modules(target, RUN)
     data = TokenData((torch.arange(4096) % 50).short(), 0)
+    forwards = []
+    target.model.register_forward_hook(lambda *_: forwards.append(1))
     torch.autograd.backward(modules_figures(modules, 2, mixed(data, data, 2, 32))["loss"])
+    assert len(forwards) == 1  # for both ways to draft
     assert all(x.grad is not None and x.grad.any() for x in modules.parameters())
     assert all(x.grad is None for x in target.parameters())
 

@@ -29,7 +29,6 @@ from tllm_spec.training.draft_head import (
     Cache,
     attend,
     extended,
-    head_figures,
     unrolled,
     weighted,
 )
@@ -384,12 +383,15 @@ def build_modules(target: Any, run: Settings) -> NextnModules:
 def modules_figures(modules: NextnModules, unroll: int, tokens: Tensor) -> dict[str, Tensor]:
     """The loss along `[B, T]` tokens, and how often each draft is the target's best token:
     `agreement` with the first module for every step, `vanilla` with a module for each."""
-    number = len(modules.steps)
+    number, target = len(modules.steps), modules.target
     with torch.autocast("cuda", torch.bfloat16, enabled=tokens.is_cuda):
-        found = head_figures(modules, modules.target, unroll, tokens)
+        with torch.no_grad():  # once for both ways to draft
+            states = (target.model(input_ids=tokens, use_cache=False)[0],) * 2
+        losses, agreements = unrolled(modules, target, Batch.whole(tokens, unroll, states), unroll)
+        found = {"loss": weighted(losses), "agreement": agreements}
         if number > 1:
-            batch = Batch.whole(tokens, number)
-            losses, agreements = unrolled(modules.vanilla(), modules.target, batch, number)
+            batch = Batch.whole(tokens, number, states)
+            losses, agreements = unrolled(modules.vanilla(), target, batch, number)
             # The first step is the same as above.
             found |= {"loss": found["loss"] + weighted(losses[1:]), "vanilla": agreements}
     return found

@@ -317,10 +317,16 @@ class Batch(NamedTuple):
     """`[b, T, 3H]` and, after the final norm, `[b, T, H]` of the target; None: it runs."""
 
     @classmethod
-    def whole(cls, tokens: Tensor, unroll: int) -> "Batch":
+    def whole(
+        cls, tokens: Tensor, unroll: int, states: tuple[Tensor, Tensor] | None = None
+    ) -> "Batch":
         """All of `[B, T]` tokens, but for a few at the end where the chains are not aligned."""
-        tokens = tokens[:, : aligned_chains(tokens.shape[1], unroll) + unroll]
-        return cls(tokens, torch.ones(tokens.shape, dtype=torch.bool))
+        length = aligned_chains(tokens.shape[1], unroll) + unroll
+        if states is not None:
+            states = states[0][:, :length], states[1][:, :length]
+        return cls(
+            tokens[:, :length], torch.ones(len(tokens), length, dtype=torch.bool), states=states
+        )
 
 
 class Step(NamedTuple):
