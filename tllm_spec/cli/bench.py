@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tllm_spec.cli import bench_options
-from tllm_spec.cli.bench_dataset import prepare_dataset
 from tllm_spec.cli.bench_options import (
     EXISTING_FILE,
     NOT_NEGATIVE,
@@ -27,7 +26,7 @@ from tllm_spec.cli.bench_options import (
     write_json,
     write_text,
 )
-from tllm_spec.cli.bench_serve import serve
+from tllm_spec.cli.bench_serve import prepare_dataset, serve
 from tllm_spec.cli.bench_traffic import adaptive_replay, break_even, erase_traffic, replay, tune
 from tllm_spec.cli.llm_flags import either_spelling, ignored_option, read_flags, refused_together
 from tllm_spec.cli.version import flag, log_level_option, option, version_option
@@ -174,8 +173,8 @@ def measure(
     **options: Any,
 ) -> None:
     from tllm_spec.bench import report as reports
+    from tllm_spec.bench.report import format_report
     from tllm_spec.bench.runner import run_requests, warm_up
-    from tllm_spec.bench.table import format_report
     from tllm_spec.llm import LLM
 
     requests, sampling, (arguments,) = prepared(model, [yaml_path], **options)
@@ -284,7 +283,7 @@ def compare(
     """
     from tllm_spec.bench.compare import Contestant, comparison, differences, fidelity, run_in_turn
     from tllm_spec.bench.plot import comparison_curves, draw, image, title_of
-    from tllm_spec.bench.table import FIDELITY, format_comparison, format_rows, format_texts
+    from tllm_spec.bench.report import FIDELITY, format_comparison, format_rows, format_texts
     from tllm_spec.llm import LLM
 
     paths = [model.path, *([with_model] if with_model else [])]

@@ -109,11 +109,6 @@ def chain_of(length: int) -> DraftShape:
 NO_DRAFTS = chain_of(0)
 
 
-def dynamic_tree(depth: int, topk: int, num_nodes: int) -> DraftShape:
-    """A tree of so many drafts, or of fewer where the candidates are fewer."""
-    return DraftShape(depth, min(num_nodes, topk + (depth - 1) * topk**2), topk)
-
-
 class DraftShapes:
     """The shapes that rounds may have, by tier. A tier is a number: up to the longest draft length
     it is that length. The tiers after it are `trees` to choose from, of which `longest` has at

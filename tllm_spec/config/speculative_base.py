@@ -78,13 +78,12 @@ class DecodingBaseConfig(ConfigModel):
     """In batches of more than 16 requests, drafts may share the rows of a round: they go to those
     that are likeliest to be accepted, in whichever request. Whether, and how many rows there are,
     follows acceptance and load, as draft lengths do with `adaptive`, whose cost model it needs.
-    With `use_dynamic_tree` trees share rows, in batches of up to 32. Refused with other trees,
-    `use_rejection_sampling` and `draft_len_schedule`."""
+    Refused with draft trees, `use_rejection_sampling` and `draft_len_schedule`."""
     verify_budget: Annotated[float, Field(gt=1, allow_inf_nan=False)] | None = None
     """Rows that a request has on average in a round, its own token included. The rows of a batch go
     to the drafts that are likeliest to be accepted, in whichever request; a request has 1 to
-    `max_total_draft_tokens` + 1 of them. null: all requests have equally many. Refused with
-    `use_rejection_sampling` and `adaptive`."""
+    `max_total_draft_tokens` + 1 of them. null: all requests have equally many. Refused with draft
+    trees, `use_rejection_sampling` and `adaptive`."""
     draft_len_schedule_keys: Literal["lower_bound", "upper_bound"] | None = None
     """What the keys of `draft_len_schedule` are. `upper_bound` is TensorRT-LLM's reading for
     one-model decoding: each key ends a range of batch sizes, and above the largest there are no
