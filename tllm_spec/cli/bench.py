@@ -97,13 +97,8 @@ def main(
     context.obj = None if model is None else Model(model, model_path or model)
 
 
-main.add_command(prepare_dataset)
-main.add_command(adaptive_replay)
-main.add_command(break_even)
-main.add_command(serve)
-main.add_command(erase_traffic)
-main.add_command(replay)
-main.add_command(tune)
+for _each in (prepare_dataset, adaptive_replay, break_even, serve, erase_traffic, replay, tune):
+    main.add_command(_each)
 
 
 def _sweep(context: click.Context, option: click.Parameter, text: str) -> list[int]:
