@@ -241,7 +241,7 @@ def tiers_of_rounds(
 ) -> Callable[[int], set[int]]:
     """Tiers that rounds of a batch size can have: 0 where no request wants drafts, and any shorter
     length where a drafter on the host may propose fewer than it was asked for."""
-    if spec is None or spec.overlaps:
+    if spec is None or spec.why_no_overlap is None:
         return lambda batch_size: {0} | controller.tiers_at(batch_size)
     return lambda batch_size: set(range(max(controller.tiers_at(batch_size)) + 1))
 

@@ -131,7 +131,9 @@ class DecodingBaseConfig(ConfigModel):
 
     def __init__(self, /, **options: Any) -> None:
         named = with_lower_bounds(self.with_our_names(options))
-        named = _without_off_values(named)
+        window = named.get("acceptance_rate_window_size")
+        if type(window) is int and window == 0:  # by which TensorRT-LLM says that both are off
+            named |= {"acceptance_rate_window_size": None, "acceptance_rate_threshold": None}
         if named.get("enable_adaptive_verification") is True and named.get("adaptive") is None:
             named["adaptive"] = {}
         if named.get("max_total_draft_tokens") is None:
@@ -331,11 +333,6 @@ class DecodingBaseConfig(ConfigModel):
         return None
 
     @property
-    def overlaps(self) -> bool:
-        """Whether rounds may overlap."""
-        return self.why_no_overlap is None
-
-    @property
     def may_pause(self) -> bool:
         """Whether a request that pauses saves the time of its drafts: they have launches of their
         own or are the user's code's."""
@@ -398,11 +395,3 @@ def _counted_root(options: Mapping[str, Any], lines: list[str]) -> list[str]:
     if type(total) is not int or not any("max_total_draft_tokens" in line for line in lines):
         return []
     return [f"{NUM_NODES} = {total} counts the root: it is max_total_draft_tokens = {total - 1}"]
-
-
-def _without_off_values(options: dict[str, Any]) -> dict[str, Any]:
-    """Drops values by which TensorRT-LLM says that an option is off or follows from another."""
-    window = options.get("acceptance_rate_window_size")
-    if type(window) is int and window == 0:
-        options |= {"acceptance_rate_window_size": None, "acceptance_rate_threshold": None}
-    return options

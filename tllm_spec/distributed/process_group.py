@@ -90,10 +90,6 @@ class Watch:
         self._on_loss(f"{name} has ended{why}")
 
 
-def listen(host: str) -> socket.socket:
-    return socket.create_server((host, 0))
-
-
 def accept(listener: socket.socket, token: bytes, number: int) -> list[tuple[int, socket.socket]]:
     """Connections of so many ranks. Others, which do not know the token, are dropped."""
     found: list[tuple[int, socket.socket]] = []
@@ -106,12 +102,6 @@ def accept(listener: socket.socket, token: bytes, number: int) -> list[tuple[int
             connection.close()
     listener.close()
     return found
-
-
-def connect(address: tuple[str, int], token: bytes, rank: int) -> socket.socket:
-    connection = socket.create_connection(address)
-    connection.sendall(token + rank.to_bytes(4, "little"))
-    return connection
 
 
 def _receive(connection: socket.socket, size: int) -> bytes:
@@ -287,9 +277,11 @@ class ProcessGroup(Communicator):
         names = self.gather(f"process {os.getpid()} on {self._hosts[self.mapping.rank]}")
         if self.mapping.rank:
             host, port, token = self.share(None)
-            connection = connect((host, port), token, self.mapping.rank)
+            connection = socket.create_connection((host, port))
+            connection.sendall(token + self.mapping.rank.to_bytes(4, "little"))
             return [(f"rank 0 ({names[0]})", connection)]
-        listener, token = listen("127.0.0.1" if self._is_one_host else ""), secrets.token_bytes(16)
+        listener = socket.create_server(("127.0.0.1" if self._is_one_host else "", 0))
+        token = secrets.token_bytes(16)
         self.share([self._first_host, listener.getsockname()[1], token])
         found = accept(listener, token, self.mapping.world_size - 1)
         return [(f"rank {rank} ({names[rank]})", connection) for rank, connection in found]
