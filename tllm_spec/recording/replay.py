@@ -170,15 +170,9 @@ def _find_states(
         if found is not None:
             engine.states[request.request_id] = found
         else:
-            # Nothing reads the last token.
-            text = [*record.prompt, *record.output][:-1]
-            whole: dict[str, Any] = {
-                "tokens": text,
-                "max_tokens": 1,
-                "draft_limit": 0,
-                "stop_checker": None,
-            }
-            readers.append(replace(request, **whole))
+            text = [*record.prompt, *record.output][:-1]  # nothing reads the last token
+            whole: dict[str, Any] = {"tokens": text, "max_tokens": 1, "draft_limit": 0}
+            readers.append(replace(request, stop_checker=None, **whole))
     engine.is_reading = True
     run_to_end(built, readers, "hidden states" if readers else "")
     engine.is_reading = False

@@ -135,13 +135,8 @@ def settings_of(options: HeadOptions, training: list[Text], hidden_size: int) ->
         windows=batch_tokens,
         length=1,
         learning_rate=rate if options.learning_rate is None else options.learning_rate,
-        weight_decay=0.1,
-        dropout=0.0,
-        warmup_steps=200,
-        compile=False,
-        checkpoint_steps=options.checkpoint_steps or 500,
+        checkpoint_steps=options.checkpoint_steps or Settings.checkpoint_steps,
         num_checkpoints=0 if options.checkpoint_steps else NUM_CHECKPOINTS[options.device],
-        seed=0,
         resume=options.resume,
     )
 

@@ -136,13 +136,13 @@ class Settings:
     windows: int
     length: int
     learning_rate: float
-    weight_decay: float
-    dropout: float
-    warmup_steps: int
-    compile: bool
-    checkpoint_steps: int
+    weight_decay: float = 0.1
+    dropout: float = 0.0
+    warmup_steps: int = 200
+    compile: bool = False
+    checkpoint_steps: int = 500
     """Steps from one validation and checkpoint to the next."""
-    seed: int
+    seed: int = 0
     num_checkpoints: int = 0
     """Further ones, evenly over the budget."""
     resume: bool = False
