@@ -7,8 +7,7 @@ from math import gcd
 
 from tllm_spec.attention.choice import choose_backend
 from tllm_spec.attention.recurrent import RecurrentGeometry
-from tllm_spec.config.draft_len_schedule import draft_len_table
-from tllm_spec.config.draft_shape import DraftShapes, chain_of
+from tllm_spec.config.draft_shape import DraftShapes, chain_of, draft_len_table
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.config.speculative_config import DecodingBaseConfig
 from tllm_spec.distributed.communicator import SINGLE, Communicator

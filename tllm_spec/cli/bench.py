@@ -209,7 +209,7 @@ def prepared(
     from tllm_spec.bench.dataset import read_dataset
     from tllm_spec.bench.runner import arguments_of, sampling_for
     from tllm_spec.config.llm_args import LlmArgs
-    from tllm_spec.config.yaml_file import read_yaml
+    from tllm_spec.config.option_checks import read_yaml
 
     given, refusals = read_flags(flags)
     arguments = [arguments_of(given, path, len(yaml_paths)) for path in yaml_paths]

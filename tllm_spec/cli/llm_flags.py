@@ -21,8 +21,7 @@ from pydantic.fields import FieldInfo
 from tllm_spec.cli.version import Decorator, flag, option, together
 from tllm_spec.config.config_base import ConfigError, ConfigModel
 from tllm_spec.config.llm_args import LlmArgs, overlay
-from tllm_spec.config.option_checks import absent_reason, refusals, row_of, shown
-from tllm_spec.config.yaml_file import read_value
+from tllm_spec.config.option_checks import absent_reason, read_value, refusals, row_of, shown
 from tllm_spec.server_info import plain
 
 # What flags without a value begin with, of those that there is nothing for here.

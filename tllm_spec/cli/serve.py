@@ -29,7 +29,7 @@ from tllm_spec.cli.serve_options import SERVER_NAMES, options_of, server_options
 from tllm_spec.cli.version import log_level_option, option, version_option
 from tllm_spec.config.config_base import ConfigError
 from tllm_spec.config.llm_args import LlmArgs, with_yaml
-from tllm_spec.config.yaml_file import read_yaml
+from tllm_spec.config.option_checks import read_yaml
 from tllm_spec.distributed.mpirun import end_mpirun, mpirun_rank, mpirun_size, undo_default_binding
 from tllm_spec.models.draft_kind import check_folders
 from tllm_spec.server.child import ChildSettings, configure_logs, raise_file_limit

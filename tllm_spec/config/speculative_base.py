@@ -18,8 +18,13 @@ from pydantic import (
 
 from tllm_spec.config.adaptive_config import AdaptiveConfig, Probability
 from tllm_spec.config.config_base import ConfigError, ConfigModel, PathText, check
-from tllm_spec.config.draft_len_schedule import checked, with_lower_bounds
-from tllm_spec.config.draft_shape import MAX_BUDGETS, MAX_DRAFT_LEN, DraftShapes
+from tllm_spec.config.draft_shape import (
+    MAX_BUDGETS,
+    MAX_DRAFT_LEN,
+    DraftShapes,
+    checked_schedule,
+    with_lower_bounds,
+)
 from tllm_spec.config.neighbours import (
     NUM_NODES,
     SPECULATIVE_IGNORED,
@@ -178,7 +183,7 @@ class DecodingBaseConfig(ConfigModel):
         max_draft_len = info.data.get("max_draft_len")
         if schedule is None or max_draft_len is None:
             return schedule
-        return checked(schedule, max_draft_len, info.data.get("draft_len_schedule_keys"))
+        return checked_schedule(schedule, max_draft_len, info.data.get("draft_len_schedule_keys"))
 
     @check
     def _check_draft_lens(self) -> Iterator[str]:
