@@ -22,8 +22,7 @@ from tllm_spec.executor.device.transfer import TextStates
 from tllm_spec.executor.request import DecodingRules, LlmRequest
 from tllm_spec.executor.rounds.round_reader import LaunchedRound
 from tllm_spec.grammar.guided_decoding import compiler_name
-from tllm_spec.recording.hidden_states import HiddenStates
-from tllm_spec.recording.traffic_folder import TrafficFolder
+from tllm_spec.recording.traffic_folder import HiddenStates, TrafficFolder
 from tllm_spec.recording.traffic_record import Sampling, TrafficRecord, rounds_until
 
 logger = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tllm_spec.config.llm_args import LlmArgs, read_options
-from tllm_spec.config.yaml_file import read_yaml
+from tllm_spec.config.option_checks import read_yaml
 from tllm_spec.executor.speculative.draft_length.cost_model import CostModelSlot
 from tllm_spec.executor.speculative.draft_length.ema_policy import AdaptiveSpeculativeParams
 from tllm_spec.llm import LLM

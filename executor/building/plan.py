@@ -7,8 +7,7 @@ from math import gcd
 
 from tllm_spec.attention.choice import choose_backend
 from tllm_spec.attention.recurrent import RecurrentGeometry
-from tllm_spec.config.draft_len_schedule import draft_len_table
-from tllm_spec.config.draft_shape import DraftShapes, chain_of
+from tllm_spec.config.draft_shape import DraftShapes, chain_of, draft_len_table
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.config.speculative_config import DecodingBaseConfig
 from tllm_spec.distributed.communicator import SINGLE, Communicator
@@ -241,7 +240,7 @@ def tiers_of_rounds(
 ) -> Callable[[int], set[int]]:
     """Tiers that rounds of a batch size can have: 0 where no request wants drafts, and any shorter
     length where a drafter on the host may propose fewer than it was asked for."""
-    if spec is None or spec.overlaps:
+    if spec is None or spec.why_no_overlap is None:
         return lambda batch_size: {0} | controller.tiers_at(batch_size)
     return lambda batch_size: set(range(max(controller.tiers_at(batch_size)) + 1))
 

@@ -16,8 +16,8 @@ from tllm_spec.bench.compare import (
 )
 from tllm_spec.bench.dataset import BenchRequest
 from tllm_spec.bench.plot import comparison_curves
+from tllm_spec.bench.report import FIDELITY, format_rows
 from tllm_spec.bench.runner import Run, sampling_for
-from tllm_spec.bench.table import FIDELITY, format_rows
 from tllm_spec.outputs import Logprob, RequestOutput, SpeculativeStats
 
 REQUESTS = [BenchRequest(3, [1, 2], 6), BenchRequest(5, [1, 2], 6)]

@@ -10,13 +10,14 @@ from tllm_spec.bench.report import (
     build_report,
     decoding_section,
     draft_lens_section,
+    format_report,
+    format_table,
     percentiles,
     performance_section,
     request_section,
     streaming_section,
 )
 from tllm_spec.bench.runner import Run
-from tllm_spec.bench.table import format_report, format_table
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.outputs import SpeculativeStats
 

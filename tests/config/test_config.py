@@ -8,8 +8,8 @@ import pytest
 
 from tests.decoding_options import ngram
 from tllm_spec.config.llm_args import CudaGraphConfig, KvCacheConfig, LlmArgs
+from tllm_spec.config.option_checks import read_yaml
 from tllm_spec.config.speculative_config import NGramDecodingConfig
-from tllm_spec.config.yaml_file import read_yaml
 
 EXAMPLES = Path(__file__).parent.parent.parent / "yaml_examples"
 

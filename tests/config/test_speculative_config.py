@@ -88,7 +88,7 @@ def test_a_match_in_the_text_has_1_to_64_tokens_or_any_number() -> None:
     for size, most in ((-1, 64), (1, 1), (64, 64)):
         config = SADecodingConfig(max_draft_len=4, max_matching_ngram_size=size)
         assert config.text_search(8) == TextSearch(most)
-        assert config.overlaps and not config.may_pause
+        assert config.why_no_overlap is None and not config.may_pause
     assert SADecodingConfig(max_draft_len=4).max_matching_ngram_size == -1
     for refused in (0, -2, 65):
         with pytest.raises(ValueError, match=f"max_matching_ngram_size = {refused}.*1 to 64"):
@@ -252,8 +252,6 @@ def test_rounds_overlap_without_drafts_and_with_drafts_that_are_made_on_the_devi
     args = LlmArgs.from_kwargs("m", speculative_config=speculative_config)
     assert (args.why_no_overlap is None) == (why_not is None)
     assert (why_not or "") in (args.why_no_overlap or "")
-    if args.speculative_config is not None:
-        assert args.speculative_config.overlaps == (why_not is None)
     args = LlmArgs(
         model="m", speculative_config=args.speculative_config, disable_overlap_scheduler=True
     )

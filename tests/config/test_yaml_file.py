@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tllm_spec.config.llm_args import LlmArgs
-from tllm_spec.config.yaml_file import read_yaml
+from tllm_spec.config.option_checks import read_yaml
 
 ALIASES = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"a{i + 1}: &a{i + 1} [{', '.join([f'*a{i}'] * 9)}]\n" for i in range(12)

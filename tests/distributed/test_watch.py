@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from tllm_spec.distributed.watch import GOODBYE, Watch
+from tllm_spec.distributed.process_group import GOODBYE, Watch
 
 LIMIT_SECONDS = 60
 

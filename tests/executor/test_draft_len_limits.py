@@ -2,7 +2,7 @@
 
 import pytest
 
-from tllm_spec.config.draft_len_schedule import draft_len_table
+from tllm_spec.config.draft_shape import draft_len_table
 from tllm_spec.config.speculative_config import UserProvidedDecodingConfig
 from tllm_spec.executor.speculative.draft_length.adaptive import (
     CLOSED_WINDOWS,

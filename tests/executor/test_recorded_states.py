@@ -15,10 +15,11 @@ from tests.executor.harness import Harness
 from tests.lossless.engines import tiny_engine
 from tests.lossless.test_verify_budget import draw_budgets
 from tllm_spec.executor.graphs.slot_graphs import graph_keys
-from tllm_spec.recording.hidden_states import HiddenStates, read_hidden_states
 from tllm_spec.recording.traffic_folder import (
+    HiddenStates,
     TrafficFolder,
     metadata_of,
+    read_hidden_states,
     read_records,
     states_files_of,
 )

@@ -24,9 +24,8 @@ from tllm_spec.cli.train import main
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.models.eagle3_config import Eagle3Config
 from tllm_spec.models.registry import model_config
-from tllm_spec.recording.hidden_states import HiddenStates
 from tllm_spec.recording.replay import replay
-from tllm_spec.recording.traffic_folder import TrafficFolder
+from tllm_spec.recording.traffic_folder import HiddenStates, TrafficFolder
 from tllm_spec.training import head_run
 from tllm_spec.training.acceptance import standard_error
 from tllm_spec.training.head_files import load_head

@@ -12,7 +12,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tllm_spec.bench.table import load_of
+from tllm_spec.bench.report import load_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

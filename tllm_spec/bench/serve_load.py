@@ -19,8 +19,7 @@ from urllib.parse import urlsplit
 import h11
 
 from tllm_spec.bench.dataset import BenchRequest
-from tllm_spec.bench.report import MS, percentiles
-from tllm_spec.bench.table import format_rows
+from tllm_spec.bench.report import MS, format_rows, percentiles
 from tllm_spec.text.chat_prompt import Conversation
 
 # A small HTTP/1.1 client for benchmarks: sends JSON, gives each server-sent event with its time.

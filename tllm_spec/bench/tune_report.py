@@ -11,8 +11,8 @@ import yaml
 
 from tllm_spec.bench.dataset import read_dataset
 from tllm_spec.bench.plot import LoadPoint
+from tllm_spec.bench.report import format_rows
 from tllm_spec.bench.runner import run_requests, sampling_for
-from tllm_spec.bench.table import format_rows
 from tllm_spec.bench.tune import (
     PLAIN,
     Candidate,

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tllm_spec.cli import bench_options
-from tllm_spec.cli.bench_dataset import prepare_dataset
 from tllm_spec.cli.bench_options import (
     EXISTING_FILE,
     NOT_NEGATIVE,
@@ -27,7 +26,7 @@ from tllm_spec.cli.bench_options import (
     write_json,
     write_text,
 )
-from tllm_spec.cli.bench_serve import serve
+from tllm_spec.cli.bench_serve import prepare_dataset, serve
 from tllm_spec.cli.bench_traffic import adaptive_replay, break_even, erase_traffic, replay, tune
 from tllm_spec.cli.llm_flags import either_spelling, ignored_option, read_flags, refused_together
 from tllm_spec.cli.version import flag, log_level_option, option, version_option
@@ -98,13 +97,8 @@ def main(
     context.obj = None if model is None else Model(model, model_path or model)
 
 
-main.add_command(prepare_dataset)
-main.add_command(adaptive_replay)
-main.add_command(break_even)
-main.add_command(serve)
-main.add_command(erase_traffic)
-main.add_command(replay)
-main.add_command(tune)
+for _each in (prepare_dataset, adaptive_replay, break_even, serve, erase_traffic, replay, tune):
+    main.add_command(_each)
 
 
 def _sweep(context: click.Context, option: click.Parameter, text: str) -> list[int]:
@@ -174,8 +168,8 @@ def measure(
     **options: Any,
 ) -> None:
     from tllm_spec.bench import report as reports
+    from tllm_spec.bench.report import format_report
     from tllm_spec.bench.runner import run_requests, warm_up
-    from tllm_spec.bench.table import format_report
     from tllm_spec.llm import LLM
 
     requests, sampling, (arguments,) = prepared(model, [yaml_path], **options)
@@ -215,7 +209,7 @@ def prepared(
     from tllm_spec.bench.dataset import read_dataset
     from tllm_spec.bench.runner import arguments_of, sampling_for
     from tllm_spec.config.llm_args import LlmArgs
-    from tllm_spec.config.yaml_file import read_yaml
+    from tllm_spec.config.option_checks import read_yaml
 
     given, refusals = read_flags(flags)
     arguments = [arguments_of(given, path, len(yaml_paths)) for path in yaml_paths]
@@ -284,7 +278,7 @@ def compare(
     """
     from tllm_spec.bench.compare import Contestant, comparison, differences, fidelity, run_in_turn
     from tllm_spec.bench.plot import comparison_curves, draw, image, title_of
-    from tllm_spec.bench.table import FIDELITY, format_comparison, format_rows, format_texts
+    from tllm_spec.bench.report import FIDELITY, format_comparison, format_rows, format_texts
     from tllm_spec.llm import LLM
 
     paths = [model.path, *([with_model] if with_model else [])]

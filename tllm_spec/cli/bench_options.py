@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import click
 
-from tllm_spec.cli.llm_flags import LlmCommand
+from tllm_spec.cli.llm_flags import LlmCommand, llm_options
 from tllm_spec.cli.version import flag, option, together
 
 Item = TypeVar("Item")
@@ -43,7 +43,6 @@ EXISTING_FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 OUTPUT_FILE, PLOT_FILE = OutputFile(), OutputFile(is_plot=True)
 POSITIVE = click.IntRange(min=1)
 NOT_NEGATIVE = click.IntRange(min=0)
-FRACTION = click.FloatRange(0, 1, min_open=True)
 
 
 @dataclass(frozen=True)
@@ -169,19 +168,11 @@ workload_options = together(
         "[default: greedy decoding that ignores EOS]",
     ),
 )
-# Named as arguments of `LLM`.
 engine_options = together(
-    option("--max_num_tokens", POSITIVE, "Maximum number of tokens in one forward pass."),
-    option("--max_seq_len", POSITIVE, "Maximum length of a prompt and its output, in tokens."),
-    option("--max_input_len", POSITIVE, "Maximum length of a prompt, in tokens."),
-    option(
+    llm_options(
+        *("--max_num_tokens", "--max_seq_len", "--max_input_len"),
         "--kv_cache_free_gpu_mem_fraction kv_cache_free_gpu_memory_fraction",
-        FRACTION,
-        "Fraction of the free device memory that the KV cache takes.",
-    ),
-    flag(
         "--enable_chunked_context enable_chunked_prefill",
-        "Split long prompts over several forward passes.",
     ),
     option(
         "--scheduler_policy scheduler_config",
@@ -190,9 +181,7 @@ engine_options = together(
         callback=_scheduler_config,
     ),
 )
-max_batch_size_option = option(
-    "--max_batch_size", POSITIVE, "Maximum number of requests in a batch."
-)
+max_batch_size_option = llm_options("--max_batch_size")
 yaml_option = option(
     "--extra_llm_api_options --config yaml_path",
     EXISTING_FILE,

@@ -262,8 +262,8 @@ def break_even(
     round that each shape has and those that it needs to be as fast as plain decoding."""
     from tllm_spec.bench import break_even as runs
     from tllm_spec.bench.dataset import read_dataset
+    from tllm_spec.bench.report import SHAPES, SPEEDUPS, format_rows
     from tllm_spec.bench.runner import arguments_of
-    from tllm_spec.bench.table import SHAPES, SPEEDUPS, format_rows
     from tllm_spec.llm import LLM
 
     batch_size = sizes["batch_size"]

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -15,11 +16,12 @@ import click
 import yaml
 from click.core import ParameterSource
 from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 
+from tllm_spec.cli.version import Decorator, flag, option, together
 from tllm_spec.config.config_base import ConfigError, ConfigModel
 from tllm_spec.config.llm_args import LlmArgs, overlay
-from tllm_spec.config.option_checks import absent_reason, refusals, row_of, shown
-from tllm_spec.config.yaml_file import read_value
+from tllm_spec.config.option_checks import absent_reason, read_value, refusals, row_of, shown
 from tllm_spec.server_info import plain
 
 # What flags without a value begin with, of those that there is nothing for here.
@@ -109,11 +111,17 @@ def _is_switch(name: str) -> bool:
     row = row_of(name, LlmArgs.renamed)
     if row is not None and row.value(True) is not True:
         return True
+    field = _field_of(name)
+    return field is not None and field.annotation is bool
+
+
+def _field_of(name: str) -> FieldInfo | None:
     kind: Any = LlmArgs
-    for part in (name if row is None else row.path).split("."):
-        fields = getattr(kind, "model_fields", {})
-        kind = fields[part].annotation if part in fields else None
-    return kind is bool
+    field = None
+    for part in _path_of(name).split("."):
+        field = getattr(kind, "model_fields", {}).get(part)
+        kind = None if field is None else field.annotation
+    return field
 
 
 def _path_of(name: str) -> str:
@@ -156,6 +164,26 @@ def _similar(name: str, own: Iterable[str]) -> str:
     known = (*own, *(f"--{each}" for each in LlmArgs.model_fields))
     close = get_close_matches(f"--{name}", dict.fromkeys(known), n=3)
     return f"; did you mean {' or '.join(close)}?" if close else ""
+
+
+def llm_options(*flags: str) -> Decorator:
+    """Arguments of `LLM` that `--help` shows, described as their fields are. flags: as `option` has
+    them."""
+    return together(*map(_declared, flags))
+
+
+def _declared(names: str) -> Decorator:
+    words = names.split()
+    name = words[0].removeprefix("--") if words[-1].startswith("--") else words[-1]
+    field = _field_of(name)
+    assert field is not None and field.description is not None
+    text = " ".join(field.description.split()).replace("`", "")
+    annotation = repr(field.annotation)  # also of an option that may be null
+    kinds = (each for each in (bool, int, float) if re.search(rf"\b{each.__name__}\b", annotation))
+    if (kind := next(kinds, str)) is bool:
+        return flag(names, text)
+    default = "" if field.default is None else f" [default: {field.default}]"
+    return option(names, kind, text + default)
 
 
 def either_spelling(name: str) -> str:

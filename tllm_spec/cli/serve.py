@@ -20,15 +20,16 @@ from tllm_spec.cli.llm_flags import (
     LlmFlags,
     either_spelling,
     llm_lines,
+    llm_options,
     read_flags,
     refused_together,
     server_lines,
 )
 from tllm_spec.cli.serve_options import SERVER_NAMES, options_of, server_options, tls_of
-from tllm_spec.cli.version import flag, log_level_option, option, version_option
+from tllm_spec.cli.version import log_level_option, option, version_option
 from tllm_spec.config.config_base import ConfigError
 from tllm_spec.config.llm_args import LlmArgs, with_yaml
-from tllm_spec.config.yaml_file import read_yaml
+from tllm_spec.config.option_checks import read_yaml
 from tllm_spec.distributed.mpirun import end_mpirun, mpirun_rank, mpirun_size, undo_default_binding
 from tllm_spec.models.draft_kind import check_folders
 from tllm_spec.server.child import ChildSettings, configure_logs, raise_file_limit
@@ -56,7 +57,6 @@ def _model_of(context: click.Context, parameter: click.Parameter, words: tuple[s
     "accepted where they mean the same here, and refused with the reason otherwise.",
 )
 @click.argument("model", nargs=-1, required=True, metavar="[serve] MODEL", callback=_model_of)
-@option("--tokenizer", str, "Folder of the tokenizer. [default: the model's]")
 @option("--host", str, "Address to listen on.", default="localhost")
 @option("--port", click.IntRange(0, 65535), "Port to listen on; 0: any free.", default=8000)
 @option(
@@ -64,30 +64,11 @@ def _model_of(context: click.Context, parameter: click.Parameter, words: tuple[s
     str,
     "Model name that requests must give. [default: MODEL, or the name of its folder or file]",
 )
-@option("--max_batch_size", int, "Maximum number of requests in a batch.")
-@option("--max_num_tokens", int, "Maximum number of tokens in one forward pass.")
-@option("--max_seq_len", int, "Maximum length of a prompt and its output, in tokens.")
-@option(
+@llm_options(
+    *("--tokenizer", "--max_batch_size", "--max_num_tokens", "--max_seq_len"),
     "--kv_cache_free_gpu_memory_fraction --free_gpu_memory_fraction",
-    float,
-    "Fraction of the free device memory that the KV cache takes.",
-)
-@flag("--enable_chunked_prefill", "Split long prompts over several forward passes.")
-@option(
-    "--record_traffic",
-    click.Path(file_okay=False),
-    "Folder in which requests and outputs are recorded for tllm-bench replay. "
-    "[default: nothing is recorded]",
-)
-@option(
-    "--record_traffic_mib",
-    click.IntRange(1),
-    "Largest size of that folder, in MiB. [default: 1024]",
-)
-@option(
+    *("--enable_chunked_prefill", "--record_traffic", "--record_traffic_mib"),
     "--record_hidden_states",
-    click.FloatRange(0, 1),
-    "Share of the recorded requests whose hidden states are recorded, too. [default: 0]",
 )
 @option(
     "--extra_llm_api_options --config",

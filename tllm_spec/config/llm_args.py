@@ -25,13 +25,12 @@ from tllm_spec.config.engine_config import CudaGraphConfig as CudaGraphConfig
 from tllm_spec.config.engine_config import KvCacheConfig as KvCacheConfig
 from tllm_spec.config.engine_config import SchedulerConfig
 from tllm_spec.config.neighbours import LLM_IGNORED, LLM_RENAMED, Ignored, Renamed
-from tllm_spec.config.option_checks import import_also_from
+from tllm_spec.config.option_checks import import_also_from, read_yaml
 from tllm_spec.config.speculative_config import (
     DecodingBaseConfig,
     MTPDecodingConfig,
     SpeculativeConfig,
 )
-from tllm_spec.config.yaml_file import read_yaml
 
 logger = logging.getLogger(__name__)
 

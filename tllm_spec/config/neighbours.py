@@ -272,15 +272,13 @@ SPECULATIVE_IGNORED: Ignored = {
 }
 
 # Arguments of `LLM.generate`, and vLLM's of `LLM.chat`.
-GENERATE_IGNORED: Ignored = {
-    "conversation_params": (),
-    "disaggregated_params": (),
-    "kv_cache_retention_config": (),
-    "lora_request": (),
-    "prompt_adapter_request": (),
-    "scheduling_params": (),
-    "trace_headers": (),
-}
+GENERATE_IGNORED: Ignored = dict.fromkeys(
+    (
+        *("conversation_params", "disaggregated_params", "kv_cache_retention_config"),
+        *("lora_request", "prompt_adapter_request", "scheduling_params", "trace_headers"),
+    ),
+    (),
+)
 CHAT_IGNORED: Ignored = {
     **GENERATE_IGNORED,
     "chat_template": (),
@@ -305,25 +303,21 @@ _MEMORY = "use kv_cache_config.free_gpu_memory_fraction (of what is free once mo
 ABSENT: Mapping[str, str] = {
     "lora": "LoRA is not served",
     "peft": "LoRA is not served",
-    "beam": _NO_BEAMS,
-    "early_stopping": _NO_BEAMS,
-    "length_penalty": _NO_BEAMS,
+    **dict.fromkeys(("beam", "early_stopping", "length_penalty"), _NO_BEAMS),
     "attention_dp": _SHARED,
     "dp_attention": _SHARED,
     "pipeline_parallel_size": _SLICED,
     "moe_cluster_parallel_size": _SLICED,
     "context_parallel_size": "a request's KV cache is divided by heads only; use "
     "tensor_parallel_size",
-    "cache_transceiver_config": _ONE_PROCESS,
-    "disagg": _ONE_PROCESS,
-    "disaggregated": _ONE_PROCESS,
-    "metadata_server_config_file": _ONE_PROCESS,
+    **dict.fromkeys(
+        ("cache_transceiver_config", "disagg", "disaggregated", "metadata_server_config_file"),
+        _ONE_PROCESS,
+    ),
     "server_role": _ONE_PROCESS,
     "logits_processor": "use SamplingParams.logits_processor",
     "logits": "logits are not returned; logprobs are",
-    "quantization": _NO_QUANTISING,
-    "quant_config": _NO_QUANTISING,
-    "calib_config": _NO_QUANTISING,
+    **dict.fromkeys(("quantization", "quant_config", "calib_config"), _NO_QUANTISING),
     "revision": "models are local folders; nothing is downloaded",
     "trace_headers": "spans of requests are those of tllm-serve --otlp_traces_endpoint",
     "sparse_attention": "a layer attends as config.json says",
@@ -334,12 +328,7 @@ ABSENT: Mapping[str, str] = {
     "engine_dir": "there are no compiled engines to load",
     "build_config": "there are no compiled engines to load",
     "medusa": "Medusa is not served",
-    "multimodal": _TEXT,
-    "mm": _TEXT,
-    "media": _TEXT,
-    "video": _TEXT,
-    "visual": _TEXT,
-    "modality": _TEXT,
+    **dict.fromkeys(("multimodal", "mm", "media", "video", "visual", "modality"), _TEXT),
     "custom_tokenizer": "--tokenizer takes a folder in Hugging Face's format",
     "chat_template": "the chat template is the one in the tokenizer's folder",
     "custom_module_dirs": "no Python code is imported from folders",

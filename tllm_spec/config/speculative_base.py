@@ -18,8 +18,13 @@ from pydantic import (
 
 from tllm_spec.config.adaptive_config import AdaptiveConfig, Probability
 from tllm_spec.config.config_base import ConfigError, ConfigModel, PathText, check
-from tllm_spec.config.draft_len_schedule import checked, with_lower_bounds
-from tllm_spec.config.draft_shape import MAX_BUDGETS, MAX_DRAFT_LEN, DraftShapes
+from tllm_spec.config.draft_shape import (
+    MAX_BUDGETS,
+    MAX_DRAFT_LEN,
+    DraftShapes,
+    checked_schedule,
+    with_lower_bounds,
+)
 from tllm_spec.config.neighbours import (
     NUM_NODES,
     SPECULATIVE_IGNORED,
@@ -78,13 +83,12 @@ class DecodingBaseConfig(ConfigModel):
     """In batches of more than 16 requests, drafts may share the rows of a round: they go to those
     that are likeliest to be accepted, in whichever request. Whether, and how many rows there are,
     follows acceptance and load, as draft lengths do with `adaptive`, whose cost model it needs.
-    With `use_dynamic_tree` trees share rows, in batches of up to 32. Refused with other trees,
-    `use_rejection_sampling` and `draft_len_schedule`."""
+    Refused with draft trees, `use_rejection_sampling` and `draft_len_schedule`."""
     verify_budget: Annotated[float, Field(gt=1, allow_inf_nan=False)] | None = None
     """Rows that a request has on average in a round, its own token included. The rows of a batch go
     to the drafts that are likeliest to be accepted, in whichever request; a request has 1 to
-    `max_total_draft_tokens` + 1 of them. null: all requests have equally many. Refused with
-    `use_rejection_sampling` and `adaptive`."""
+    `max_total_draft_tokens` + 1 of them. null: all requests have equally many. Refused with draft
+    trees, `use_rejection_sampling` and `adaptive`."""
     draft_len_schedule_keys: Literal["lower_bound", "upper_bound"] | None = None
     """What the keys of `draft_len_schedule` are. `upper_bound` is TensorRT-LLM's reading for
     one-model decoding: each key ends a range of batch sizes, and above the largest there are no
@@ -132,7 +136,9 @@ class DecodingBaseConfig(ConfigModel):
 
     def __init__(self, /, **options: Any) -> None:
         named = with_lower_bounds(self.with_our_names(options))
-        named = _without_off_values(named)
+        window = named.get("acceptance_rate_window_size")
+        if type(window) is int and window == 0:  # by which TensorRT-LLM says that both are off
+            named |= {"acceptance_rate_window_size": None, "acceptance_rate_threshold": None}
         if named.get("enable_adaptive_verification") is True and named.get("adaptive") is None:
             named["adaptive"] = {}
         if named.get("max_total_draft_tokens") is None:
@@ -177,7 +183,7 @@ class DecodingBaseConfig(ConfigModel):
         max_draft_len = info.data.get("max_draft_len")
         if schedule is None or max_draft_len is None:
             return schedule
-        return checked(schedule, max_draft_len, info.data.get("draft_len_schedule_keys"))
+        return checked_schedule(schedule, max_draft_len, info.data.get("draft_len_schedule_keys"))
 
     @check
     def _check_draft_lens(self) -> Iterator[str]:
@@ -332,11 +338,6 @@ class DecodingBaseConfig(ConfigModel):
         return None
 
     @property
-    def overlaps(self) -> bool:
-        """Whether rounds may overlap."""
-        return self.why_no_overlap is None
-
-    @property
     def may_pause(self) -> bool:
         """Whether a request that pauses saves the time of its drafts: they have launches of their
         own or are the user's code's."""
@@ -399,11 +400,3 @@ def _counted_root(options: Mapping[str, Any], lines: list[str]) -> list[str]:
     if type(total) is not int or not any("max_total_draft_tokens" in line for line in lines):
         return []
     return [f"{NUM_NODES} = {total} counts the root: it is max_total_draft_tokens = {total - 1}"]
-
-
-def _without_off_values(options: dict[str, Any]) -> dict[str, Any]:
-    """Drops values by which TensorRT-LLM says that an option is off or follows from another."""
-    window = options.get("acceptance_rate_window_size")
-    if type(window) is int and window == 0:
-        options |= {"acceptance_rate_window_size": None, "acceptance_rate_threshold": None}
-    return options

@@ -20,12 +20,12 @@ from pydantic import (
 
 from tllm_spec.config.config_base import ConfigError, PathText, check
 from tllm_spec.config.draft_tree_config import DraftTreeDecodingConfig
+from tllm_spec.config.draft_tree_config import NGramDecodingConfig as NGramDecodingConfig
 from tllm_spec.config.draft_tree_config import SAEnhancerConfig as SAEnhancerConfig
-from tllm_spec.config.engine_config import KVCacheType
-from tllm_spec.config.host_draft_config import NGramDecodingConfig as NGramDecodingConfig
-from tllm_spec.config.host_draft_config import (
+from tllm_spec.config.draft_tree_config import (
     UserProvidedDecodingConfig as UserProvidedDecodingConfig,
 )
+from tllm_spec.config.engine_config import KVCacheType
 from tllm_spec.config.option_checks import (
     absent_reason,
     many_unknown,

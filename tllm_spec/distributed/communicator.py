@@ -17,11 +17,8 @@ from tllm_spec.kernels.parallel.rank_sum import rank_best_reference
 @dataclass(frozen=True)
 class Mapping:
     """A rank's place. Tensor-parallel groups are runs of `tp_size` neighbouring ranks. In a layer
-    of experts, a group is `ep_size` runs, each of which has a part of the experts.
-
-    Raises:
-        ValueError: the numbers do not fit together.
-    """
+    of experts, a group is `ep_size` runs, each of which has a part of the experts. `LlmArgs` has
+    checked that the numbers fit together."""
 
     rank: int = 0
     world_size: int = 1
@@ -29,21 +26,8 @@ class Mapping:
     ep_size: int = 1
 
     def __post_init__(self) -> None:
-        if not 0 <= self.rank < self.world_size:
-            raise ValueError(
-                f"rank is {self.rank}; world_size {self.world_size} has ranks 0 to "
-                f"{self.world_size - 1}."
-            )
-        if self.tp_size < 1 or self.world_size % self.tp_size:
-            raise ValueError(
-                f"tp_size is {self.tp_size}; it must divide world_size, which is {self.world_size}."
-            )
-
-        if self.ep_size < 1 or self.tp_size % self.ep_size:
-            raise ValueError(
-                f"moe_expert_parallel_size is {self.ep_size}; it must divide tensor_parallel_size, "
-                f"which is {self.tp_size}."
-            )
+        assert 0 <= self.rank < self.world_size
+        assert self.world_size % self.tp_size == self.tp_size % self.ep_size == 0
 
     @property
     def tp_rank(self) -> int:

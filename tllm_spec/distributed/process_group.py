@@ -1,7 +1,10 @@
 """The communicator of several processes: MPI for plain data, torch.distributed for tensors (NCCL on
 CUDA, gloo on a CPU).
 
-When one process ends, all do: what a rank waits for in a round would never come."""
+When one process ends, all do: what a rank waits for in a round would never come. Each rank keeps a
+connection to rank 0, which the kernel closes with the process, so an end is noticed within
+milliseconds. A rank that ends in order says so first, and waits for the other end to say the same.
+Both ends of a connection say in one line why they end."""
 
 from __future__ import annotations
 
@@ -10,7 +13,8 @@ import os
 import secrets
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from time import monotonic, sleep
@@ -22,11 +26,90 @@ import torch.distributed as dist
 
 from tllm_spec.distributed.communicator import Collectives, Communicator, Mapping, ThroughHost
 from tllm_spec.distributed.peer_sums import NoPeerMemory, PeerSums, choose_sums, graph_seconds
-from tllm_spec.distributed.watch import Watch, accept, connect, listen
 from tllm_spec.kernels.dispatch import has_kernels
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+
+
+GOODBYE = b"\n"  # an empty line
+MAX_REASON = 1000  # characters
+
+
+class Watch:
+    """Notices that another rank has ended. `peers`: connections to other ranks, with what to call
+    them. `on_loss` is called once, in a thread of its own, with the first rank that ended without a
+    goodbye, and why."""
+
+    def __init__(
+        self, peers: Sequence[tuple[str, socket.socket]], on_loss: Callable[[str], None]
+    ) -> None:
+        self._peers = peers
+        self._on_loss = on_loss
+        self._lock = threading.Lock()
+        self._is_over = False
+        self._readers = [
+            threading.Thread(target=self._read, args=peer, daemon=True) for peer in peers
+        ]
+        for reader in self._readers:
+            reader.start()
+
+    def close(self) -> None:
+        """This rank ends in order. Returns when the others have said that they do."""
+        self._send(GOODBYE)
+        for reader in self._readers:
+            reader.join()
+
+    def fail(self, reason: str) -> None:
+        """This rank ends because of a failure."""
+        with self._lock:
+            self._is_over = True
+        line = " ".join(reason.split())[:MAX_REASON] or "?"
+        self._send(line.encode() + b"\n")
+
+    def _send(self, line: bytes) -> None:
+        for _, connection in self._peers:
+            try:
+                connection.sendall(line)
+                connection.shutdown(socket.SHUT_WR)
+            except OSError:
+                continue  # it has ended, too
+
+    def _read(self, name: str, connection: socket.socket) -> None:
+        data = b""
+        with suppress(OSError):  # a reset connection is a closed one
+            while not data.endswith(b"\n") and (piece := connection.recv(1 << 12)):
+                data += piece
+        if data == GOODBYE:
+            return
+        with self._lock:
+            if self._is_over:
+                return
+            self._is_over = True
+        why = f": {data.decode(errors='replace').strip()}" if data else " (its connection closed)"
+        self._on_loss(f"{name} has ended{why}")
+
+
+def accept(listener: socket.socket, token: bytes, number: int) -> list[tuple[int, socket.socket]]:
+    """Connections of so many ranks. Others, which do not know the token, are dropped."""
+    found: list[tuple[int, socket.socket]] = []
+    while len(found) < number:
+        connection, _ = listener.accept()
+        head = _receive(connection, len(token) + 4)
+        if head[:-4] == token:
+            found.append((int.from_bytes(head[-4:], "little"), connection))
+        else:
+            connection.close()
+    listener.close()
+    return found
+
+
+def _receive(connection: socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size and (piece := connection.recv(size - len(data))):
+        data += piece
+    return data
+
 
 logger = logging.getLogger(__name__)
 
@@ -194,9 +277,11 @@ class ProcessGroup(Communicator):
         names = self.gather(f"process {os.getpid()} on {self._hosts[self.mapping.rank]}")
         if self.mapping.rank:
             host, port, token = self.share(None)
-            connection = connect((host, port), token, self.mapping.rank)
+            connection = socket.create_connection((host, port))
+            connection.sendall(token + self.mapping.rank.to_bytes(4, "little"))
             return [(f"rank 0 ({names[0]})", connection)]
-        listener, token = listen("127.0.0.1" if self._is_one_host else ""), secrets.token_bytes(16)
+        listener = socket.create_server(("127.0.0.1" if self._is_one_host else "", 0))
+        token = secrets.token_bytes(16)
         self.share([self._first_host, listener.getsockname()[1], token])
         found = accept(listener, token, self.mapping.world_size - 1)
         return [(f"rank {rank} ({names[rank]})", connection) for rank, connection in found]

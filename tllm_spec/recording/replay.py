@@ -39,7 +39,7 @@ from tllm_spec.grammar.guided_decoding import compiler_name
 from tllm_spec.models.registry import model_config
 from tllm_spec.outputs import SpeculativeStats
 from tllm_spec.progress import progress
-from tllm_spec.recording.hidden_states import read_states_file
+from tllm_spec.recording.traffic_folder import read_states_file
 from tllm_spec.recording.traffic_record import TrafficRecord
 from tllm_spec.sampling_params import SamplingParams
 from tllm_spec.text.tokenizer import tokenizer_of

@@ -11,8 +11,12 @@ from torch import Tensor
 from tllm_spec.executor.device.transfer import to_device
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.registry import model_config
-from tllm_spec.recording.hidden_states import read_states_file
-from tllm_spec.recording.traffic_folder import read_lines, read_records, states_files_of
+from tllm_spec.recording.traffic_folder import (
+    read_lines,
+    read_records,
+    read_states_file,
+    states_files_of,
+)
 from tllm_spec.recording.traffic_record import TrafficRecord
 from tllm_spec.text.tokenizer import load_tokenizer
 from tllm_spec.training.draft_head import ALIGNMENT, Batch

@@ -21,8 +21,7 @@ from tllm_spec.config.adaptive_config import (
     EmaOptions,
     SlotOptions,
 )
-from tllm_spec.config.draft_len_schedule import draft_len_table
-from tllm_spec.config.draft_shape import MAX_WHOLE_BATCH, DraftShapes
+from tllm_spec.config.draft_shape import MAX_WHOLE_BATCH, DraftShapes, draft_len_table
 from tllm_spec.executor.speculative.draft_length.cost_model import CostModelSlot
 from tllm_spec.executor.speculative.draft_length.decisions import DecisionLog, ObservedRound
 from tllm_spec.executor.speculative.draft_length.ema_policy import AdaptiveSpeculativeParams
