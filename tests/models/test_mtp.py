@@ -21,7 +21,7 @@ class ModuleRunner(PagedRunner):
     """Runs a module over its own pool."""
 
     def __init__(self, module: NextnModules) -> None:
-        super().__init__(module.target)
+        super().__init__(module.modules_by_step[0].target)
         self.module = module
         self.use_layers_of(module)
 

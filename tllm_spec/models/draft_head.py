@@ -18,7 +18,7 @@ from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.config_file import read_config
 from tllm_spec.models.draft_kind import HeadKind, kind_by
 from tllm_spec.models.layers import Embedding, Module, Placement
-from tllm_spec.models.linear import Linear, OutputLinear
+from tllm_spec.models.linear import OutputLinear
 from tllm_spec.models.llama import CausalLM
 from tllm_spec.models.registry import LoadFormat
 from tllm_spec.models.rotary import cos_sin_table
@@ -164,12 +164,11 @@ class DraftHead(Module, ABC):
     borrowed: tuple[Embedding, OutputLinear]
     """The target's. They are not submodules: the head's checkpoint does not fill them, and its
     parameters do not include them."""
-    fc: Linear
     embed_tokens: Embedding | None
     """None: the target's."""
     lm_head: OutputLinear | None
     """None: the target's."""
-    draft_to_target: torch.Tensor | None
+    draft_to_target: torch.Tensor | None = None
     """`[V_draft]` int64: the target's id of each of the head's tokens; None: the ids are equal."""
     masks: "Masks | None" = None
     """How the head drafts all tokens at once; None: it drafts one after the other."""
@@ -177,11 +176,11 @@ class DraftHead(Module, ABC):
     @property
     def dtype(self) -> torch.dtype:
         """The type of parameters and activations: the target's."""
-        return self.fc.weight.dtype
+        return self.embedding.weight.dtype
 
     @property
     def device(self) -> torch.device:
-        return self.fc.weight.device
+        return self.embedding.weight.device
 
     @property
     def num_logits(self) -> int:
@@ -215,9 +214,9 @@ class DraftHead(Module, ABC):
         """Captured states of the target, `[T, n * H_target]`, to `[T, H]`. The head's own states
         are not fused."""
 
-    @abstractmethod
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """`[R, H]`, as `forward` returns it, to `[R, V_draft]`, or this rank's columns."""
+        return self.output.forward(hidden)
 
     def _add_ends(
         self,
@@ -234,7 +233,7 @@ class DraftHead(Module, ABC):
         config, size = self.config, self.config.hidden_size
         self.cos_sin = cos_sin_table(config.rope, config.rope_dim, max_positions, placement)
         self.borrowed = target_modules(target, tied_on=placement if is_tied else None)
-        self.embed_tokens, self.lm_head, self.draft_to_target = None, None, None
+        self.embed_tokens, self.lm_head = None, None
         if EMBEDDING in owns:
             self.embed_tokens = Embedding(self.config.vocab_size, size, placement)
         if OUTPUT in owns:

@@ -146,9 +146,6 @@ class EagleHead(SteppedHead):
             total = layer.forward(total, given.rotary, context, wanted)
         return total
 
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.output.forward(hidden)
-
 
 def load_eagle_head(source: HeadSource) -> EagleHead:
     """The checkpoint says whether `fc` has a bias, unless config.json does, and whether the first

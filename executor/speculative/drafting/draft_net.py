@@ -20,7 +20,6 @@ from tllm_spec.draft_network.network import (
     STATES,
     WANTED,
     ExternalDraft,
-    ExternalHead,
 )
 from tllm_spec.executor.device.transfer import to_device
 from tllm_spec.executor.engine.model_engine import PagedNetwork
@@ -148,7 +147,7 @@ class HeadNet(DraftNet):
     def __init__(
         self,
         attention: AttentionGroups | None,
-        head: DraftHead | NextnModules,
+        head: DraftHead,
         spec: SpecMetadata,
         forward: HeadForward = read_step,
         *,
@@ -263,8 +262,9 @@ class ExternalHeadNet(HeadNet):
     reads_whole_windows = True
 
     def __init__(
-        self, draft: ExternalHead, spec: SpecMetadata, pool: KVPool, rows: RowBuilder
+        self, draft: ExternalDraft, spec: SpecMetadata, pool: KVPool, rows: RowBuilder
     ) -> None:
+        assert draft.head is not None
         super().__init__(None, draft.head, spec)
         self.pool, self.rows = pool, rows
         self._paged = PagedNetwork(draft.network, pool, rows)

@@ -118,7 +118,7 @@ class Head:
 
     read_config: Callable[[DraftPlan, Path], Any]
     layers: Callable[[DraftPlan, Any, int], tuple[int, ...]]
-    load: Callable[[DraftPlan, HeadSource, Any, int], DraftHead | NextnModules]
+    load: Callable[[DraftPlan, HeadSource, Any, int], DraftHead]
     blank: Callable[[DraftPlan, CausalLM, Any, int, torch.device], nn.Module]
     forward: HeadForward = read_step
     fills_in: bool = False

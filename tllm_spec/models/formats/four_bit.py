@@ -19,7 +19,7 @@ from tllm_spec.kernels.gemm.int4_weights import (
 )
 from tllm_spec.models.formats.four_bit_packings import FourBitTensor, in_given_order
 from tllm_spec.models.formats.fp8 import ScaledWeight
-from tllm_spec.models.formats.gguf_tensors import Q4Tensor
+from tllm_spec.models.formats.gguf_tensors import GgufTensor
 from tllm_spec.models.formats.quantisation import FourBitGroups
 from tllm_spec.models.formats.weight_format import Part, Rows
 from tllm_spec.models.layers import Placement, RMSNorm, StoredWeight, WeightSlot, tp_sizes
@@ -40,7 +40,7 @@ class FourBitSlot(WeightSlot):
     def load(self, tensor: torch.Tensor | StoredWeight) -> None:
         if self.destination is None or self.words is None:
             return
-        if isinstance(tensor, Q4Tensor):
+        if isinstance(tensor, GgufTensor):
             tensor = tensor.as_four_bit()
         assert isinstance(tensor, FourBitTensor)  # other layers have been made plain
         if self.take_order is not None:
