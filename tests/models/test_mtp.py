@@ -32,7 +32,7 @@ class ModuleRunner(PagedRunner):
         rows = {0: tokens}
         metadata = self.metadata({}, rows, 0) if as_window else self.metadata(rows, {}, 0)
         context = self.context(metadata)
-        return self.module.predict(torch.tensor(tokens), metadata.positions, hidden, context, step)
+        return self.module.forward(torch.tensor(tokens), metadata.positions, hidden, context, step)
 
 
 def load_module(folder: Path, **options: Any) -> NextnModules:

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -172,6 +172,8 @@ class DraftHead(Module, ABC):
     """`[V_draft]` int64: the target's id of each of the head's tokens; None: the ids are equal."""
     masks: "Masks | None" = None
     """How the head drafts all tokens at once; None: it drafts one after the other."""
+    fills_in: ClassVar[bool] = False
+    """Whether a mask row drafts the token at its own position, and its rows see each other."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -210,6 +212,29 @@ class DraftHead(Module, ABC):
         self.draft_to_target = tokens.ids.to(self.device)
 
     @abstractmethod
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        hidden: torch.Tensor,
+        context: ForwardContext,
+        step: int = 0,
+    ) -> torch.Tensor:
+        """One step. `hidden` is not changed.
+
+        Args:
+            input_ids: `[T]`; the token after the one that the row's hidden state was computed from.
+            positions: `[T]`.
+            hidden: `[T, H]`, from `fuse` or from the previous step.
+            context: of the head's own KV pool.
+            step: 0 reads what the target has read, k what draft k - 1 is.
+
+        Returns:
+            `[T, H]`, or `[R, H]` of the rows that the context wants, for `compute_logits` and for
+            the next step.
+        """
+
+    @abstractmethod
     def fuse(self, captured: torch.Tensor) -> torch.Tensor:
         """Captured states of the target, `[T, n * H_target]`, to `[T, H]`. The head's own states
         are not fused."""
@@ -241,31 +266,6 @@ class DraftHead(Module, ABC):
         elif self.embed_tokens is not None and is_tied:
             tied = self.embed_tokens.weight
             self.lm_head = OutputLinear(size, rows, placement=placement, tied=tied)
-
-
-class SteppedHead(DraftHead):
-    """A head whose forward reads tokens and hidden states."""
-
-    @abstractmethod
-    def forward(
-        self,
-        input_ids: torch.Tensor,
-        positions: torch.Tensor,
-        hidden: torch.Tensor,
-        context: ForwardContext,
-    ) -> torch.Tensor:
-        """One step. `hidden` is not changed.
-
-        Args:
-            input_ids: `[T]`; the token after the one that the row's hidden state was computed from.
-            positions: `[T]`.
-            hidden: `[T, H]`, from `fuse` or from the previous step.
-            context: of the head's own KV pool.
-
-        Returns:
-            `[T, H]`, or `[R, H]` of the rows that the context wants, for `compute_logits` and for
-            the next step.
-        """
 
 
 # Which embedding and output layer a draft head uses: the target's, or tensors of its own

@@ -184,13 +184,13 @@ class NextnModules(DraftHead):
         """States after the target's final norm are read as they are, `[T, H]`."""
         return captured
 
-    def predict(
+    def forward(
         self,
         input_ids: torch.Tensor,
         positions: torch.Tensor,
         hidden: torch.Tensor,
         context: ForwardContext,
-        step: int,
+        step: int = 0,
     ) -> torch.Tensor:
         """As `NextnModule.predict`. The modules of later steps only write their KV: they attend to
         the rows of all steps before."""

@@ -66,9 +66,7 @@ class LoadedDraft:
         """A network in torch on the pages of `attention`; `vocab_size` is the target's."""
         if self.kind is not None:
             assert self.spec is not None and isinstance(self.model, DraftHead)
-            row = HEADS[self.kind]
-            parts = attention, self.model, self.spec, row.forward
-            return HeadNet(*parts, fills_in=row.fills_in)
+            return HeadNet(attention, self.model, self.spec)
         assert isinstance(self.model, CausalLM)
         return CausalNet(attention, self.model, vocab_size, mask_token(self.plan))
 
