@@ -55,7 +55,7 @@ _READ = DECODER_KEYS | {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DFlashConfig(Eagle3Config):
     """`block_size`: the newest token and the mask tokens after it, at most."""
 
@@ -82,12 +82,6 @@ class DFlashConfig(Eagle3Config):
             draft_vocab_size=flat.get("draft_vocab_size"),
             target_hidden_size=int(flat.get("target_hidden_size") or flat["hidden_size"]),
             capture_layers=flat["capture_layers"],
-            num_aux_hidden_states=None,
-            norm_before_fc=False,
-            fc_norm=False,
-            norm_before_residual=False,
-            norm_output=False,
-            bias=False,
             mask_token=flat.get("mask_token_id"),
             block_size=int(flat.get("block_size") or 16),
         )
