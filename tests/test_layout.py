@@ -20,7 +20,7 @@ LINKED = ("executor", "kernels")
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60
 # Functions of the product, and their files, that one `LLM.generate` runs through.
-MAX_WALKS = {"plain": (316, 48), "EAGLE-3": (361, 56), "EAGLE-3 tree + SA": (401, 64)}
+MAX_WALKS = {"plain": (316, 48), "EAGLE-3": (360, 56), "EAGLE-3 tree + SA": (400, 64)}
 # Of the product; lines of code are those without blank lines, comments and docstrings.
 MAX_COUNTS = {"files": 295, "classes": 628, "lines": 68_583, "lines of code": 48_521}
 MAX_TEST_LINES = 75_838

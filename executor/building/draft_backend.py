@@ -9,7 +9,6 @@ import torch
 from tllm_spec.draft_network.network import (
     ALIGNMENT,
     ExternalDraft,
-    ExternalHead,
     Network,
     NetworkModel,
     OnnxRuntimeNetwork,
@@ -111,7 +110,7 @@ def load_head_network(plan: BuildPlan, loaded: LoadedDraft) -> LoadedDraft:
             "draft_backend: torch"
         )
     head.leave_fuse()
-    net = ExternalHead(head.config, head.dtype, head.device, network, head)
+    net = ExternalDraft(head.config, head.dtype, head.device, network, head)
     return replace(loaded, model=net)
 
 

@@ -13,7 +13,7 @@ from tllm_spec.attention.choice import create_backend, create_batch_invariant
 from tllm_spec.attention.geometry import KVPool, LayerGroup
 from tllm_spec.attention.interface import AttentionBackend, SpecMetadata, default_capture_layers
 from tllm_spec.attention.recurrent import RecurrentMemory
-from tllm_spec.draft_network.network import ExternalDraft, ExternalHead
+from tllm_spec.draft_network.network import ExternalDraft
 from tllm_spec.executor.building.draft_backend import check_pool, load_head_network, load_network
 from tllm_spec.executor.building.kv_formats import check_kv_cache, draft_format, target_format
 from tllm_spec.executor.building.memory import check_free_memory, reserved_bytes
@@ -52,8 +52,9 @@ from tllm_spec.executor.speculative.drafting.loaded_draft import (
 )
 from tllm_spec.executor.speculative.drafting.model_drafter import DraftKVManager
 from tllm_spec.kernels.attention.visible_keys import KeySpan
-from tllm_spec.models.draft_head import DraftHead, HeadSource
+from tllm_spec.models.draft_head import HeadSource
 from tllm_spec.models.llama import CausalLM
+from tllm_spec.models.mtp import NextnModules
 from tllm_spec.models.registry import LoadFormat, load_model, model_config
 from tllm_spec.models.token_map import DraftTokens
 from tllm_spec.text.tokenizer import Tokenizer
@@ -126,8 +127,8 @@ def build_engines(plan: BuildPlan, tokens: DraftTokens | None) -> Engines:
         lookahead = net.lookahead
         options["num_host_pages"] = num_host_pages
         draft_kv = _manager(DraftKVManager, plan, memory[number:], lookahead, **options)
-    with_heads = (each.head if isinstance(each, ExternalHead) else each for each in models)
-    in_torch = [model for model in with_heads if not isinstance(model, ExternalDraft)]
+    with_heads = (each.head if isinstance(each, ExternalDraft) else each for each in models)
+    in_torch = [model for model in with_heads if model is not None]
     return Engines(engine, kv, net, draft_kv, in_torch, draft, recorded)
 
 
@@ -155,7 +156,7 @@ def load_draft(
         folder, target, load_format, plan.max_len, plan.communicator, args.fp8_activations
     )
     loaded = load_head(draft, source, tokens, args.max_num_tokens)
-    if not isinstance(loaded.model, DraftHead):  # modules have the target's windows
+    if isinstance(loaded.model, NextnModules):  # they have the target's windows
         return loaded
     loaded = loaded.windowed(plan.max_seq_len)
     return loaded if draft.backend == "torch" else load_head_network(plan, loaded)
@@ -324,8 +325,7 @@ def _draft_net(plan: BuildPlan, draft: LoadedDraft, memory: list[_Memory]) -> Dr
     model, vocab_size = draft.model, plan.config.vocab_size
     groups = model.config.layer_groups(plan.mapping)
     pools = place.pools[-len(groups) :]
-    if isinstance(model, ExternalHead):
-        assert draft.spec is not None
+    if isinstance(model, ExternalDraft) and draft.spec is not None:
         return ExternalHeadNet(model, draft.spec, pools[0], place.rows)
     if isinstance(model, ExternalDraft):
         return ExternalModelNet(model, pools[0], place.rows, vocab_size)

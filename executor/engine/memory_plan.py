@@ -25,7 +25,6 @@ from tllm_spec.kernels.gemm.scaled_linear import MAX_BYTES as MAX_SLICE_BYTES
 from tllm_spec.models.draft_head import DraftHead
 from tllm_spec.models.formats.stacked_weight import WIDE_BYTES
 from tllm_spec.models.llama import CausalLM
-from tllm_spec.models.mtp import NextnModules
 
 # How much memory a device has before anything is loaded.
 
@@ -177,7 +176,7 @@ DUMMY_PAGES = 1
 # The driver and a graph's nodes take this, measured. All graphs' activations share one pool.
 BYTES_A_GRAPH = 16 << 20
 
-TorchModel = CausalLM | DraftHead | NextnModules
+TorchModel = CausalLM | DraftHead
 ServedModel = TorchModel | ExternalDraft
 
 

@@ -12,7 +12,7 @@ from tllm_spec.attention.geometry import AttentionGeometry, KVPool
 from tllm_spec.attention.interface import SpecMetadata
 from tllm_spec.attention.vanilla import VanillaAttention
 from tllm_spec.distributed.communicator import SINGLE_RANK
-from tllm_spec.draft_network.network import ExternalHead, Network
+from tllm_spec.draft_network.network import ExternalDraft, Network
 from tllm_spec.executor.engine.rows import AttentionGroups, ContextChunk, PagedGroup, Windows
 from tllm_spec.executor.speculative.drafting.draft_net import DraftNet, ExternalHeadNet, HeadNet
 from tllm_spec.models.draft_head import HeadSource
@@ -131,6 +131,6 @@ def head_pair(head: Eagle3Head, network: Network) -> tuple[HeadSide, HeadSide]:
     pool, rows = cache_of(head)
     attention = AttentionGroups([PagedGroup(VanillaAttention(geometry, pool), rows)])
     own_pool, own_rows = cache_of(head)
-    draft = ExternalHead(head.config, head.dtype, CPU, network, head)
+    draft = ExternalDraft(head.config, head.dtype, CPU, network, head)
     outside = ExternalHeadNet(draft, spec, own_pool, own_rows)
     return HeadSide(HeadNet(attention, head, spec), pool, size), HeadSide(outside, own_pool, size)

@@ -23,7 +23,7 @@ from tllm_spec.config.draft_shape import chain_of
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.config.speculative_config import DraftTargetDecodingConfig, Eagle3DecodingConfig
 from tllm_spec.draft_network import tensorrt
-from tllm_spec.draft_network.network import ExternalHead
+from tllm_spec.draft_network.network import ExternalDraft
 from tllm_spec.draft_network.tensorrt import EngineLimits, find_tensorrt, package_for
 from tllm_spec.executor.building import draft_backend
 from tllm_spec.executor.building.draft_backend import check_draft_backend, load_head_network
@@ -209,7 +209,7 @@ def test_a_heads_engine_that_cuda_graphs_cannot_hold_is_refused(
         load_head_network(plan, LoadedDraft(draft, head, None))
     plan.graph_sizes = ()
     loaded = load_head_network(plan, LoadedDraft(draft, head, None))
-    assert isinstance(loaded.model, ExternalHead) and loaded.model.num_logits == 1024
+    assert isinstance(loaded.model, ExternalDraft) and loaded.model.num_logits == 1024
 
 
 def test_onnxruntime_is_refused_with_every_reason_at_once(tmp_path: Path) -> None:

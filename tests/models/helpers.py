@@ -27,7 +27,6 @@ from tllm_spec.distributed.communicator import SINGLE_RANK
 from tllm_spec.kernels.states.delta_blocks import BLOCK_ROWS
 from tllm_spec.models.draft_head import DraftHead
 from tllm_spec.models.llama import CausalLM
-from tllm_spec.models.mtp import NextnModules
 from tllm_spec.models.registry import load_model
 
 VOCAB_SIZE = 128
@@ -98,7 +97,7 @@ class PagedRunner:
         self.pages: dict[int, list[int]] = {}
         self.lengths: dict[int, int] = {}
 
-    def use_layers_of(self, model: CausalLM | DraftHead | NextnModules) -> None:
+    def use_layers_of(self, model: CausalLM | DraftHead) -> None:
         """Makes a pool and a VANILLA backend for each of its layer groups."""
         groups = model.config.layer_groups(SINGLE_RANK)
         self.pools = [

@@ -13,9 +13,9 @@ from tllm_spec.distributed.communicator import SINGLE_RANK, Communicator, Mappin
 from tllm_spec.kernels.experts.permute import moe_permute
 from tllm_spec.models.formats import stacked_weight
 from tllm_spec.models.formats.four_bit_packings import FourBitTensor
-from tllm_spec.models.formats.fp8 import Fp8Tensor
+from tllm_spec.models.formats.fp8 import Fp8Tensor, QuantisedActivations
 from tllm_spec.models.formats.quantisation import ActivationScales, FourBitGroups, Quantisation
-from tllm_spec.models.formats.stacked_weight import StackedCodes, StackedFourBit
+from tllm_spec.models.formats.stacked_weight import StackedWeight
 from tllm_spec.models.layers import Placement
 from tllm_spec.models.moe import Experts, SparseMoE
 from tllm_spec.models.moe_config import MoEConfig
@@ -124,7 +124,7 @@ def test_gates_and_ups_share_the_largest_static_scale_and_downs_have_their_own()
     layer = filled(PLACEMENTS["static"], config)
     names = [name for name in weight_table(layer) if name.endswith("_proj.weight")]
     own = {name: 0.004 + 0.001 * index for index, name in enumerate(weight_table(layer))}
-    assert isinstance(layer.experts.gate_up_weights, StackedCodes)
+    assert isinstance(layer.experts.gate_up_weights.form, QuantisedActivations)
     largest = max(own[name] for name in names if "down" not in name)
     assert layer.experts.gate_up_input_scale.item() == pytest.approx(largest)
     downs = [own[name] for name in names if "down" in name]
@@ -145,9 +145,10 @@ def test_exact_weights_of_4_bits_are_dequantised_for_many_rows_if_they_take_no_m
         dtype=torch.bfloat16,
         quantised=Quantisation(four_bit=FourBitGroups(32, is_float=True)),
     )
-    weights = StackedFourBit(shape, placement, None)
-    weights.weight.random_(0, 256)
-    weights.scales.random_(118, 125)
+    weights = StackedWeight(shape, placement, None, gated=False)
+    assert weights.operands.scales is not None
+    weights.operands.weight.random_(0, 256)
+    weights.operands.scales.random_(118, 125)
     x, experts = torch.randn(16, 160).bfloat16(), torch.rand(16, 4).argsort(1)[:, :1].int()
     rows, few = (moe_permute(each, 4, 16) for each in (experts, experts[1:]))
     expected = weights.multiply(x, rows)

@@ -21,7 +21,7 @@ class ModuleRunner(PagedRunner):
     """Runs a module over its own pool."""
 
     def __init__(self, module: NextnModules) -> None:
-        super().__init__(module.target)
+        super().__init__(module.modules_by_step[0].target)
         self.module = module
         self.use_layers_of(module)
 
@@ -32,7 +32,7 @@ class ModuleRunner(PagedRunner):
         rows = {0: tokens}
         metadata = self.metadata({}, rows, 0) if as_window else self.metadata(rows, {}, 0)
         context = self.context(metadata)
-        return self.module.predict(torch.tensor(tokens), metadata.positions, hidden, context, step)
+        return self.module.forward(torch.tensor(tokens), metadata.positions, hidden, context, step)
 
 
 def load_module(folder: Path, **options: Any) -> NextnModules:

@@ -52,28 +52,19 @@ class Network(Protocol):
 
 @dataclass(frozen=True)
 class ExternalDraft:
-    """A draft model whose network runs outside torch."""
+    """A draft model, or the layers of a head, whose network runs outside torch. `head`: what is
+    left to torch, which is `fuse`; None: it is a model."""
 
     config: ModelConfig
     dtype: torch.dtype
     device: torch.device
     network: Network
+    head: DraftHead | None = None
 
     @property
     def num_logits(self) -> int:
         """Logits of one row."""
-        return self.config.vocab_size
-
-
-@dataclass(frozen=True)
-class ExternalHead(ExternalDraft):
-    """A head whose layers run in the network. `head`: what is left to torch, which is `fuse`."""
-
-    head: DraftHead
-
-    @property
-    def num_logits(self) -> int:
-        return self.head.num_logits
+        return self.config.vocab_size if self.head is None else self.head.num_logits
 
 
 def pool_inputs(layer: int) -> tuple[str, str]:

@@ -338,12 +338,17 @@ class ModelConfig:
 
 
 def decoder_config(
-    raw: dict[str, Any], *, rope: RopeConfig | None = None, always_slides: bool = False
+    raw: dict[str, Any],
+    *,
+    rope: RopeConfig | None = None,
+    always_slides: bool = False,
+    reads_bias: bool = False,
 ) -> ModelConfig:
     """What the keys say that most families have; `raw` has the family's defaults filled in.
 
     Args:
         rope: the rotary embedding, where the keys need another reading.
+        reads_bias: whether `attention_bias` says that all of attention's projections have biases.
         always_slides: whether every layer has the sliding window, whatever other keys say.
 
     Raises:
@@ -356,6 +361,7 @@ def decoder_config(
         raise ValueError(f"layer_types has {sorted(unknown)}; served are {served}.")
     num_heads = int(required(raw, "num_attention_heads"))
     sliding = _sliding_layers(raw, always=always_slides)
+    has_bias = reads_bias and bool(raw.get("attention_bias"))
     return ModelConfig(
         architecture=raw["architectures"][0],
         vocab_size=int(required(raw, "vocab_size")),
@@ -374,6 +380,8 @@ def decoder_config(
         hidden_act=raw["hidden_act"],
         dtype=_dtype(raw),
         eos_token_ids=token_ids_of(raw.get("eos_token_id")),
+        qkv_bias=has_bias,
+        o_bias=has_bias,
     )
 
 

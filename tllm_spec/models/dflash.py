@@ -1,9 +1,9 @@
 """The DFlash draft head: a few decoder layers that fill in a block of mask tokens at once.
 
 Every layer's keys and values of the text are made of the target's hidden states, once for each
-token (`write_context`). The block is the newest token, which the target has not read yet, and mask
-tokens; its rows see the text and the whole block. The row at a position drafts the token at that
-position. Requests, pages and the drafting loop are not known here."""
+token (step 0 of `forward`). The block is the newest token, which the target has not read yet, and
+mask tokens; its rows see the text and the whole block. The row at a position drafts the token at
+that position. Requests, pages and the drafting loop are not known here."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -55,7 +55,7 @@ _READ = DECODER_KEYS | {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DFlashConfig(Eagle3Config):
     """`block_size`: the newest token and the mask tokens after it, at most."""
 
@@ -82,12 +82,6 @@ class DFlashConfig(Eagle3Config):
             draft_vocab_size=flat.get("draft_vocab_size"),
             target_hidden_size=int(flat.get("target_hidden_size") or flat["hidden_size"]),
             capture_layers=flat["capture_layers"],
-            num_aux_hidden_states=None,
-            norm_before_fc=False,
-            fc_norm=False,
-            norm_before_residual=False,
-            norm_output=False,
-            bias=False,
             mask_token=flat.get("mask_token_id"),
             block_size=int(flat.get("block_size") or 16),
         )
@@ -152,6 +146,7 @@ class DFlashHead(DraftHead):
     """Module paths are the checkpoint's names, with q/k/v and gate/up fused."""
 
     config: DFlashConfig
+    fills_in = True
 
     def __init__(
         self,
@@ -182,22 +177,24 @@ class DFlashHead(DraftHead):
     def fuse(self, captured: torch.Tensor) -> torch.Tensor:
         return self.hidden_norm.forward(self.fc.forward(captured, None))
 
-    def write_context(
-        self, positions: torch.Tensor, fused: torch.Tensor, context: ForwardContext
-    ) -> None:
-        """Writes the keys and values of all layers for tokens at positions `[T]`. fused `[T,
-        H]`."""
-        rotary = Rotary(self.cos_sin, positions)
-        for layer in self.layers:
-            assert isinstance(layer, DecoderLayer)
-            layer.self_attn.write(fused, None, rotary, context)
-
-    def fill_in(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        hidden: torch.Tensor,
+        context: ForwardContext,
+        step: int = 0,
     ) -> torch.Tensor:
-        """The states of the block's rows that the context wants, `[R, H]`, for `compute_logits`.
-        ids and positions `[T]`: the newest token and mask tokens."""
+        """Step 0 writes the keys and values of the text, from the fused states `hidden`. Step 1
+        fills in a block, of which ids and positions are those of the newest token and of mask
+        tokens. An entry depends on nothing after its own position; it is read and reused as an
+        EAGLE head's."""
         rotary = Rotary(self.cos_sin, positions)
+        if not step:
+            for layer in self.layers:
+                assert isinstance(layer, DecoderLayer)
+                layer.self_attn.write(hidden, None, rotary, context)
+            return hidden[:0]
         total = self.embedding.forward(input_ids)
         *earlier, last = self.layers
         for layer in earlier:

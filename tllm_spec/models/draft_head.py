@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -18,7 +18,7 @@ from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.config_file import read_config
 from tllm_spec.models.draft_kind import HeadKind, kind_by
 from tllm_spec.models.layers import Embedding, Module, Placement
-from tllm_spec.models.linear import Linear, OutputLinear
+from tllm_spec.models.linear import OutputLinear
 from tllm_spec.models.llama import CausalLM
 from tllm_spec.models.registry import LoadFormat
 from tllm_spec.models.rotary import cos_sin_table
@@ -164,24 +164,25 @@ class DraftHead(Module, ABC):
     borrowed: tuple[Embedding, OutputLinear]
     """The target's. They are not submodules: the head's checkpoint does not fill them, and its
     parameters do not include them."""
-    fc: Linear
     embed_tokens: Embedding | None
     """None: the target's."""
     lm_head: OutputLinear | None
     """None: the target's."""
-    draft_to_target: torch.Tensor | None
+    draft_to_target: torch.Tensor | None = None
     """`[V_draft]` int64: the target's id of each of the head's tokens; None: the ids are equal."""
     masks: "Masks | None" = None
     """How the head drafts all tokens at once; None: it drafts one after the other."""
+    fills_in: ClassVar[bool] = False
+    """Whether a mask row drafts the token at its own position, and its rows see each other."""
 
     @property
     def dtype(self) -> torch.dtype:
         """The type of parameters and activations: the target's."""
-        return self.fc.weight.dtype
+        return self.embedding.weight.dtype
 
     @property
     def device(self) -> torch.device:
-        return self.fc.weight.device
+        return self.embedding.weight.device
 
     @property
     def num_logits(self) -> int:
@@ -211,13 +212,36 @@ class DraftHead(Module, ABC):
         self.draft_to_target = tokens.ids.to(self.device)
 
     @abstractmethod
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        hidden: torch.Tensor,
+        context: ForwardContext,
+        step: int = 0,
+    ) -> torch.Tensor:
+        """One step. `hidden` is not changed.
+
+        Args:
+            input_ids: `[T]`; the token after the one that the row's hidden state was computed from.
+            positions: `[T]`.
+            hidden: `[T, H]`, from `fuse` or from the previous step.
+            context: of the head's own KV pool.
+            step: 0 reads what the target has read, k what draft k - 1 is.
+
+        Returns:
+            `[T, H]`, or `[R, H]` of the rows that the context wants, for `compute_logits` and for
+            the next step.
+        """
+
+    @abstractmethod
     def fuse(self, captured: torch.Tensor) -> torch.Tensor:
         """Captured states of the target, `[T, n * H_target]`, to `[T, H]`. The head's own states
         are not fused."""
 
-    @abstractmethod
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """`[R, H]`, as `forward` returns it, to `[R, V_draft]`, or this rank's columns."""
+        return self.output.forward(hidden)
 
     def _add_ends(
         self,
@@ -234,7 +258,7 @@ class DraftHead(Module, ABC):
         config, size = self.config, self.config.hidden_size
         self.cos_sin = cos_sin_table(config.rope, config.rope_dim, max_positions, placement)
         self.borrowed = target_modules(target, tied_on=placement if is_tied else None)
-        self.embed_tokens, self.lm_head, self.draft_to_target = None, None, None
+        self.embed_tokens, self.lm_head = None, None
         if EMBEDDING in owns:
             self.embed_tokens = Embedding(self.config.vocab_size, size, placement)
         if OUTPUT in owns:
@@ -242,31 +266,6 @@ class DraftHead(Module, ABC):
         elif self.embed_tokens is not None and is_tied:
             tied = self.embed_tokens.weight
             self.lm_head = OutputLinear(size, rows, placement=placement, tied=tied)
-
-
-class SteppedHead(DraftHead):
-    """A head whose forward reads tokens and hidden states."""
-
-    @abstractmethod
-    def forward(
-        self,
-        input_ids: torch.Tensor,
-        positions: torch.Tensor,
-        hidden: torch.Tensor,
-        context: ForwardContext,
-    ) -> torch.Tensor:
-        """One step. `hidden` is not changed.
-
-        Args:
-            input_ids: `[T]`; the token after the one that the row's hidden state was computed from.
-            positions: `[T]`.
-            hidden: `[T, H]`, from `fuse` or from the previous step.
-            context: of the head's own KV pool.
-
-        Returns:
-            `[T, H]`, or `[R, H]` of the rows that the context wants, for `compute_logits` and for
-            the next step.
-        """
 
 
 # Which embedding and output layer a draft head uses: the target's, or tensors of its own

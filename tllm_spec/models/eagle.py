@@ -19,8 +19,8 @@ from tllm_spec.kernels.drafts.draft_input import draft_input
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.config_file import read_config
 from tllm_spec.models.draft_head import (
+    DraftHead,
     HeadSource,
-    SteppedHead,
     drop_copies,
     head_tensors,
 )
@@ -101,7 +101,7 @@ _UNUSED = ("rotary_emb.inv_freq",)
 _INPUT_NORM, _FC_BIAS = "layers.0.input_layernorm.weight", "fc.bias"
 
 
-class EagleHead(SteppedHead):
+class EagleHead(DraftHead):
     """Module paths are the checkpoint's names, with q/k/v and gate/up fused."""
 
     def __init__(
@@ -136,6 +136,7 @@ class EagleHead(SteppedHead):
         positions: torch.Tensor,
         hidden: torch.Tensor,
         context: ForwardContext,
+        step: int = 0,
     ) -> torch.Tensor:
         embedding, rotary = self.embedding, Rotary(self.cos_sin, positions)
         given = draft_input(*embedding.lookup(input_ids), hidden, None, rotary, input_ids[:0])
@@ -145,9 +146,6 @@ class EagleHead(SteppedHead):
             wanted = context.wanted if number == last else None
             total = layer.forward(total, given.rotary, context, wanted)
         return total
-
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.output.forward(hidden)
 
 
 def load_eagle_head(source: HeadSource) -> EagleHead:

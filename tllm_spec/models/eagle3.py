@@ -26,7 +26,6 @@ from tllm_spec.models.draft_head import (
     DraftHead,
     HeadSource,
     Masks,
-    SteppedHead,
     drop_copies,
     head_tensors,
 )
@@ -282,7 +281,7 @@ def _copied_rows(rows: torch.Tensor, wanted: torch.Tensor | None) -> torch.Tenso
     return rows.clone(memory_format=torch.contiguous_format)
 
 
-class Eagle3Head(SteppedHead):
+class Eagle3Head(DraftHead):
     """Module paths are the checkpoint's names (`eagle3_checkpoint.py`), with q/k/v and gate/up
     fused."""
 
@@ -341,6 +340,7 @@ class Eagle3Head(SteppedHead):
         positions: torch.Tensor,
         hidden: torch.Tensor,
         context: ForwardContext,
+        step: int = 0,
     ) -> torch.Tensor:
         """The states after the final norm with `norm_output`, otherwise those before it."""
         rotary = Rotary(self.cos_sin, positions)

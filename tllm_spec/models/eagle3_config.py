@@ -238,7 +238,7 @@ def check_layers(config: ModelConfig, kind: str) -> None:
 Own = TypeVar("Own", bound="Eagle3Config")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Eagle3Config(ModelConfig):
     """`vocab_size` is the target's: the head reads its tokens."""
 
@@ -249,19 +249,19 @@ class Eagle3Config(ModelConfig):
     target_hidden_size: int
     capture_layers: tuple[int, ...] | None
     """Layers of the target whose outputs the head was trained on, in the order of its input."""
-    num_aux_hidden_states: int | None
+    num_aux_hidden_states: int | None = None
     """How many captured states the head reads, if the config says so."""
-    norm_before_fc: bool
+    norm_before_fc: bool = False
     """One RMSNorm over all captured states together, before `fc_norm` and `fc`."""
-    fc_norm: bool
+    fc_norm: bool = False
     """An RMSNorm for each captured state, before `fc`."""
-    norm_before_residual: bool
+    norm_before_residual: bool = False
     """The first layer's residual is the normed hidden state instead of the hidden state."""
-    norm_output: bool
+    norm_output: bool = False
     """The next step reads the hidden state after the final norm instead of before it."""
-    bias: bool
+    bias: bool = False
     """Whether `fc` has one."""
-    mask_token: int | None
+    mask_token: int | None = None
     """P-EAGLE: the token that stands for drafts in the rows that draft all tokens at once; None:
     the head drafts one token after the other."""
 

@@ -53,13 +53,10 @@ def read_gemma3(raw: dict[str, Any]) -> ModelConfig:
     local = {"rope_parameters": _rope_parameters(flat, SLIDING, "rope_local_base_freq")}
     scaling, rope = flat.pop("rope_scaling", None) or {}, _rope_parameters(flat, FULL, "rope_theta")
     flat |= {"rope_parameters": rope | scaling, "hidden_act": "silu", "use_sliding_window": None}
-    config, types = decoder_config(flat), enumerate(flat["layer_types"])
-    bias = bool(flat.get("attention_bias"))
+    types = enumerate(flat["layer_types"])
     return replace(
-        config,
+        decoder_config(flat, reads_bias=True),
         hidden_act=activation,
-        qkv_bias=bias,
-        o_bias=bias,
         qk_norm=True,
         offset_norms=True,
         query_scale=float(flat["query_pre_attn_scalar"]) ** -0.5,
@@ -112,14 +109,8 @@ class Gemma3Model(DecoderModel):
     """The decoder, with a rotary table for layers with a window, too. Draft heads read the
     embedding unscaled."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        max_positions: int,
-        placement: Placement,
-        layer_type: type[DecoderLayer],
-    ) -> None:
-        super().__init__(config, max_positions, placement, layer_type)
+    def add_tables(self, config: ModelConfig, max_positions: int, placement: Placement) -> None:
+        super().add_tables(config, max_positions, placement)
         assert config.local_rope is not None
         self.local_cos_sin = cos_sin_table(
             config.local_rope, config.rope_dim, max_positions, placement

@@ -80,11 +80,11 @@ def read_gpt_oss(raw: dict[str, Any]) -> ModelConfig:
     if not (flat.get("rope_parameters") or flat.get("rope_scaling")):
         flat["rope_parameters"] = _YARN
     flat |= {"use_sliding_window": None}
-    bias, limit = bool(flat.get("attention_bias")), float(flat["swiglu_limit"])
+    limit = float(flat["swiglu_limit"])
     flat |= {"moe_intermediate_size": flat["intermediate_size"], "norm_topk_prob": True}
     moe = replace(moe_config(flat), has_bias=True, swiglu_limit=limit, names=_NAMES)
-    config = replace(decoder_config(flat), moe=moe, sparse_layers=sparse_layers(flat))
-    return replace(config, qkv_bias=bias, o_bias=bias, has_sinks=True)
+    config = replace(decoder_config(flat, reads_bias=True), has_sinks=True)
+    return replace(config, moe=moe, sparse_layers=sparse_layers(flat))
 
 
 class GptOssForCausalLM(CausalLM):

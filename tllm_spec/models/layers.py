@@ -28,8 +28,8 @@ class Placement:
     communicator: Communicator = SINGLE
     quantised: Quantisation = PLAIN
     """How the weights are quantised that stay so."""
-    splits_inputs: bool = False
-    """Whether each rank has a slice of a layer's inputs."""
+    input_slices: int = 1
+    """Ranks that have a slice of a layer's inputs each."""
 
     @property
     def wide(self) -> "Placement":
@@ -44,7 +44,7 @@ class Placement:
         form = self.quantised
         in_blocks = form.activations is not None and form.activations.shared_by == "block"
         is_cut = form.fp8 == "block" and size < full and size % BLOCK > 0 and not in_blocks
-        return replace(self.wide if is_cut else self, splits_inputs=size < full)
+        return replace(self.wide if is_cut else self, input_slices=full // size)
 
     def parameter(self, *shape: int, column_major: bool = False) -> nn.Parameter:
         """Uninitialised: loading fills it. `column_major` changes the strides, not the shape."""

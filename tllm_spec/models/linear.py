@@ -40,19 +40,24 @@ from tllm_spec.models.layers import Module, Placement, RMSNorm, WeightSlot, sibl
 
 
 def choose_format(
-    out_features: int, in_features: int, placement: Placement, bias: nn.Parameter | None
+    shape: tuple[int, ...],
+    placement: Placement,
+    bias: nn.Parameter | None,
+    *,
+    has_own_inputs: bool = False,
 ) -> WeightFormat:
-    """The format of the placement's weights, with new tensors."""
-    form, sizes = placement.quantised, (out_features, in_features)
+    """The format of the placement's weights, with new tensors. shape: outputs and inputs, of
+    experts after their number, each of which may have inputs of its own."""
+    form = placement.quantised
     if form.activations is not None:
-        return QuantisedActivations(*sizes, placement, bias)
+        return QuantisedActivations(shape, placement, bias, has_own_inputs=has_own_inputs)
     if form.four_bit is not None:
-        return FourBitWeight(*sizes, placement, bias)
+        return FourBitWeight(shape, placement, bias)
     if form.fp8 is not None:
-        return ScaledWeight(*sizes, placement, bias)
-    if placement.device.type == "cpu" and not placement.batch_invariant:
-        return CpuWeight(CpuWeight.allocate(*sizes, placement), bias)
-    return plain_format(placement.parameter(*sizes), placement, bias)
+        return ScaledWeight(shape, placement, bias)
+    if placement.device.type == "cpu" and not placement.batch_invariant and len(shape) == 2:
+        return CpuWeight(CpuWeight.allocate(*shape, placement), bias)
+    return plain_format(placement.parameter(*shape), placement, bias)
 
 
 def plain_format(
@@ -87,7 +92,7 @@ class Linear(Module):
         self.shares_weight = weight is not None
         self.bias = placement.parameter(out_features) if bias else None
         if weight is None:
-            self.use(choose_format(out_features, in_features, placement, self.bias))
+            self.use(choose_format((out_features, in_features), placement, self.bias))
         else:
             self.use(plain_format(weight, placement, self.bias))
 
@@ -114,8 +119,7 @@ class Linear(Module):
         self.weight_format.add_to(total, x)
 
     def widen(self, placement: Placement) -> None:
-        out_features, in_features = self.weight_format.shape
-        self.use(choose_format(out_features, in_features, placement.wide, self.bias))
+        self.use(choose_format(self.weight_format.shape, placement.wide, self.bias))
 
     def full_weight(self) -> torch.Tensor:
         """`[N, K]`, dequantised."""
@@ -173,10 +177,10 @@ class ColumnLinear(Linear):
             own, order = slice(first, first + size), self.orders.get(name)
             full, start = self._place(name)
             part = Part((full, self.weight_format.shape[1]), 0, start, order)
-            yield from self.weight_format.slots(sibling(path, name), own, part)
+            module = sibling(path, name)
+            yield f"{module}.weight", self.weight_format.slot(module, own, part)
             if self.bias is not None:
-                slot = WeightSlot(self.bias[own], (full,), 0, start, order)
-                yield f"{sibling(path, name)}.bias", slot
+                yield f"{module}.bias", WeightSlot(self.bias[own], (full,), 0, start, order)
             first += size
 
     def _fused_slots(self, path: str) -> Iterator[tuple[str, WeightSlot]]:
@@ -187,7 +191,7 @@ class ColumnLinear(Linear):
             rows.append(first + start + (torch.arange(size) if order is None else order))
             first += full
         part = Part((first, self.weight_format.shape[1]), order=torch.cat(rows))
-        yield from self.weight_format.slots(path, slice(None), part)
+        yield f"{path}.weight", self.weight_format.slot(path, slice(None), part)
 
     def _place(self, name: str) -> tuple[int, int]:
         """Outputs of a part on all ranks, and where this rank's begin."""
@@ -265,7 +269,7 @@ class RowLinear(Linear):
         out_features, local = self.weight_format.shape
         shape = (out_features, local * self.mapping.tp_size)
         part = Part(shape, 1, local * self.mapping.tp_rank)
-        yield from self.weight_format.slots(path, slice(None), part)
+        yield f"{path}.weight", self.weight_format.slot(path, slice(None), part)
         if self.has_bias:
             yield f"{path}.bias", WeightSlot(self.bias, (out_features,))
 

@@ -80,8 +80,7 @@ _QWEN3_MOE = _COMMON | {
 
 def read_llama(raw: dict[str, Any]) -> ModelConfig:
     flat = with_defaults(raw, _COMMON | {"eos_token_id": 2, "max_position_embeddings": 2048})
-    bias, mlp_bias = bool(flat.get("attention_bias")), bool(flat.get("mlp_bias"))
-    return replace(decoder_config(flat), qkv_bias=bias, o_bias=bias, mlp_bias=mlp_bias)
+    return replace(decoder_config(flat, reads_bias=True), mlp_bias=bool(flat.get("mlp_bias")))
 
 
 def read_mistral(raw: dict[str, Any]) -> ModelConfig:
@@ -120,22 +119,14 @@ def read_qwen2_moe(raw: dict[str, Any]) -> ModelConfig:
 
 def read_qwen3(raw: dict[str, Any]) -> ModelConfig:
     flat = with_defaults(raw, _QWEN2 | {"head_dim": 128})
-    bias = bool(flat.get("attention_bias"))
-    return replace(decoder_config(flat), qkv_bias=bias, o_bias=bias, qk_norm=True)
+    return replace(decoder_config(flat, reads_bias=True), qk_norm=True)
 
 
 def read_qwen3_moe(raw: dict[str, Any]) -> ModelConfig:
     """Without types of layers all or none have the window."""
     flat = with_defaults(raw, _QWEN3_MOE) | {"max_window_layers": 0}
-    bias = bool(flat.get("attention_bias"))
-    return replace(
-        decoder_config(flat),
-        qkv_bias=bias,
-        o_bias=bias,
-        qk_norm=True,
-        moe=moe_config(flat),
-        sparse_layers=sparse_layers(flat),
-    )
+    config = replace(decoder_config(flat, reads_bias=True), qk_norm=True)
+    return replace(config, moe=moe_config(flat), sparse_layers=sparse_layers(flat))
 
 
 class Attention(Module):
@@ -343,6 +334,10 @@ class DecoderModel(Module):
             layer_type(config, layer, placement) for layer in range(config.num_layers)
         )
         self.norm = layer_norm(config, placement)
+        self.add_tables(config, max_positions, placement)
+
+    def add_tables(self, config: ModelConfig, max_positions: int, placement: Placement) -> None:
+        """What `rotary` and `embed` read."""
         self.cos_sin = cos_sin_table(config.rope, config.rope_dim, max_positions, placement)
 
     def rotary(self, positions: torch.Tensor) -> Rotary:

@@ -57,12 +57,10 @@ def read_llama4(raw: dict[str, Any]) -> ModelConfig:
     if sparse is None:
         sparse = range(step - 1, int(flat["num_hidden_layers"]), step)
     flat |= {"moe_intermediate_size": inner, "intermediate_size": flat["intermediate_size_mlp"]}
-    chunk, bias = flat["attention_chunk_size"], bool(flat.get("attention_bias"))
+    chunk = flat["attention_chunk_size"]
     temperature = Temperature(int(flat["floor_scale"]), float(flat["attn_scale"]))
     return replace(
-        decoder_config(flat, rope=replace(rope_config(flat), is_interleaved=True)),
-        qkv_bias=bias,
-        o_bias=bias,
+        decoder_config(flat, rope=replace(rope_config(flat), is_interleaved=True), reads_bias=True),
         qk_norm=bool(flat["use_qk_norm"]),
         moe=replace(
             moe_config(flat),
@@ -160,14 +158,8 @@ class Llama4Layer(DecoderLayer):
 class Llama4Model(DecoderModel):
     """The decoder, with the tables that layers without a rotary embedding read."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        max_positions: int,
-        placement: Placement,
-        layer_type: type[DecoderLayer],
-    ) -> None:
-        super().__init__(config, max_positions, placement, layer_type)
+    def add_tables(self, config: ModelConfig, max_positions: int, placement: Placement) -> None:
+        super().add_tables(config, max_positions, placement)
         shape, device = (1, 2, 1, config.head_dim), placement.device
         self.unrotated = torch.zeros(shape, dtype=placement.dtype, device=device)
         self.unrotated[:, 0] = 1.0

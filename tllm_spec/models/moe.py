@@ -12,7 +12,7 @@ from tllm_spec.kernels.experts.grouped_gemm import (
 from tllm_spec.kernels.experts.permute import moe_permute
 from tllm_spec.kernels.experts.routing import OwnExperts, moe_combine, moe_routing
 from tllm_spec.kernels.gemm.batch_invariant_linear import batch_invariant_linear
-from tllm_spec.models.formats.stacked_weight import StackedWeight, choose_stacked
+from tllm_spec.models.formats.stacked_weight import StackedWeight
 from tllm_spec.models.formats.weight_format import Part
 from tllm_spec.models.layers import Module, Placement, RMSNorm, StoredWeight, WeightSlot, sibling
 from tllm_spec.models.linear import ColumnLinear, Linear, RowLinear
@@ -76,9 +76,9 @@ class Experts(Module):
         number, hidden, inner = self.shape
         full = inner * self.mapping.moe_tp_size
         shape, bias = (number, 2 * inner, hidden), self.gate_up_bias
-        self._use("gate_up", choose_stacked(shape, placement, gated=True, bias=bias))
+        self._use("gate_up", StackedWeight(shape, placement, bias, gated=True))
         own, bias = placement.of_inputs(inner, full), self.down_bias
-        self._use("down", choose_stacked((number, hidden, inner), own, gated=False, bias=bias))
+        self._use("down", StackedWeight((number, hidden, inner), own, bias, gated=False))
 
     def _use(self, name: str, weights: StackedWeight) -> None:
         """Replaces one of the two layers, with its tensors."""
@@ -98,8 +98,8 @@ class Experts(Module):
         """Each assignment's output, `[T * k, H]`, for x `[T, H]` and its experts `[T, k]`; that of
         another rank's expert is not defined. `input_weights` `[T, k]` multiply the inputs."""
         number, first = self.shape[0], None if self.mapping.ep_size == 1 else self.first
-        form, num_sums = self.gate_up_weights.form, self.gate_up_weights.operands.num_sums(x.dtype)
-        block_rows = block_rows_of(experts.numel(), number, x.dtype, x.device, form, num_sums)
+        kind, num_sums = self.gate_up_weights.kind, self.gate_up_weights.operands.num_sums(x.dtype)
+        block_rows = block_rows_of(experts.numel(), number, x.dtype, x.device, kind, num_sums)
         rows = moe_permute(experts, number, block_rows, first)
         inner = self.gate_up_weights.gated(x, rows, input_weights, self.limit)
         return self.down_weights.multiply(inner, rows)
@@ -145,7 +145,7 @@ class Experts(Module):
 
     def _fused_slot(self, weights: StackedWeight, shard_dim: int, parts: int) -> FusedSlot:
         mapping = self.mapping
-        own = weights.weight[: self.num_routed]
+        own: torch.Tensor = weights.form.weight[: self.num_routed]
         if self.names.outputs_first:
             shard_dim = 3 - shard_dim
         else:
@@ -164,14 +164,16 @@ class Experts(Module):
         """expert: its index on this rank, outside of the range for another rank's. `parts`: the
         names of gate, up and down."""
         number, hidden, inner = self.shape
-        own = expert if 0 <= expert < number else None
+        is_here = 0 <= expert < number
         start, full = inner * self.mapping.moe_tp_rank, inner * self.mapping.moe_tp_size
         halves = zip(parts[:2], (slice(inner), slice(inner, None)), strict=True)
         for name, rows in halves:
+            module, own = f"{path}.{name}", (expert, rows) if is_here else None
             part = Part((full, hidden), 0, start)
-            yield from self.gate_up_weights.slots(f"{path}.{name}", own, rows, part)
+            yield f"{module}.weight", self.gate_up_weights.form.slot(module, own, part)
+        module, own = f"{path}.{parts[2]}", (expert, slice(None)) if is_here else None
         part = Part((hidden, full), 1, start)
-        yield from self.down_weights.slots(f"{path}.{parts[2]}", own, slice(None), part)
+        yield f"{module}.weight", self.down_weights.form.slot(module, own, part)
 
 
 class Router(Linear):

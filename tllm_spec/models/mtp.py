@@ -20,7 +20,13 @@ from tllm_spec.kernels.drafts.draft_input import DraftInputNorms, draft_input
 from tllm_spec.models.checkpoint import OUTPUT, checkpoint_tensors, is_same
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.config_file import read_config
-from tllm_spec.models.draft_head import EMBEDDING, HeadSource, drop_copies
+from tllm_spec.models.draft_head import (
+    EMBEDDING,
+    DraftHead,
+    HeadSource,
+    drop_copies,
+    target_modules,
+)
 from tllm_spec.models.draft_kind import MODULES, is_exported
 from tllm_spec.models.formats.quantised_layers import (
     computed_as,
@@ -154,13 +160,9 @@ def _put(parent: Module, path: str, module: Module) -> None:
     setattr(parent, last, module)
 
 
-class NextnModules(Module):
+class NextnModules(DraftHead):
     """One module that makes every step, or a module for each step. Each has a layer of the draft
     network's KV pool. Its drafts are the target's ids, one after the other."""
-
-    target: CausalLM
-    draft_to_target = None
-    masks = None
 
     def __init__(
         self, target: CausalLM, count: int, placement: Placement, owns: Collection[str] = ()
@@ -176,55 +178,29 @@ class NextnModules(Module):
         steps = [NextnModule(target, config, index, placement) for index in range(count)]
         self.steps = nn.ModuleList(steps)
         self.modules_by_step = steps
-        # Not a submodule, as above.
-        self.__dict__["target"] = target
-
-    @property
-    def num_logits(self) -> int:
-        """Logits of one row."""
-        return self.config.vocab_size
-
-    @property
-    def output(self) -> OutputLinear:
-        """The modules' own output layer, or the target's."""
-        return self.lm_head or self.target.lm_head
+        self.borrowed = target_modules(target)
 
     def fuse(self, captured: torch.Tensor) -> torch.Tensor:
         """States after the target's final norm are read as they are, `[T, H]`."""
         return captured
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """The type of parameters and activations: the target's."""
-        return self.target.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.target.device
-
-    def predict(
+    def forward(
         self,
         input_ids: torch.Tensor,
         positions: torch.Tensor,
         hidden: torch.Tensor,
         context: ForwardContext,
-        step: int,
+        step: int = 0,
     ) -> torch.Tensor:
         """As `NextnModule.predict`. The modules of later steps only write their KV: they attend to
         the rows of all steps before."""
-        modules = self.modules_by_step
-        embedding = self.embed_tokens or self.target.model.embed_tokens
-        looked_up = embedding.lookup(input_ids)  # a sum, if it is sharded
+        modules, looked_up = self.modules_by_step, self.embedding.lookup(input_ids)
         if len(modules) == 1:
             return modules[0].predict(input_ids, positions, hidden, context, looked_up)
         only_writes = replace(context, wanted=input_ids[:0])
         for later in modules[step + 1 :]:
             later.predict(input_ids, positions, hidden, only_writes, looked_up)
         return modules[step].predict(input_ids, positions, hidden, context, looked_up)
-
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """`[R, H]`, as `predict` returns it, to `[R, V]`."""
-        return self.output.forward(hidden)
 
 
 def check_nextn(config: ModelConfig, num_modules: int, exported: Path | None = None) -> None:

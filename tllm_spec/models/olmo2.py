@@ -23,9 +23,7 @@ _DEFAULTS: dict[str, Any] = COMMON_DEFAULTS | {
 
 
 def read_olmo2(raw: dict[str, Any]) -> ModelConfig:
-    flat = with_defaults(raw, _DEFAULTS)
-    bias = bool(flat.get("attention_bias"))
-    return replace(decoder_config(flat), qkv_bias=bias, o_bias=bias, qk_norm=True)
+    return replace(decoder_config(with_defaults(raw, _DEFAULTS), reads_bias=True), qk_norm=True)
 
 
 class Olmo2Attention(Attention):

@@ -5,8 +5,8 @@ from dataclasses import replace
 from typing import Any
 
 from tllm_spec.models.config import ModelConfig, decoder_config
-from tllm_spec.models.config_file import required, with_defaults
-from tllm_spec.models.rotary import rope_config
+from tllm_spec.models.config_file import with_defaults
+from tllm_spec.models.rotary import rope_config, rotated_elements
 
 _DEFAULTS: dict[str, Any] = {
     "vocab_size": 32064,
@@ -32,17 +32,9 @@ def read_phi3(raw: dict[str, Any]) -> ModelConfig:
     fields = flat.get("rope_scaling") or flat.get("rope_parameters") or {}
     share = fields.get("partial_rotary_factor") or flat.get("partial_rotary_factor") or 1.0
     fields = fields | {"partial_rotary_factor": share}
-    size = required(flat, "hidden_size") // required(flat, "num_attention_heads")
-    head_dim = flat.get("head_dim") or size
-    rotated = int(head_dim * share)
-    if rotated % 2 or not 0 < rotated <= head_dim:
-        raise ValueError(
-            f"partial_rotary_factor is {share}; of {head_dim} elements a head, an even number must "
-            "be rotated."
-        )
+    pairs = rotated_elements(share, flat) // 2
     if (fields.get("rope_type") or fields.get("type")) in _LONGROPE:
         fields["rope_type"] = "longrope"
-        pairs = rotated // 2
         for key in ("short_factor", "long_factor"):
             if len(fields.get(key) or ()) != pairs:
                 raise ValueError(

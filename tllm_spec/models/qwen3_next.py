@@ -99,11 +99,8 @@ def read_qwen3_next(raw: dict[str, Any]) -> ModelConfig:
         raise ValueError("attn_output_gate is false; attention is served with a gate only.")
     linear = tuple(layer for layer, kind in enumerate(types) if kind == _LINEAR)
     flat |= {"sliding_window": None, "layer_types": None}
-    bias = bool(flat.get("attention_bias"))
     config = replace(
-        decoder_config(flat, rope=_rope(flat)),
-        qkv_bias=bias,
-        o_bias=bias,
+        decoder_config(flat, rope=_rope(flat), reads_bias=True),
         qk_norm=True,
         offset_norms=True,
         delta=_delta_config(flat, linear),
@@ -120,13 +117,7 @@ def _rope(flat: dict[str, Any]) -> RopeConfig:
     """Raises ValueError unless an even number of a head's elements is rotated."""
     fields = flat.get("rope_scaling") or flat.get("rope_parameters") or {}
     share = fields.get("partial_rotary_factor") or flat["partial_rotary_factor"] or 1.0
-    head_dim = required(flat, "head_dim")
-    rotated = int(head_dim * share)
-    if rotated % 2 or not 0 < rotated <= head_dim:
-        raise ValueError(
-            f"partial_rotary_factor is {share}; of {head_dim} elements a head, an even number must "
-            "be rotated."
-        )
+    required(flat, "head_dim")
     fields = {"rope_type": "default", **fields, "partial_rotary_factor": share}
     rope = {"rope_parameters": fields, "rope_scaling": None}
     return rope_config(flat | rope, may_be_partial=True)

@@ -73,7 +73,7 @@ def rope_config(
     if partial not in (None, 1.0) and not (is_phi3 or may_be_partial):
         raise ValueError(f"partial_rotary_factor is {partial}; only 1.0 is served.")
     if may_be_partial:
-        _check_share(float(partial or 1.0), raw)
+        rotated_elements(float(partial or 1.0), raw)
     if any(isinstance(value, dict) for value in fields.values()):
         raise ValueError("rope_parameters differ by layer type; served is one set for all layers.")
     kind = fields.get("rope_type") or fields.get("type") or "default"
@@ -109,9 +109,9 @@ def rope_config(
     )
 
 
-def _check_share(share: float, raw: Mapping[str, Any]) -> None:
-    """Raises ValueError unless an even number of a head's elements is rotated, and another one
-    left alone."""
+def rotated_elements(share: float, raw: Mapping[str, Any]) -> int:
+    """How many of a head's elements are rotated. Raises ValueError unless the number is even, and
+    so is that of the others."""
     size = required(raw, "hidden_size") // required(raw, "num_attention_heads")
     head_dim = raw.get("head_dim") or size
     rotated = int(head_dim * share)
@@ -120,6 +120,7 @@ def _check_share(share: float, raw: Mapping[str, Any]) -> None:
             f"partial_rotary_factor is {share}; of {head_dim} elements a head, an even number must "
             "be rotated, and an even number left alone."
         )
+    return rotated
 
 
 def cos_sin_table(

@@ -7,7 +7,6 @@ position that a token's KV goes to."""
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 
 import torch
 
@@ -20,18 +19,14 @@ from tllm_spec.draft_network.network import (
     STATES,
     WANTED,
     ExternalDraft,
-    ExternalHead,
 )
 from tllm_spec.executor.device.transfer import to_device
 from tllm_spec.executor.engine.model_engine import PagedNetwork
 from tllm_spec.executor.engine.rows import AttentionGroups, ContextChunk, RowBuilder, Windows
 from tllm_spec.kernels.slots.row_copies import gather_rows
-from tllm_spec.models.draft_head import DraftHead, Masks, SteppedHead
+from tllm_spec.models.draft_head import DraftHead, Masks
 from tllm_spec.models.llama import CausalLM
 from tllm_spec.models.mtp import NextnModules
-
-# A head's forward: of the head, then as `DraftNet.run`.
-HeadForward = Callable[..., torch.Tensor]
 
 
 class DraftNet:
@@ -51,9 +46,7 @@ class DraftNet:
     or the columns of `shard`. `fuse`: captured states as the state that `forward` takes, `[T, n *
     H]` -> `[T, H]`, of a network that reads them."""
 
-    run: Callable[
-        [torch.Tensor, torch.Tensor, torch.Tensor | None, ForwardContext, int], torch.Tensor
-    ]
+    run: Callable[..., torch.Tensor]
     compute_logits: Callable[[torch.Tensor], torch.Tensor]
     fuse: Callable[[torch.Tensor], torch.Tensor]
     has_one_layer: bool
@@ -130,39 +123,21 @@ class DraftNet:
         return self.forward([], windows, None)[width - 1 :: width]
 
 
-def read_step(
-    head: SteppedHead,
-    token_ids: torch.Tensor,
-    positions: torch.Tensor,
-    state: torch.Tensor,
-    context: ForwardContext,
-    step: int,
-) -> torch.Tensor:
-    """The forward of a head whose steps are all alike."""
-    return head.forward(token_ids, positions, state, context)
-
-
 class HeadNet(DraftNet):
     """A head, or MTP modules, on the hidden states that the target's forward captured in `spec`."""
 
     def __init__(
-        self,
-        attention: AttentionGroups | None,
-        head: DraftHead | NextnModules,
-        spec: SpecMetadata,
-        forward: HeadForward = read_step,
-        *,
-        fills_in: bool = False,
+        self, attention: AttentionGroups | None, head: DraftHead, spec: SpecMetadata
     ) -> None:
         super().__init__(attention, spec)
-        self.head, self.fills_in = head, fills_in
+        self.head, self.fills_in = head, head.fills_in
         # No row of the text needs attention where a block is filled in, and modules write one step
         # after the other.
-        is_written_alone = fills_in or isinstance(head, NextnModules)
+        is_written_alone = head.fills_in or isinstance(head, NextnModules)
         self.has_one_layer = is_written_alone or head.config.num_layers == 1
         self.vocab_size, self.token_map = head.num_logits, head.draft_to_target
         self.shard, self.masks = head.output.shard, head.masks
-        self.run = partial(forward, head)
+        self.run = head.forward
         self.fuse, self.compute_logits = head.fuse, head.compute_logits
 
 
@@ -263,8 +238,9 @@ class ExternalHeadNet(HeadNet):
     reads_whole_windows = True
 
     def __init__(
-        self, draft: ExternalHead, spec: SpecMetadata, pool: KVPool, rows: RowBuilder
+        self, draft: ExternalDraft, spec: SpecMetadata, pool: KVPool, rows: RowBuilder
     ) -> None:
+        assert draft.head is not None
         super().__init__(None, draft.head, spec)
         self.pool, self.rows = pool, rows
         self._paged = PagedNetwork(draft.network, pool, rows)

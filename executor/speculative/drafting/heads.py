@@ -12,13 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from tllm_spec.attention.interface import ForwardContext, default_capture_layers
+from tllm_spec.attention.interface import default_capture_layers
 from tllm_spec.config.speculative_config import DecodingBaseConfig, DraftBackend
 from tllm_spec.executor.engine.rows import SinkWindow
-from tllm_spec.executor.speculative.drafting.draft_net import (
-    HeadForward,
-    read_step,
-)
 from tllm_spec.executor.speculative.drafting.drafter import When
 from tllm_spec.models.dflash import DFlashConfig, DFlashHead, load_dflash_head
 from tllm_spec.models.draft_head import DraftHead, HeadSource, head_kind, target_modules
@@ -113,15 +109,13 @@ class Head:
     blank: for a blank target of a device, with the same; it has the weights that are not the
     target's, as far as config.json tells of them. All raise ValueError for what is not served.
 
-    forward, fills_in: see `DraftNet`. rows_before: see `DraftPlan`. runs_outside: its layers can be
+    rows_before: see `DraftPlan`. runs_outside: its layers can be
     a network outside torch."""
 
     read_config: Callable[[DraftPlan, Path], Any]
     layers: Callable[[DraftPlan, Any, int], tuple[int, ...]]
-    load: Callable[[DraftPlan, HeadSource, Any, int], DraftHead | NextnModules]
+    load: Callable[[DraftPlan, HeadSource, Any, int], DraftHead]
     blank: Callable[[DraftPlan, CausalLM, Any, int, torch.device], nn.Module]
-    forward: HeadForward = read_step
-    fills_in: bool = False
     rows_before: int = 0
     runs_outside: bool = False
 
@@ -197,22 +191,6 @@ def _blank_with_layers(
     return make(own, target, num_captured, 1, _placement_of(target), own.own_modules)
 
 
-def _read_or_fill_in(
-    head: DFlashHead,
-    token_ids: torch.Tensor,
-    positions: torch.Tensor,
-    state: torch.Tensor,
-    context: ForwardContext,
-    step: int,
-) -> torch.Tensor:
-    """Step 0 writes the keys and values of the text, and step 1 fills in a block. An entry depends
-    on nothing after its own position; it is read and reused as an EAGLE head's."""
-    if step:
-        return head.fill_in(token_ids, positions, context)
-    head.write_context(positions, state, context)
-    return state[:0]
-
-
 def _load_modules(
     plan: DraftPlan, source: HeadSource, config: None, num_captured: int
 ) -> NextnModules:
@@ -275,8 +253,6 @@ HEADS: Mapping[HeadKind, Head] = {
         layers=_dflash_layers,
         load=lambda _, *parts: load_dflash_head(*parts),
         blank=partial(_blank_with_layers, DFlashHead),
-        forward=_read_or_fill_in,
-        fills_in=True,
         rows_before=2,
     ),
     "MTP": Head(
@@ -284,6 +260,5 @@ HEADS: Mapping[HeadKind, Head] = {
         layers=lambda _, __, num_layers: (num_layers,),
         load=_load_modules,
         blank=_blank_modules,
-        forward=NextnModules.predict,
     ),
 }

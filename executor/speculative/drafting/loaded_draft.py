@@ -25,7 +25,7 @@ from tllm_spec.models.draft_kind import TYPES, HeadKind, check_kind
 from tllm_spec.models.eagle3_config import Eagle3Config
 from tllm_spec.models.layers import Placement
 from tllm_spec.models.llama import CausalLM
-from tllm_spec.models.mtp import NextnModules, check_nextn
+from tllm_spec.models.mtp import check_nextn
 from tllm_spec.models.registry import model_config
 from tllm_spec.models.token_map import DraftTokens, read_token_map
 from tllm_spec.text.tokenizer import Tokenizer, has_vocabulary, load_tokenizer
@@ -41,7 +41,7 @@ class LoadedDraft:
     head. `kind`: of the head; None: it is a model."""
 
     plan: DraftPlan
-    model: CausalLM | DraftHead | NextnModules | ExternalDraft
+    model: CausalLM | DraftHead | ExternalDraft
     spec: SpecMetadata | None
     kind: HeadKind | None = None
 
@@ -65,10 +65,8 @@ class LoadedDraft:
     def net(self, attention: AttentionGroups, vocab_size: int) -> DraftNet:
         """A network in torch on the pages of `attention`; `vocab_size` is the target's."""
         if self.kind is not None:
-            assert self.spec is not None and isinstance(self.model, DraftHead | NextnModules)
-            row = HEADS[self.kind]
-            parts = attention, self.model, self.spec, row.forward
-            return HeadNet(*parts, fills_in=row.fills_in)
+            assert self.spec is not None and isinstance(self.model, DraftHead)
+            return HeadNet(attention, self.model, self.spec)
         assert isinstance(self.model, CausalLM)
         return CausalNet(attention, self.model, vocab_size, mask_token(self.plan))
 
@@ -118,14 +116,13 @@ def load_head(
     config = head.read_config(plan, source.path)
     layers = head.layers(plan, config, of_target.num_layers)
     model = head.load(plan, source, config, len(layers))
-    if isinstance(model, DraftHead):
-        if unknown := model.config.unknown_keys:
-            logger.warning(
-                "%s: unknown keys are taken to change nothing that the head computes: %s",
-                source.path / "config.json",
-                ", ".join(unknown),
-            )
-        keep_tokens(model, tokens, source.communicator)
+    if unknown := model.config.unknown_keys:
+        logger.warning(
+            "%s: unknown keys are taken to change nothing that the head computes: %s",
+            source.path / "config.json",
+            ", ".join(unknown),
+        )
+    keep_tokens(model, tokens, source.communicator)
     spec = SpecMetadata(layers, of_target.hidden_size, max_num_tokens, target.dtype, target.device)
     return LoadedDraft(plan, model, spec, kind)
 

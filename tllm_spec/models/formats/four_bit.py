@@ -19,9 +19,9 @@ from tllm_spec.kernels.gemm.int4_weights import (
 )
 from tllm_spec.models.formats.four_bit_packings import FourBitTensor, in_given_order
 from tllm_spec.models.formats.fp8 import ScaledWeight
-from tllm_spec.models.formats.gguf_tensors import Q4Tensor
+from tllm_spec.models.formats.gguf_tensors import GgufTensor
 from tllm_spec.models.formats.quantisation import FourBitGroups
-from tllm_spec.models.formats.weight_format import Part
+from tllm_spec.models.formats.weight_format import Part, Rows
 from tllm_spec.models.layers import Placement, RMSNorm, StoredWeight, WeightSlot, tp_sizes
 
 
@@ -40,7 +40,7 @@ class FourBitSlot(WeightSlot):
     def load(self, tensor: torch.Tensor | StoredWeight) -> None:
         if self.destination is None or self.words is None:
             return
-        if isinstance(tensor, Q4Tensor):
+        if isinstance(tensor, GgufTensor):
             tensor = tensor.as_four_bit()
         assert isinstance(tensor, FourBitTensor)  # other layers have been made plain
         if self.take_order is not None:
@@ -63,48 +63,34 @@ class FourBitSlot(WeightSlot):
         return tensor if self.order is None else tensor.index_select(0, self.order)
 
 
-def four_bit_parameters(
-    shape: tuple[int, ...], placement: Placement
-) -> tuple[nn.Parameter, nn.Parameter, int]:
-    """Packed codes of weights `[..., N, K]`, their groups' words, and the inputs of a group. Whole
-    rows are stored as groups with equal words."""
-    groups, (*number, in_features) = placement.quantised.four_bit, shape
-    assert groups is not None
-    group = groups.size or BLOCK
-    word_type = torch.int32
-    if groups.is_float:
-        word_type = torch.uint8 if groups.has_exponents else torch.float32
-    kinds = (
-        (torch.uint8, row_bytes(in_features)),
-        (word_type, row_words(in_features, group, word_type)),
-    )
-    codes, words = (
-        nn.Parameter(
-            torch.zeros((*number, size), dtype=dtype, device=placement.device), requires_grad=False
-        )
-        for dtype, size in kinds
-    )
-    return codes, words, group
-
-
 class FourBitWeight(ScaledWeight):
     """A weight of 4 bits. More than 64 rows have other chunks, and more than 256 are multiplied as
-    those of a `ScaledWeight`."""
+    those of a `ScaledWeight`. Whole rows are stored as groups with equal words."""
 
     order: nn.Parameter | None = None
     """`[K]` int64: the input of each column of the codes; zeros before loading."""
 
     def __init__(
-        self, out_features: int, in_features: int, placement: Placement, bias: nn.Parameter | None
+        self, shape: tuple[int, ...], placement: Placement, bias: nn.Parameter | None
     ) -> None:
-        groups = placement.quantised.four_bit
+        groups, (*number, in_features) = placement.quantised.four_bit, shape
         assert groups is not None
         self.in_features, self.is_invariant = in_features, placement.batch_invariant
         self.bias, self.dtype = bias, placement.dtype
-        if placement.splits_inputs:
-            check_slice(in_features, placement.mapping.tp_size, groups)
-        shape = out_features, in_features
-        self.weight, self.scales, self.group = four_bit_parameters(shape, placement)
+        if placement.input_slices > 1:
+            check_slice(in_features, placement.input_slices, groups)
+        self.group, word_type = groups.size or BLOCK, torch.int32
+        if groups.is_float:
+            word_type = torch.uint8 if groups.has_exponents else torch.float32
+        num_words = row_words(in_features, self.group, word_type)
+        kinds = (torch.uint8, row_bytes(in_features)), (word_type, num_words)
+        self.weight, self.scales = (
+            nn.Parameter(
+                torch.zeros(*number, size, dtype=dtype, device=placement.device),
+                requires_grad=False,
+            )
+            for dtype, size in kinds
+        )
         if groups.is_ordered:
             order = torch.zeros(in_features, dtype=torch.int64, device=placement.device)
             self.order = nn.Parameter(order, requires_grad=False)
@@ -118,16 +104,12 @@ class FourBitWeight(ScaledWeight):
         if self.order is not None:
             yield "weight_order", self.order
 
-    def slots(self, module: str, rows: slice, part: Part) -> Iterator[tuple[str, WeightSlot]]:
+    def slot(self, module: str, rows: Rows | None, part: Part) -> WeightSlot:
         """The checkpoint's other tensors come with the weight, as an `FourBitTensor`."""
-        own = self.weight[rows], part.shape, part.shard_dim, part.start, part.order
+        own, words = (None, None) if rows is None else (self.weight[rows], self.scales[rows])
         take_order = None if self.order is None else partial(self._take_order, module)
-        yield (
-            f"{module}.weight",
-            FourBitSlot(
-                *own, words=self.scales[rows], in_features=self.in_features, take_order=take_order
-            ),
-        )
+        place = own, part.shape, part.shard_dim, part.start, part.order
+        return FourBitSlot(*place, words, self.in_features, take_order)
 
     def _take_order(self, module: str, order: torch.Tensor | None) -> None:
         """Raises ValueError if a part that is fused with this one has another order. module: in the

@@ -13,7 +13,7 @@ from tllm_spec.kernels.gemm.fp8_linear import Fp8Gemms, fp8_linear, tile_scales
 from tllm_spec.kernels.gemm.fp8_numbers import BLOCK, dequantised, quantise_rows
 from tllm_spec.kernels.gemm.norms import silu_and_mul
 from tllm_spec.kernels.gemm.scaled_linear import scaled_linear
-from tllm_spec.models.formats.weight_format import FewRowsFormat, Part, WeightFormat
+from tllm_spec.models.formats.weight_format import FewRowsFormat, Part, Rows, WeightFormat
 from tllm_spec.models.layers import Placement, RMSNorm, StoredWeight, WeightSlot, tp_sizes
 
 # FP8 weights with float32 scales for each row and each 128 inputs, and activations of the model's
@@ -43,28 +43,29 @@ class Fp8Tensor:
 @dataclass(frozen=True)
 class ScaledSlot(WeightSlot):
     """Also where the scales of an FP8 tensor go, `[N, ceil(K / 128)]` of this rank, or if all of a
-    row are equal `[N, 1]`."""
+    row are equal `[N, 1]`; and the static scale of activations, of which fused parts share the
+    largest."""
 
     dtypes, is_quantised = (), True
     scales: torch.Tensor | None = None
     """None: as `destination`."""
+    input_scale: torch.Tensor | None = None
+    module: str = ""
+    """In the checkpoint, for errors."""
 
     def load(self, tensor: torch.Tensor | StoredWeight) -> None:
-        if self.destination is None or self.scales is None:
-            return
         assert isinstance(tensor, Fp8Tensor)  # other layers have been made plain
-        self.destination.copy_(self.own(tensor.weight))
-        self.scales.copy_(self.own(tensor.scales, BLOCK)[:, : self.scales.shape[1]])
-
-
-def scaled_parameters(
-    *shape: int, device: torch.device, dtype: torch.dtype = FP8
-) -> tuple[nn.Parameter, nn.Parameter]:
-    """A weight `[..., N, K]` and its scales `[..., N, ceil(K / 128)]`, uninitialised."""
-    weight = torch.empty(shape, dtype=dtype, device=device)
-    sizes = *shape[:-1], -(-shape[-1] // BLOCK)
-    scales = torch.empty(sizes, dtype=torch.float32, device=device)
-    return nn.Parameter(weight, requires_grad=False), nn.Parameter(scales, requires_grad=False)
+        if self.destination is not None and self.scales is not None:
+            self.destination.copy_(self.own(tensor.weight))
+            self.scales.copy_(self.own(tensor.scales, BLOCK)[:, : self.scales.shape[1]])
+        if self.input_scale is None:
+            return
+        if tensor.input_scale is None:
+            raise ValueError(
+                f"{self.module} has no input_scale, the static scale of its activations; "
+                "fp8_activations: false serves the checkpoint without."
+            )
+        self.input_scale.clamp_min_(tensor.input_scale.item())
 
 
 class ScaledWeight(FewRowsFormat):
@@ -73,25 +74,33 @@ class ScaledWeight(FewRowsFormat):
     batch-invariant. `dtype`: of the numbers without their scales."""
 
     scales: nn.Parameter
+    input_scale: nn.Parameter | None = None
+    """float32, the static scale of activations: `[]`, or `[E]` where each expert has its own."""
 
     def __init__(
         self,
-        out_features: int,
-        in_features: int,
+        shape: tuple[int, ...],
         placement: Placement,
         bias: nn.Parameter | None,
         dtype: torch.dtype = FP8,
     ) -> None:
-        self.weight, self.scales = scaled_parameters(
-            out_features, in_features, device=placement.device, dtype=dtype
-        )
+        device = placement.device
+        sizes = *shape[:-1], -(-shape[-1] // BLOCK)
+        weight = torch.empty(shape, dtype=dtype, device=device)
+        scales = torch.empty(sizes, dtype=torch.float32, device=device)
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.scales = nn.Parameter(scales, requires_grad=False)
         self.bias, self.dtype = bias, placement.dtype
         self.is_invariant = placement.batch_invariant
 
-    def slots(self, module: str, rows: slice, part: Part) -> Iterator[tuple[str, WeightSlot]]:
+    def slot(self, module: str, rows: Rows | None, part: Part) -> WeightSlot:
         """The checkpoint's scales come with the weight, as an `Fp8Tensor`."""
-        own = self.weight[rows], part.shape, part.shard_dim, part.start, part.order
-        yield f"{module}.weight", ScaledSlot(*own, scales=self.scales[rows])
+        own, scales = (None, None) if rows is None else (self.weight[rows], self.scales[rows])
+        input_scale: torch.Tensor | None = self.input_scale
+        if input_scale is not None and input_scale.ndim:
+            input_scale = input_scale[rows[0]] if isinstance(rows, tuple) else None
+        place = own, part.shape, part.shard_dim, part.start, part.order
+        return ScaledSlot(*place, scales, input_scale, module)
 
     def full_weight(self) -> torch.Tensor:
         return dequantised(self.weight, self.scales, self.dtype)
@@ -107,56 +116,42 @@ class ScaledWeight(FewRowsFormat):
         return scaled_linear(x, *own, group=self.group, add_to=total, invariant=self.is_invariant)
 
 
-@dataclass(frozen=True)
-class CodesSlot(ScaledSlot):
-    """Also where the static scale of activations goes, of which fused parts share the largest."""
-
-    input_scale: torch.Tensor | None = None
-    module: str = ""
-    """In the checkpoint, for errors."""
-
-    def load(self, tensor: torch.Tensor | StoredWeight) -> None:
-        super().load(tensor)
-        if self.input_scale is None:
-            return
-        assert isinstance(tensor, Fp8Tensor)
-        if tensor.input_scale is None:
-            raise ValueError(
-                f"{self.module} has no input_scale, the static scale of its activations; "
-                "fp8_activations: false serves the checkpoint without."
-            )
-        self.input_scale.clamp_min_(tensor.input_scale.item())
-
-
 class QuantisedActivations(ScaledWeight):
     """Norm and SwiGLU are fused with the quantisation. The reference multiplies codes in float64,
     so CPUs keep the weight's codes in that type."""
 
-    input_scale: nn.Parameter | None = None
-    """`[]` float32: the static scale of activations."""
     gemms: Fp8Gemms | None = None
     """None: all rows run the kernel, which is batch-invariant."""
     tiles: torch.Tensor | None = None
 
     def __init__(
-        self, out_features: int, in_features: int, placement: Placement, bias: nn.Parameter | None
+        self,
+        shape: tuple[int, ...],
+        placement: Placement,
+        bias: nn.Parameter | None,
+        *,
+        has_own_inputs: bool = False,
     ) -> None:
+        """has_own_inputs: whether each expert has inputs, and so a static scale, of its own."""
         on_kernels = placement.device.type != "cpu" or has_kernels(placement.device)
         dtype = FP8 if on_kernels else torch.float64
-        super().__init__(out_features, in_features, placement, bias, dtype)
-        columns = 1 if placement.quantised.fp8 in ("tensor", "row") else self.scales.shape[1]
-        # In memory `[columns, N]`, as the kernels read it.
-        scales = torch.empty(columns, out_features, device=placement.device).t()
+        super().__init__(shape, placement, bias, dtype)
+        *number, out_features, in_features = shape
+        columns = 1 if placement.quantised.fp8 in ("tensor", "row") else self.scales.shape[-1]
+        # In memory `[..., columns, N]`, as the kernels read it.
+        scales = torch.empty(*number, columns, out_features, device=placement.device).mT
         self.scales = nn.Parameter(scales, requires_grad=False)
         assert placement.quantised.activations is not None
         self.activations, self.communicator = placement.quantised.activations, None
         if self.activations.shared_by == "tensor":
-            zero = torch.zeros((), dtype=torch.float32, device=placement.device)
-            self.input_scale = nn.Parameter(zero, requires_grad=False)
-        elif placement.splits_inputs and self.activations.shared_by == "token":
+            sizes = number if has_own_inputs else ()
+            zeros = torch.zeros(sizes, dtype=torch.float32, device=placement.device)
+            self.input_scale = nn.Parameter(zeros, requires_grad=False)
+        elif placement.input_slices > 1 and self.activations.shared_by == "token":
             self.communicator = placement.communicator
-        elif placement.splits_inputs:
-            check_blocks(in_features, placement.mapping.tp_size, "tensor_parallel_size")
+        elif placement.input_slices > 1:
+            key = "moe_tensor_parallel_size" if number else "tensor_parallel_size"
+            check_blocks(in_features, placement.input_slices, key)
 
     def full_weight(self) -> torch.Tensor:
         columns = -(-self.weight.shape[1] // BLOCK)
@@ -166,11 +161,6 @@ class QuantisedActivations(ScaledWeight):
         yield from super().parameters()
         if self.input_scale is not None:
             yield "input_scale", self.input_scale
-
-    def slots(self, module: str, rows: slice, part: Part) -> Iterator[tuple[str, WeightSlot]]:
-        own = self.weight[rows], part.shape, part.shard_dim, part.start, part.order
-        scales = self.scales[rows], self.input_scale
-        yield f"{module}.weight", CodesSlot(*own, *scales, module)
 
     def use_library(self, gemms: Fp8Gemms) -> None:
         """Called after loading: many rows run the library, whose order of sums depends on their
@@ -182,18 +172,18 @@ class QuantisedActivations(ScaledWeight):
         return self.forward(x)
 
     def forward(self, x: torch.Tensor, norm: RMSNorm | None = None) -> torch.Tensor:
-        return self._product(*self._quantised(x, norm))
+        return self._product(*self.quantised(x, norm))
 
     def gated(self, x: torch.Tensor, norm: RMSNorm | None = None) -> torch.Tensor:
         return silu_and_mul(self.forward(x, norm))
 
     def add_to(self, total: torch.Tensor, x: torch.Tensor) -> None:
-        self._product(*self._quantised(x), total)
+        self._product(*self.quantised(x), total)
 
     def add_gated_to(
         self, total: torch.Tensor, gate_up: WeightFormat, x: torch.Tensor, norm: RMSNorm | None
     ) -> None:
-        self._product(*self._quantised(gate_up.forward(x, norm), gated=True), total)
+        self._product(*self.quantised(gate_up.forward(x, norm), gated=True), total)
 
     def _product(
         self, codes: torch.Tensor, code_scales: torch.Tensor, add_to: torch.Tensor | None = None
@@ -208,11 +198,17 @@ class QuantisedActivations(ScaledWeight):
                 return output
         return fp8_linear(*operands, self.dtype, self.bias, add_to=add_to)
 
-    def _quantised(
-        self, x: torch.Tensor, norm: RMSNorm | None = None, *, gated: bool = False
+    def quantised(
+        self,
+        x: torch.Tensor,
+        norm: RMSNorm | None = None,
+        *,
+        gated: bool = False,
+        experts: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Codes and scales. Ranks with slices of the inputs share the largest magnitude."""
-        magnitudes = None
+        """Codes and scales. Ranks with slices of the inputs share the largest magnitude. experts:
+        of each row, where each has a static scale of its own."""
+        magnitudes, scale = None, self.input_scale
         if self.communicator is not None:
             own = x.abs().amax(1, keepdim=True).float()
             magnitudes = self.communicator.all_gather(own)
@@ -221,7 +217,7 @@ class QuantisedActivations(ScaledWeight):
             None if norm is None else norm.kernel_weight,
             gated=gated,
             in_blocks=self.activations.shared_by == "block",
-            scale=self.input_scale,
+            scale=scale if scale is None or experts is None else scale[experts],
             magnitudes=magnitudes,
             bound=self.activations.bound,
         )

@@ -71,13 +71,11 @@ class GgufTensor:
         order: NDArray[np.int64] = pairs.swapaxes(1, 2).ravel()
         return order
 
-
-class Q4Tensor(GgufTensor):
-    """A matrix of Q4_0. In a block of 32 elements, a scale in float16 is followed by bytes, each
-    with the code of element i in the low bits, and that of element i + 16 in the high ones. A code
-    is the value plus 8."""
-
     def as_four_bit(self) -> FourBitTensor:
+        """A matrix of Q4_0. In a block of 32 elements, a scale in float16 is followed by bytes,
+        each with the code of element i in the low bits, and that of element i + 16 in the high
+        ones. A code is the value plus 8."""
+        assert self.place.type_number == Q4_0  # layers with others have been made plain
         rows, order = self.file.rows(self.place), self._order()
         stored = torch.from_numpy(np.ascontiguousarray(rows if order is None else rows[order]))
         blocks = stored.view(len(rows), -1, Q4_0_BYTES)
@@ -105,8 +103,7 @@ def gguf_tensors(
     for name, place in _named(file):
         if wants(name):
             offset = norm_offset if name.endswith("norm.weight") else 0
-            kind = Q4Tensor if place.type_number == Q4_0 else GgufTensor
-            own = kind(file, place, heads.get(name[name.find("self_attn") :]), offset)
+            own = GgufTensor(file, place, heads.get(name[name.find("self_attn") :]), offset)
             yield name, own if len(own.shape) > 1 else own.dequantised(torch.float32)
 
 

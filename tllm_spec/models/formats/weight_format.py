@@ -29,8 +29,13 @@ class Part:
     """int64, on the host: the slice's rows in the order of the layer's; None: the same."""
 
 
+Rows = slice | tuple[int, slice]
+"""Outputs of a layer, of experts after the expert's index on this rank."""
+
+
 class WeightFormat(ABC):
-    """The weight of one linear layer on one rank, `y = x W^T + b`: its tensors and its GEMMs.
+    """The weight of one linear layer on one rank, `y = x W^T + b`: its tensors and its GEMMs. Or
+    those of E experts, `[E, N, K]`, whose GEMMs are those of `StackedWeight`.
 
     A result has the same arithmetic for any number of rows, unless the format's documentation says
     otherwise."""
@@ -57,9 +62,9 @@ class WeightFormat(ABC):
             yield "weight_scales", self.scales
 
     @abstractmethod
-    def slots(self, module: str, rows: slice, part: Part) -> Iterator[tuple[str, WeightSlot]]:
-        """The checkpoint's tensors of `module`, whose matrix fills `rows` of the layer's outputs:
-        their names, and where they go. A slot also says which types and shape a tensor has."""
+    def slot(self, module: str, rows: Rows | None, part: Part) -> WeightSlot:
+        """Where the matrix of the checkpoint's `module` goes, which fills `rows`; None: another
+        rank has them. A slot also says which types and shape a tensor has."""
 
     @abstractmethod
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
@@ -151,11 +156,11 @@ class PlainWeight(WeightFormat):
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None) -> None:
         self.weight, self.bias = weight, bias
-        self.matrix = weight.t()
+        self.matrix = weight.mT
 
-    def slots(self, module: str, rows: slice, part: Part) -> Iterator[tuple[str, WeightSlot]]:
-        own = self.weight[rows], part.shape, part.shard_dim, part.start, part.order
-        yield f"{module}.weight", WeightSlot(*own)
+    def slot(self, module: str, rows: Rows | None, part: Part) -> WeightSlot:
+        own = None if rows is None else self.weight[rows]
+        return WeightSlot(own, part.shape, part.shard_dim, part.start, part.order)
 
     def full_weight(self) -> torch.Tensor:
         return self.weight
