@@ -19,7 +19,7 @@ from tests.models.helpers import (
     reference_logits,
     save_checkpoint,
 )
-from tests.models.published_glm import GLM_45
+from tests.models.published import GLM_45
 from tllm_spec.attention.batch_invariant import BatchInvariantAttention
 from tllm_spec.attention.interface import HeadsBackend
 from tllm_spec.attention.triton import TritonAttention

@@ -20,8 +20,7 @@ from tests.models.helpers import (
     random_tokens,
     reference_logits,
 )
-from tests.models.published import Raw
-from tests.models.published_gpt_oss import GPT_OSS, GPT_OSS_20B
+from tests.models.published import GPT_OSS, GPT_OSS_20B, Raw
 from tllm_spec.attention.batch_invariant import BatchInvariantAttention
 from tllm_spec.attention.interface import HeadsBackend
 from tllm_spec.attention.triton import TritonAttention

@@ -14,13 +14,13 @@ from tests.models.helpers import (
     MAX_POSITIONS,
     VOCAB_SIZE,
     PagedRunner,
+    assert_close,
     assert_logits_in_all_ways,
     load,
     random_tokens,
     reference_logits,
     use,
 )
-from tests.models.test_logits import assert_close
 from tllm_spec.attention.batch_invariant import BatchInvariantAttention
 from tllm_spec.attention.flashinfer import FlashInferAttention
 from tllm_spec.attention.interface import HeadsBackend
