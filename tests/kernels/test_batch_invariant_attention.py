@@ -188,9 +188,7 @@ def test_the_kernel_equals_the_formula_and_its_reference(
 
 @on_each_kernel_device
 @pytest.mark.parametrize("name", QUICK_CASES if INTERPRETED else CASES)
-def test_a_token_has_the_same_bits_in_every_chunk_and_window(
-    name: str, device: str, exact_dots: None
-) -> None:
+def test_a_token_has_the_same_bits_in_every_chunk_and_window(name: str, device: str) -> None:
     cache = Cache(CASES[name], device)
     expected = cache.chunk(FIRST, LENGTH - FIRST, spreads=False)
     for start, length, spreads in (
@@ -288,9 +286,7 @@ class Tree:
 
 @on_each_kernel_device
 @pytest.mark.parametrize("name", QUICK_CASES if INTERPRETED else CASES)
-def test_a_row_has_the_bits_of_its_token_in_a_chain_of_its_path(
-    name: str, device: str, exact_dots: None
-) -> None:
+def test_a_row_has_the_bits_of_its_token_in_a_chain_of_its_path(name: str, device: str) -> None:
     cache = Cache(CASES[name], device)
     tree = Tree(cache, window=9, seed=1)
     output = tree.run(spreads=True)
@@ -300,7 +296,7 @@ def test_a_row_has_the_bits_of_its_token_in_a_chain_of_its_path(
 
 
 @on_each_kernel_device
-def test_a_row_does_not_depend_on_the_other_rows(device: str, exact_dots: None) -> None:
+def test_a_row_does_not_depend_on_the_other_rows(device: str) -> None:
     cache = Cache(CASES["small heads"], device)
     tree, other = Tree(cache, 22, seed=2), Tree(cache, 22, seed=3)  # two tiles
     other.paths[4] = tree.paths[4]

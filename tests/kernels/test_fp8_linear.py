@@ -178,7 +178,7 @@ def test_spreading_chunks_over_programs_changes_no_bit(
 
 
 @on_each_kernel_device
-def test_a_row_has_the_same_bits_alone_and_in_a_batch(device: str, exact_dots: None) -> None:
+def test_a_row_has_the_same_bits_alone_and_in_a_batch(device: str) -> None:
     p = problem(70, (1100, 70), torch.float32, device)
     expected = p.run(bias=p.bias)
     for rows in (slice(0, 1), slice(69, 70), slice(3, 9), slice(10, 35)):
