@@ -2,7 +2,6 @@
 as published; the size of the cache; what is refused."""
 
 import copy
-import json
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +19,14 @@ from tests.models.helpers import (
     random_tokens,
     reference_logits,
 )
-from tests.models.published import GPT_OSS, GPT_OSS_20B, Raw
+from tests.models.published import GPT_OSS, GPT_OSS_20B
 from tllm_spec.attention.batch_invariant import BatchInvariantAttention
 from tllm_spec.attention.interface import HeadsBackend
 from tllm_spec.attention.triton import TritonAttention
 from tllm_spec.attention.vanilla import VanillaAttention
 from tllm_spec.distributed.communicator import SINGLE_RANK
 from tllm_spec.kernels.attention.visible_keys import KeySpan
-from tllm_spec.models.registry import model_config, model_config_of
+from tllm_spec.models.registry import model_config_of
 from tllm_spec.models.rotary import _frequencies
 
 TOKENS = random_tokens(MAX_POSITIONS, seed=3)
@@ -153,24 +152,3 @@ def test_a_tensor_that_does_not_fit_is_named(
     save_file(stored(tmp_path) | {name: tensor}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=message):
         load(tmp_path)
-
-
-AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}
-REFUSED: dict[str, tuple[Raw, str]] = {
-    "slope": ({"swiglu_alpha": 1.5}, r"swiglu_alpha is 1\.5; only 1\.702"),
-    "limit": ({"swiglu_limit": 0}, "swiglu_limit is 0; it must be a number"),
-    "other codes": ({"quantization_config": AWQ}, "GptOssForCausalLM has other quantised weights"),
-    "FP8": ({"quantization_config": {"quant_method": "fp8"}}, "has other quantised weights"),
-    "another model": (
-        {"architectures": ["Qwen3MoeForCausalLM"]},
-        "'mxfp4', which is served for GptOss",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_is_not_served_is_refused_by_name(case: str, tmp_path: Path) -> None:
-    change, message = REFUSED[case]
-    (tmp_path / "config.json").write_text(json.dumps(GPT_OSS_20B | change))
-    with pytest.raises(ValueError, match=message):
-        model_config(tmp_path)
