@@ -1,8 +1,9 @@
-"""Families without a module of their own here: logits of transformers with every backend, what a
-missing key means, and what is refused. test_mtp.py tests GLM-4.5's further layer, and
-test_published.py its published configurations."""
+"""All families: logits of transformers with every backend, what a missing key means, and what is
+refused. test_mtp.py tests GLM-4.5's further layer, test_published.py published configurations."""
 
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import transformers
 
 from tests.distributed.thread_ranks import ThreadGroup
 from tests.models.glm4_moe import SIZES as GLM
+from tests.models.gpt_oss import save_gpt_oss
 from tests.models.helpers import (
     MAX_POSITIONS,
     assert_logits_in_all_ways,
@@ -22,6 +24,10 @@ from tests.models.helpers import (
 from tests.models.published import GEMMA3_270M, GLM_45, GPT_OSS_20B, PHI4_MINI, Raw
 from tests.models.published_states import QWEN3_NEXT
 from tests.models.qwen3_next import FULL, LINEAR
+from tests.models.test_gemma3 import save_gemma3
+from tests.models.test_llama4 import LONG, save_llama4
+from tests.models.test_phi3 import MODELS_OF as PHI3
+from tests.models.test_phi3 import save as save_phi3
 from tllm_spec.attention.batch_invariant import BatchInvariantAttention
 from tllm_spec.attention.interface import HeadsBackend
 from tllm_spec.attention.triton import TritonAttention
@@ -50,8 +56,26 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "OLMo 2": ("Olmo2", {}),
     "OLMo 2, biases": ("Olmo2", {"attention_bias": True, "head_dim": 32}),
+    "Gemma 3, two rotary embeddings": ("Gemma3", {}),
+    "Gemma 3, only windows": ("Gemma3", {"layer_types": ["sliding_attention"] * 4}),
+    "Gemma 3, biases, an output layer of its own": (
+        "Gemma3",
+        {"attention_bias": True, "tie_word_embeddings": False},
+    ),
+    "gpt-oss, windows in every second layer": ("GptOss", {}),
+    "gpt-oss, all layers see all keys": ("GptOss", {"layer_types": ["full_attention"] * 4}),
+    "gpt-oss, no biases of attention": ("GptOss", {"attention_bias": False}),
+    **{f"Llama 4, {name}": ("Llama4", change) for name, change in LONG.items()},
+    **{name: ("Phi3", {"name": name}) for name in PHI3},
 }
-SIZES = {"Glm4Moe": GLM, "Olmo2": {}}
+SAVE: dict[str, Callable[..., Any]] = {
+    "Gemma3": save_gemma3,
+    "Glm4Moe": partial(save_checkpoint, architecture="Glm4Moe", **GLM),
+    "GptOss": save_gpt_oss,
+    "Llama4": save_llama4,
+    "Olmo2": partial(save_checkpoint, architecture="Olmo2"),
+    "Phi3": save_phi3,
+}
 # Without the key no further layers are in the file.
 DEFAULTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "Glm4Moe": ({"head_dim": 128}, {"num_nextn_predict_layers": 0}),
@@ -62,10 +86,12 @@ DEFAULTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("kind", [VanillaAttention, TritonAttention, BatchInvariantAttention])
-@pytest.mark.thinned(3)
-def test_logits_equal_transformers(kind: type[HeadsBackend], name: str, tmp_path: Path) -> None:
+@pytest.mark.thinned
+def test_logits_beyond_windows_and_chunks_equal_transformers(
+    kind: type[HeadsBackend], name: str, tmp_path: Path
+) -> None:
     family, change = MODELS[name]
-    reference = save_checkpoint(tmp_path, family, **SIZES[family] | change)
+    reference = SAVE[family](tmp_path, **change)
     assert_logits_in_all_ways(tmp_path, kind, reference_logits(reference, TOKENS), TOKENS)
 
 
@@ -106,7 +132,7 @@ def test_ranks_norm_their_heads_together(num_kv_heads: int, tmp_path: Path) -> N
 
 
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}
-LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 6, "long_factor": [1.0] * 6}
+LONGROPE: Raw = {"rope_type": "longrope", "short_factor": [1.0] * 6, "long_factor": [1.0] * 6}
 LONGROPE["original_max_position_embeddings"] = 24
 # A published configuration, what is changed, and what is named.
 REFUSED: list[tuple[Raw, Raw, str]] = [

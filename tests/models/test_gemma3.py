@@ -1,5 +1,5 @@
-"""Gemma 3's text model: logits of transformers beyond the window, rounding in 16 bits, folders as
-published, and what is refused."""
+"""Gemma 3's text model: rounding in 16 bits, and folders as published. test_families.py has its
+logits and what is refused."""
 
 import copy
 import shutil
@@ -17,7 +17,6 @@ from tests.models.helpers import (
     MAX_POSITIONS,
     VOCAB_SIZE,
     PagedRunner,
-    assert_logits_in_all_ways,
     load,
     random_tokens,
     reference_logits,
@@ -27,7 +26,6 @@ from tests.models.published import GEMMA3, GEMMA3_4B
 from tllm_spec.attention.batch_invariant import BatchInvariantAttention
 from tllm_spec.attention.interface import HeadsBackend
 from tllm_spec.attention.triton import TritonAttention
-from tllm_spec.attention.vanilla import VanillaAttention
 from tllm_spec.distributed.communicator import SINGLE_RANK
 from tllm_spec.kernels.attention.visible_keys import KeySpan
 from tllm_spec.llm import LLM
@@ -78,23 +76,6 @@ def randomise(model: Any) -> None:
             parameter.copy_(noise * (parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 0.3))
 
 
-MODELS: dict[str, dict[str, Any]] = {
-    "two rotary embeddings": {},
-    "only windows": {"layer_types": ["sliding_attention"] * 4},
-    "biases, an output layer of its own": {"attention_bias": True, "tie_word_embeddings": False},
-}
-
-
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("kind", [VanillaAttention, TritonAttention, BatchInvariantAttention])
-def test_beyond_the_window_logits_equal_transformers(
-    kind: type[HeadsBackend], name: str, tmp_path: Path
-) -> None:
-    tokens = random_tokens(MAX_POSITIONS, seed=3)
-    expected = reference_logits(save_gemma3(tmp_path, **MODELS[name]), tokens)
-    assert_logits_in_all_ways(tmp_path, kind, expected, tokens)
-
-
 @pytest.mark.parametrize(
     "change",
     [
@@ -105,7 +86,7 @@ def test_beyond_the_window_logits_equal_transformers(
     ],
     ids=lambda change: str(*change),
 )
-def test_the_reference_depends_on_what_the_test_above_compares(
+def test_the_reference_depends_on_what_test_families_compares(
     change: dict[str, Any], tmp_path: Path
 ) -> None:
     tokens = random_tokens(MAX_POSITIONS, seed=3)

@@ -1,5 +1,5 @@
-"""Phi-3: logits of transformers with short and long factors of longrope, with a part of a head
-rotated, and with a window; slices of fused tensors; refusals."""
+"""Phi-3: short and long factors of longrope, and slices of fused tensors. test_families.py has its
+logits and what is refused."""
 
 import shutil
 from functools import partial
@@ -15,17 +15,12 @@ from tests.models.helpers import (
     CPU,
     MAX_POSITIONS,
     PagedRunner,
-    assert_logits_in_all_ways,
     load,
     random_tokens,
     reference_logits,
     save_checkpoint,
 )
 from tests.models.published import PHI4_MINI
-from tllm_spec.attention.batch_invariant import BatchInvariantAttention
-from tllm_spec.attention.interface import HeadsBackend
-from tllm_spec.attention.triton import TritonAttention
-from tllm_spec.attention.vanilla import VanillaAttention
 from tllm_spec.distributed.communicator import Mapping
 from tllm_spec.models.layers import Placement
 from tllm_spec.models.registry import model_config, model_config_of, model_type
@@ -57,14 +52,6 @@ MODELS_OF: dict[str, dict[str, Any]] = {
 
 def save(folder: Path, name: str = "Phi-4-mini", **more: Any) -> Any:
     return save_checkpoint(folder, "Phi3", pad_token_id=0, **(MODELS_OF[name] | more))
-
-
-@pytest.mark.parametrize("name", MODELS_OF)
-@pytest.mark.parametrize("kind", [VanillaAttention, TritonAttention, BatchInvariantAttention])
-def test_logits_equal_transformers(kind: type[HeadsBackend], name: str, tmp_path: Path) -> None:
-    tokens = random_tokens(MAX_POSITIONS, seed=3)
-    expected = reference_logits(save(tmp_path, name), tokens)
-    assert_logits_in_all_ways(tmp_path, kind, expected, tokens)
 
 
 def test_factors_are_chosen_by_the_longest_request_and_not_by_its_drafts(tmp_path: Path) -> None:

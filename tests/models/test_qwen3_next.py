@@ -1,5 +1,5 @@
-"""Qwen3-Next: logits of transformers in prompts, chunks and windows, its next-token layer, and what
-is refused."""
+"""Qwen3-Next: logits of transformers in prompts, chunks and windows, and its next-token layer.
+test_families.py has what is refused."""
 
 import json
 from itertools import pairwise
