@@ -144,7 +144,9 @@ def test_a_full_disk_is_logged_once_and_leaves_no_file(
 
 KERNELS = Path(dispatch.__file__).parent
 MODULES = sorted(
-    path.stem for path in KERNELS.glob("*.py") if "@with_kernel" in path.read_text("utf-8")
+    ".".join(path.relative_to(KERNELS).with_suffix("").parts)
+    for path in KERNELS.rglob("*.py")
+    if "\n@with_kernel" in path.read_text("utf-8")
 )
 
 

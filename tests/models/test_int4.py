@@ -462,9 +462,10 @@ def test_symmetric_gptq_has_the_zero_point_8_in_either_version_or_is_refused(
 
 @pytest.mark.parametrize(("version", "shift"), [("gptq", 1), ("gptq_v2", 0)])
 def test_asymmetric_gptq_follows_the_declared_version(
-    version: str, shift: int, tmp_path: Path
+    version: str, shift: int, tmp_path: Path, int4_on_cpu: Mock
 ) -> None:
     """Also where all zero points are one number."""
+    int4_on_cpu.side_effect = lambda device: False
     path, plain = save(tmp_path, Style("gptq", symmetric=True))
     with_zeros(path, {"checkpoint_format": version, "sym": False}, (8 - shift,))
     check_same_logits(*(load(each) for each in (path, plain)))
