@@ -1,6 +1,4 @@
-"""Attention over a pool of FP8 codes: every backend writes the codes of a plain transcription, and
-every query attends to keys and values as they are stored. Also under Triton's interpreter in a
-subprocess, and on a CUDA device (`-m gpu`)."""
+"""Attention over pools of FP8 codes, and attention sinks over numbers and codes."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -9,8 +7,6 @@ import pytest
 import torch
 
 from tests.attention.plain_prefill import PlainPrefill
-from tests.attention.test_tree import BATCHES as TREES
-from tests.attention.test_tree import TreeForward
 from tests.attention.test_triton import (
     BATCHES,
     GEOMETRY,
@@ -18,8 +14,11 @@ from tests.attention.test_triton import (
     KV_HEADS,
     LAYERS,
     PAGE_SIZE,
+    SLIDING_5,
+    TREES,
     Batch,
     Forward,
+    TreeForward,
     on_each_device,
 )
 from tllm_spec.attention import geometry as wide_pages
@@ -231,3 +230,53 @@ def test_a_pool_of_codes_takes_a_quarter_of_float32_and_copies_pages() -> None:
     pool.data[:, :, 1] = torch.ones_like(pool.data[:, :, 1], dtype=torch.float32).to(CODES)
     pool.copy_page(1, 2)
     assert pool.data.float().mean(dim=(0, 1, 3, 4, 5)).tolist() == [0, 1, 1]
+
+
+SINKS_BATCHES = {
+    "chunks and windows": Batch(((0, 9), (7, 5)), (6, 120, 33), counts=(3, 1, 1)),
+    "single tokens that slide": Batch(((3, 9),), (6, 12, 300), span=SLIDING_5),
+}
+
+
+class SinksForward(Forward):
+    def __init__(self, batch: Batch, device: str) -> None:
+        super().__init__(batch, device)
+        self.geometry = replace(self.geometry, has_sinks=True)
+        self.sinks = torch.linspace(-1, 4, HEADS, device=device)
+
+    def of(self, kind: type[HeadsBackend], *, has_codes: bool) -> HeadsBackend:
+        if has_codes:
+            return with_codes(self, kind)
+        if kind is not FlashInferAttention:
+            return self.backend(kind)
+        pool = self.backend(VanillaAttention).pool
+        return FlashInferAttention(self.geometry, pool, PlainPrefill(self.geometry))
+
+    def expected(self, keys_and_values: torch.Tensor) -> torch.Tensor:
+        """Row by row over the pool's content `[2, slots, Hkv, D]`."""
+        assert self.sinks is not None
+        rows, sinks = [], self.sinks[:, None]
+        for q, (request, seen) in zip(own_heads(self), seen_keys(self), strict=True):
+            table = self.metadata.block_tables[request].tolist()
+            slots = [table[key // PAGE_SIZE] * PAGE_SIZE + key % PAGE_SIZE for key in seen]
+            keys, values = keys_and_values[:, slots].repeat_interleave(HEADS // KV_HEADS, dim=2)
+            scores = torch.einsum("hd,lhd->hl", q[:HEADS], keys) * GEOMETRY.scale
+            weights = torch.cat((scores, sinks), 1).softmax(1)[:, :-1]
+            rows.append(torch.einsum("hl,lhd->hd", weights, values).flatten())
+        return torch.stack(rows)
+
+
+@on_each_device
+@pytest.mark.parametrize("has_codes", [False, True], ids=["", "codes"])
+@pytest.mark.parametrize("name", SINKS_BATCHES)
+@pytest.mark.parametrize("kind", KINDS)
+@torch.inference_mode()
+def test_every_row_has_one_more_score_without_a_value(
+    kind: type[HeadsBackend], name: str, has_codes: bool, device: str
+) -> None:
+    forward = SinksForward(SINKS_BATCHES[name], device)
+    backend = forward.of(kind, has_codes=has_codes)
+    output = forward.run(backend)
+    pool = backend.pool
+    stored = decoded(pool) if has_codes else pool.data[1].flatten(1, 2)
+    torch.testing.assert_close(output, forward.expected(stored), rtol=1e-4, atol=1e-4)

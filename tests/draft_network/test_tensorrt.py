@@ -11,8 +11,7 @@ import torch
 
 from tests.draft_network.head_pairs import head_pair, load_head, load_target
 from tests.draft_network.step_pairs import CPU, MAX_LEN, PAGE_SIZE, load, network_side, torch_side
-from tests.draft_network.test_head_numbers import assert_equal_rounds
-from tests.draft_network.test_numbers import assert_close, assert_equal_steps
+from tests.draft_network.test_numbers import assert_close, assert_equal_rounds, assert_equal_steps
 from tllm_spec.draft_network.network import NetworkModel, StepNetwork
 from tllm_spec.draft_network.tensorrt import (
     EngineLimits,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.models.published_gpt_oss import GPT_OSS_20B
+from tests.models.published import GPT_OSS_20B
 from tllm_spec.attention.geometry import AttentionGeometry, KVFormat, KVPool
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.distributed.communicator import SINGLE_RANK, Communicator

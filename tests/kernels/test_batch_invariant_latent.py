@@ -122,9 +122,7 @@ def test_the_kernel_equals_the_formula(name: str, spreads: bool, device: str) ->
 
 @on_each_kernel_device
 @pytest.mark.parametrize("name", BITS)
-def test_a_token_has_the_same_bits_in_every_chunk_and_window(
-    name: str, device: str, exact_dots: None
-) -> None:
+def test_a_token_has_the_same_bits_in_every_chunk_and_window(name: str, device: str) -> None:
     cache, first = Cache(name, device), LENGTH - 8
     expected = cache.chunk(first, 8)
     for start, length, spreads in ((first, 3, True), (first + 4, 1, True), (first + 1, 5, False)):
@@ -142,7 +140,7 @@ def test_a_token_has_the_same_bits_in_every_chunk_and_window(
 @pytest.mark.parametrize("spreads", [False, True], ids=["together", "spread"])
 @pytest.mark.parametrize("name", BITS)
 def test_a_row_of_a_tree_has_the_bits_of_its_token_in_a_chain_of_its_path(
-    name: str, spreads: bool, device: str, exact_dots: None
+    name: str, spreads: bool, device: str
 ) -> None:
     cache, window, length = Cache(name, device), 6, 26
     region = LENGTH - length  # it begins before the end of a split
@@ -178,9 +176,7 @@ def test_a_row_of_a_tree_has_the_bits_of_its_token_in_a_chain_of_its_path(
 
 
 @on_each_kernel_device
-def test_a_row_of_a_batch_invariant_head_gemm_has_the_same_bits_in_every_batch(
-    device: str, exact_dots: None
-) -> None:
+def test_a_row_of_a_batch_invariant_head_gemm_has_the_same_bits_in_every_batch(device: str) -> None:
     generator = torch.Generator().manual_seed(0)
     dtype = torch.float32 if INTERPRETED else torch.bfloat16
     x = torch.randn(150, 2, 40, generator=generator).to(device, dtype)

@@ -90,9 +90,7 @@ def test_spreading_chunks_over_programs_changes_no_bit(
 
 @on_each_kernel_device
 @on_each_dtype
-def test_a_row_has_the_same_bits_alone_and_in_a_batch(
-    dtype: torch.dtype, device: str, exact_dots: None
-) -> None:
+def test_a_row_has_the_same_bits_alone_and_in_a_batch(dtype: torch.dtype, device: str) -> None:
     x, weight, bias = problem(70, (CHUNK + 72, 70), dtype, device)
     expected = batch_invariant_linear(x, weight, bias)
     for rows in (slice(0, 1), slice(69, 70), slice(3, 9), slice(10, 35)):

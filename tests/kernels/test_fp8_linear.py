@@ -1,10 +1,10 @@
-"""The GEMM of FP8 activations and weights: the formula, and that a row has the same bits in every
-batch. Under Triton's interpreter in a subprocess, and on a CUDA device (`-m gpu`) with the shapes
-of models."""
+"""The GEMM of FP8 activations and weights: the formula, that a row has the same bits in every
+batch, and which of cuBLASLt's GEMMs serve which operands. Under Triton's interpreter in a
+subprocess, and on a CUDA device (`-m gpu`) with the shapes of models."""
 
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -18,7 +18,14 @@ from tests.kernels.interpreter import (
     only_with_the_compiler,
 )
 from tllm_spec.kernels.dispatch import has_kernels
-from tllm_spec.kernels.gemm.fp8_linear import fp8_linear, launch_fp8_linear, tiling_of
+from tllm_spec.kernels.gemm.cublas_lt import CublasLt, Plan, Scaling, Sizes, shared_library
+from tllm_spec.kernels.gemm.fp8_linear import (
+    Fp8Gemms,
+    fp8_linear,
+    launch_fp8_linear,
+    tile_scales,
+    tiling_of,
+)
 from tllm_spec.kernels.gemm.fp8_numbers import BLOCK, quantise_rows
 
 FP8 = torch.float8_e4m3fn
@@ -171,7 +178,7 @@ def test_spreading_chunks_over_programs_changes_no_bit(
 
 
 @on_each_kernel_device
-def test_a_row_has_the_same_bits_alone_and_in_a_batch(device: str, exact_dots: None) -> None:
+def test_a_row_has_the_same_bits_alone_and_in_a_batch(device: str) -> None:
     p = problem(70, (1100, 70), torch.float32, device)
     expected = p.run(bias=p.bias)
     for rows in (slice(0, 1), slice(69, 70), slice(3, 9), slice(10, 35)):
@@ -228,3 +235,112 @@ def test_the_number_of_rows_changes_no_bit_of_a_row(
         first = 37 * number % (4096 - number)  # other positions in other tiles
         rows = slice(first, first + number)
         assert torch.equal(p.run(rows, bias=p.bias), expected[rows]), number
+
+
+OF_ROWS, MIXED, OF_BLOCKS = BLOCKS[:3]
+
+
+class FakePlan:
+    """It computes with the reference, as the library would on operands of these sizes."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        self.sizes = sizes
+
+    def run(
+        self,
+        algorithm: bytes,
+        codes: torch.Tensor,
+        weight: torch.Tensor,
+        output: Any,
+        *,
+        bias: torch.Tensor | None,
+        scales: tuple[torch.Tensor, torch.Tensor],
+    ) -> None:
+        of_weight, of_x = scales
+        if self.sizes.scaling is Scaling.TILES:
+            of_weight = of_weight.repeat_interleave(128, 0)[:, : len(of_x)]
+        rows = self.sizes.rows
+        in_memory = torch.full((rows, codes.shape[1]), 3.0).to(codes.dtype)
+        in_memory[: len(codes)] = codes
+        of_all = torch.ones(len(of_x), rows)
+        of_all[:, : len(codes)] = of_x
+        own = {"add_to": output} if self.sizes.adds else {}
+        found = fp8_linear.reference(
+            in_memory, of_all, weight, of_weight, output.dtype, bias, **own
+        )
+        output.copy_(found)
+
+
+class FakeGemms(Fp8Gemms):
+    def __init__(self) -> None:
+        super().__init__(cast(CublasLt, None))
+        object.__setattr__(self, "used", [])
+
+    def _plan(self, output: torch.Tensor, inputs: int, *forms: Any) -> Any:
+        sizes = Sizes(*output.shape[:1], inputs, output.shape[1], inputs, 0, output.dtype, *forms)
+        self.used.append((sizes.scaling, sizes.rows))  # type: ignore[attr-defined]  # of the fake
+        return cast(Plan, FakePlan(sizes)), b""
+
+
+def run(p: Problem, gemms: Fp8Gemms, tiles: torch.Tensor | None = None) -> bool:
+    """With bias and without, added to what was there. Checks what the library serves."""
+    operands = p.codes, p.code_scales, p.weight, p.scales, tiles
+    output, total = torch.empty_like(p.total), p.total.clone()
+    if not gemms.run(*operands, p.bias, output, adds=False):
+        return False
+    check(output, p, p.bias)
+    assert gemms.run(*operands, None, total, adds=True)
+    check(total, p, None, p.total)
+    return True
+
+
+@pytest.mark.parametrize(
+    ("rows", "in_blocks", "used"),
+    [
+        (128, OF_ROWS, None),
+        (129, OF_ROWS, (Scaling.ROWS, 129)),
+        (16, OF_BLOCKS, None),
+        (17, OF_BLOCKS, (Scaling.BLOCKS, 20)),
+        (129, MIXED, None),
+    ],
+)
+def test_rows_run_the_library_where_it_is_faster_and_blocks_a_multiple_of_4_of_them(
+    rows: int, in_blocks: tuple[bool, bool], used: tuple[Scaling, int] | None
+) -> None:
+    gemms = FakeGemms()
+    p = problem(rows, (256, 48), torch.bfloat16, "cpu", in_blocks)
+    assert run(p, gemms) == (used is not None)
+    assert gemms.used == ([] if used is None else [used] * 2)  # type: ignore[attr-defined]  # of the fake
+
+
+def of_tiles(p: Problem) -> Problem:
+    """With one scale for 128 x 128 weights."""
+    scales = p.scales[::128].repeat_interleave(128, 0).t().contiguous().t()
+    return Problem(p.codes, p.code_scales, p.weight, scales, p.bias, p.total)
+
+
+def test_many_outputs_use_scales_of_tiles_where_all_rows_of_a_tile_have_one() -> None:
+    p = problem(66, (384, 16384), torch.bfloat16, "cpu", OF_BLOCKS)
+    assert tile_scales(p.scales) is None and tile_scales(p.scales[:100]) is None
+    p, gemms = of_tiles(p), FakeGemms()
+    tiles = tile_scales(p.scales)
+    assert (
+        tiles is not None
+        and tiles.shape == (128, 4)
+        and torch.equal(tiles[:, 0], p.scales[::128, 0])
+    )
+    assert run(p, gemms, tiles) and gemms.used == [(Scaling.TILES, 68)] * 2  # type: ignore[attr-defined]  # of the fake
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [20, 33, 130, 1025])
+@pytest.mark.parametrize("in_blocks", [OF_ROWS, OF_BLOCKS], ids=str)
+def test_the_librarys_gemms_equal_the_formula(rows: int, in_blocks: tuple[bool, bool]) -> None:
+    library = shared_library()
+    assert library is not None
+    gemms = Fp8Gemms(CublasLt(library, torch.device("cuda")))
+    p = problem(rows, (1024, 2048), torch.bfloat16, "cuda", in_blocks)
+    assert run(p, gemms) == (in_blocks == OF_BLOCKS or rows > 128)
+    if in_blocks == OF_BLOCKS:
+        p = of_tiles(p)
+        assert run(p, gemms, tile_scales(p.scales))

@@ -1,14 +1,21 @@
-"""The cache of compiled CUDA sources."""
+"""How kernels are compiled, kept on a disk, and chosen by device."""
 
+import errno
+import inspect
+import os
 import re
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from tllm_spec.kernels import nvrtc
-from tllm_spec.kernels.disk_cache import cache_folder
+from tests.kernels.interpreter import only_with_the_compiler
+from tllm_spec.kernels import dispatch, nvrtc
+from tllm_spec.kernels.disk_cache import cache_folder, write_file
+from tllm_spec.kernels.dispatch import Operation, with_kernel
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
@@ -118,3 +125,69 @@ def test_the_reason_why_cuda_kernels_cannot_run_is_given(
     monkeypatch.setattr(nvrtc, "is_installed", lambda: installed)
     said = nvrtc.why_unavailable.__wrapped__(0)
     assert said is None if reason is None else re.search(reason, said)
+
+
+@pytest.mark.parametrize("place", ["mkdir", "write_bytes", "replace"])
+def test_a_full_disk_is_logged_once_and_leaves_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, place: str
+) -> None:
+    def full(*arguments: object, **options: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os if place == "replace" else Path, place, full)
+    for name in ("a", "b"):
+        write_file(tmp_path / "cache" / name, b"compiled")
+    (message,) = caplog.messages
+    assert "No space left on device" in message and str(tmp_path) in message
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+KERNELS = Path(dispatch.__file__).parent
+MODULES = sorted(
+    ".".join(path.relative_to(KERNELS).with_suffix("").parts)
+    for path in KERNELS.rglob("*.py")
+    if "\n@with_kernel" in path.read_text("utf-8")
+)
+
+
+def operations(module: str) -> dict[str, Operation[Any, Any]]:
+    found = vars(import_module(f"tllm_spec.kernels.{module}"))
+    return {
+        name: value
+        for name, value in found.items()
+        if isinstance(value, Operation) and value.reference.__module__.endswith(f".{module}")
+    }
+
+
+@only_with_the_compiler
+@pytest.mark.parametrize("module", MODULES)
+def test_a_kernel_has_the_signature_of_its_reference(module: str) -> None:
+    assert operations(module)
+    for name, operation in operations(module).items():
+        signature = inspect.signature(operation.kernel)
+        assert signature == inspect.signature(operation.reference), name
+
+
+@with_kernel("dispatch.kernel_of_this_test", argument=1)
+def tell(number: int, x: torch.Tensor, *, twice: bool = False) -> str:
+    """Says where it runs."""
+    return f"reference, twice={twice}"
+
+
+@pytest.mark.parametrize("has_kernels", [False, True])
+def test_the_device_of_an_argument_decides(
+    has_kernels: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    monkeypatch.setattr(
+        dispatch, "has_kernels", lambda device: asked.append(device.type) or has_kernels
+    )
+    monkeypatch.setattr(
+        dispatch,
+        "kernel_of_this_test",
+        lambda number, x, *, twice: f"kernel, twice={twice}",
+        raising=False,
+    )
+    found = tell(3, torch.empty(0, device="meta"), twice=True)
+    assert found == f"{'kernel' if has_kernels else 'reference'}, twice=True"
+    assert asked == ["meta"] and tell.__doc__ == "Says where it runs."

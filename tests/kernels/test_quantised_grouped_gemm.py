@@ -238,9 +238,7 @@ def test_every_size_of_block_gives_the_formula(form: str, device: str) -> None:
 
 @on_each_kernel_device
 @on_each_form
-def test_a_row_has_the_same_bits_alone_and_in_a_batch(
-    form: str, device: str, exact_dots: None
-) -> None:
+def test_a_row_has_the_same_bits_alone_and_in_a_batch(form: str, device: str) -> None:
     p = problem(form, Shape(3, 2, 160, 96), 70, torch.bfloat16, device)
     expected = p.output(p.inner()).view(70, 2, -1)
     for tokens in (slice(69, 70), slice(3, 9), slice(10, 40)):  # smaller blocks

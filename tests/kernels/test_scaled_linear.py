@@ -1,26 +1,40 @@
-"""The GEMM with FP8 weights: the formula, that every weight has its own scale, and that a row has
-the same bits in every batch. Under Triton's interpreter in a subprocess, and on a CUDA device
-(`-m gpu`) with the shapes of models."""
+"""The GEMM with weights in FP8 and in 4 bits: the formula, that every weight has its own scale,
+that a row has the same bits in every batch, and slices of the weight for many rows. Under Triton's
+interpreter in a subprocess, and on a CUDA device (`-m gpu`) with the shapes of models and in a
+captured graph."""
 
-from dataclasses import dataclass
-from itertools import cycle
+import weakref
+from dataclasses import dataclass, replace
+from itertools import cycle, product
+from typing import Any
 
 import pytest
 import torch
 
 from tests.kernels.interpreter import INTERPRETED, ROUNDING, on_each_kernel_device
 from tllm_spec.kernels.dispatch import has_kernels
+from tllm_spec.kernels.gemm import scaled_linear as scaled_linear_slices
 from tllm_spec.kernels.gemm.batch_invariant_linear import Tiling
+from tllm_spec.kernels.gemm.int4_weights import (
+    E2M1,
+    MXFP4_GROUP,
+    exponent_words,
+    group_words,
+    packed,
+)
 from tllm_spec.kernels.gemm.scaled_linear import (
     BLOCK,
+    MAX_BYTES,
     MAX_KERNEL_ROWS,
     MIN_PROGRAMS,
     OUTPUTS,
     chunk_of,
     dequantised,
+    int4_tiling_of,
     launch_scaled_linear,
     multiply_slices,
     scaled_linear,
+    slice_outputs,
     tiling_of,
 )
 
@@ -28,54 +42,89 @@ FP8 = torch.float8_e4m3fn
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 on_each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 # Inputs and outputs: less than a block; an incomplete block; a chunk; several, the last incomplete.
-SHAPES = [(64, 48), (200, 257), (1024, 33), (2120, 70)]
+FP8_SHAPES = [(64, 48), (200, 257), (1024, 33), (2120, 70)]
+INT4_SHAPES = [(96, 48), (1024, 33), (2144, 70)]
+# Of 4 bits the inputs that share a word, or the format of E2M1 numbers.
+INT4_FORMS = ("32", "64", "128", "mxfp4", "nvfp4")
+CASES = [("fp8", shape) for shape in FP8_SHAPES]
+CASES += [(form, shape) for form in INT4_FORMS for shape in INT4_SHAPES]
+on_each_case = pytest.mark.parametrize(("form", "shape"), CASES, ids=str)
 SUM_ERROR = 4e-6
 
 
 @dataclass(frozen=True)
 class Problem:
-    """x has a stride between its rows. Scales are powers of two over a wide range."""
+    """x has a stride between its rows. numbers: of the weight, in float64."""
 
     x: torch.Tensor
     weight: torch.Tensor
     scales: torch.Tensor
+    group: int
+    numbers: torch.Tensor
     bias: torch.Tensor
     total: torch.Tensor
 
+    def run(self, rows: slice = slice(None), **options: Any) -> torch.Tensor:
+        return scaled_linear(self.x[rows], self.weight, self.scales, group=self.group, **options)
 
-def problem(num_rows: int, shape: tuple[int, int], dtype: torch.dtype, device: str) -> Problem:
+    def launch(self, output: torch.Tensor, tiling: Tiling, **options: Any) -> None:
+        own = self.x, self.weight, self.scales, self.bias, output, tiling
+        launch_scaled_linear(*own, group=self.group, **options)
+
+    def tiling(self) -> Tiling:
+        (num_rows, _), dtype = self.x.shape, self.x.dtype
+        is_fp8 = self.group == 0
+        return tiling_of(num_rows, dtype) if is_fp8 else int4_tiling_of(num_rows, 70, dtype)
+
+
+def problem(
+    num_rows: int, shape: tuple[int, int], dtype: torch.dtype, device: str, form: str = "fp8"
+) -> Problem:
+    """Scales of FP8 are powers of two over a wide range."""
     generator = torch.Generator(device).manual_seed(num_rows)
     inputs, outputs = shape
+    group = 0 if form == "fp8" else {"mxfp4": MXFP4_GROUP, "nvfp4": 16}.get(form) or int(form)
+    groups = -(-inputs // (group or BLOCK))
 
     def normal(*size: int) -> torch.Tensor:
         return torch.randn(size, generator=generator, device=device)
 
-    exponents = torch.randint(
-        -6, 3, (outputs, -(-inputs // BLOCK)), generator=generator, device=device
-    )
+    def integers(low: int, high: int, *size: int) -> torch.Tensor:
+        return torch.randint(low, high, size, generator=generator, device=device)
+
+    if form == "fp8":
+        words = scales = integers(-6, 3, outputs, groups).float().exp2()
+        weight = normal(outputs, inputs).to(FP8)
+        numbers = weight.double()
+    else:
+        scales, codes = normal(outputs, groups).half().float(), integers(0, 16, outputs, inputs)
+        if form == "mxfp4":
+            scales = scales.abs().log2().round().exp2()
+        if form in ("mxfp4", "nvfp4"):
+            words = exponent_words(scales) if form == "mxfp4" else scales
+            table = torch.tensor([*E2M1, *(-number for number in E2M1)], device=device)
+            numbers = table.double()[codes]
+        else:
+            zeros = integers(0, 16, outputs, groups).float()
+            words = group_words(scales, zeros)
+            numbers = codes - zeros.double().repeat_interleave(group, 1)[:, :inputs]
+        weight = packed(codes.byte())
     return Problem(
         normal(num_rows, inputs + 8).to(dtype)[:, :inputs],
-        normal(outputs, inputs).to(FP8),
-        exponents.float().exp2(),
+        weight,
+        words,
+        group,
+        numbers * scales.double().repeat_interleave(group or BLOCK, 1)[:, :inputs],
         normal(outputs).to(dtype),
         normal(num_rows, outputs).to(dtype),
     )
-
-
-def formula(p: Problem, x: torch.Tensor) -> torch.Tensor:
-    """In float64, block by block."""
-    total = x.new_zeros(x.shape[0], p.weight.shape[0], dtype=torch.float64)
-    for block, scale in enumerate(p.scales.double().t()):
-        own = slice(block * BLOCK, (block + 1) * BLOCK)
-        total += scale * (x[:, own].double() @ p.weight[:, own].double().t())
-    return total
 
 
 def check(
     output: torch.Tensor, p: Problem, *added: torch.Tensor, sum_error: float = SUM_ERROR
 ) -> None:
     """Rounded once. sum_error: of float32 sums, relative to the sum of magnitudes."""
-    expected, magnitudes = formula(p, p.x), formula(magnitudes_of(p), p.x.abs())
+    expected, magnitudes = p.x.double() @ p.numbers.t(), magnitudes_of(p)
     for other in added:
         expected, magnitudes = expected + other.double(), magnitudes + other.abs()
     bound = ROUNDING[p.x.dtype] * expected.abs() + sum_error * magnitudes
@@ -83,17 +132,20 @@ def check(
     assert ((output.double() - expected).abs() <= bound).all()
 
 
-def magnitudes_of(p: Problem) -> Problem:
-    return Problem(p.x, p.weight.float().abs().to(FP8), p.scales, p.bias, p.total)
+def magnitudes_of(p: Problem) -> torch.Tensor:
+    return p.x.double().abs() @ p.numbers.abs().t()
 
 
 @on_each_dtype
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_the_reference_equals_the_formula(shape: tuple[int, int], dtype: torch.dtype) -> None:
-    p = problem(3, shape, dtype, "cpu")
-    check(scaled_linear.reference(p.x, p.weight, p.scales), p)
+@on_each_case
+def test_the_reference_equals_the_formula(
+    form: str, shape: tuple[int, int], dtype: torch.dtype
+) -> None:
+    p = problem(3, shape, dtype, "cpu", form)
+    check(scaled_linear.reference(p.x, p.weight, p.scales, group=p.group), p)
     total = p.total.clone()
-    assert scaled_linear.reference(p.x, p.weight, p.scales, p.bias, add_to=total) is total
+    options: dict[str, Any] = {"group": p.group, "add_to": total}
+    assert scaled_linear.reference(p.x, p.weight, p.scales, p.bias, **options) is total
     check(total, p, p.bias, p.total)
 
 
@@ -110,15 +162,18 @@ def test_dequantised_weights_may_have_any_number_of_dimensions() -> None:
 @pytest.mark.thinned
 @on_each_kernel_device
 @on_each_dtype
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@on_each_case
 def test_the_kernel_equals_the_formula(
-    shape: tuple[int, int], dtype: torch.dtype, device: str
+    form: str, shape: tuple[int, int], dtype: torch.dtype, device: str
 ) -> None:
     assert has_kernels(torch.device(device))
-    for num_rows in (1, 70):
-        p = problem(num_rows, shape, dtype, device)
-        check(scaled_linear(p.x, p.weight, p.scales, p.bias), p, p.bias)
-    assert scaled_linear(p.x[:0], p.weight, p.scales).shape == (0, shape[1])
+    rows_of_4_bits = dict(zip(INT4_SHAPES, (70, 3, 1), strict=True))
+    for num_rows in (1, 70) if form == "fp8" else (rows_of_4_bits[shape],):
+        p = problem(num_rows, shape, dtype, device, form)
+        check(p.run(bias=p.bias), p, p.bias)
+    if form != "fp8":
+        check(p.run(bias=p.bias, invariant=False), p, p.bias)
+    assert p.run(slice(0)).shape == (0, shape[1])
 
 
 @on_each_kernel_device
@@ -164,32 +219,35 @@ def test_the_output_is_added_in_place_with_one_rounding(spreads: bool, device: s
 
 @on_each_kernel_device
 @pytest.mark.parametrize(  # three chunks in float32: rounding to 16 bits hides another order
-    ("shape", "dtype"), list(zip(SHAPES[::-1], cycle(DTYPES[::-1]), strict=False)), ids=str
+    ("form", "shape", "dtype"),
+    [
+        *(("fp8", *each) for each in zip(FP8_SHAPES[::-1], cycle(DTYPES[::-1]), strict=False)),
+        *((form, INT4_SHAPES[2], torch.float32) for form in ("32", "128", "nvfp4")),
+    ],
+    ids=str,
 )
 def test_spreading_chunks_over_programs_changes_no_bit(
-    shape: tuple[int, int], dtype: torch.dtype, device: str
+    form: str, shape: tuple[int, int], dtype: torch.dtype, device: str
 ) -> None:
     for num_rows in (1, 20):
-        p = problem(num_rows, shape, dtype, device)
+        p = problem(num_rows, shape, dtype, device, form)
         found = [p.total.clone(), p.total.clone()]
         for total, spreads in zip(found, (False, True), strict=True):
-            launch_scaled_linear(
-                p.x, p.weight, p.scales, p.bias, total, tiling_of(num_rows, dtype),
-                spreads=spreads, adds=True,
-            )  # fmt: skip
+            p.launch(total, p.tiling(), spreads=spreads, adds=True)
         assert torch.equal(*found)
         check(found[0], p, p.bias, p.total)
 
 
 @on_each_kernel_device
 @on_each_dtype
+@pytest.mark.parametrize(("form", "inputs"), [("fp8", 1100), ("32", 1120)])
 def test_a_row_has_the_same_bits_alone_and_in_a_batch(
-    dtype: torch.dtype, device: str, exact_dots: None
+    form: str, inputs: int, dtype: torch.dtype, device: str
 ) -> None:
-    p = problem(70, (1100, 70), dtype, device)
-    expected = scaled_linear(p.x, p.weight, p.scales, p.bias)
+    p = problem(70, (inputs, 70), dtype, device, form)
+    expected = p.run(bias=p.bias)
     for rows in (slice(0, 1), slice(69, 70), slice(3, 9), slice(10, 35)):
-        assert torch.equal(scaled_linear(p.x[rows], p.weight, p.scales, p.bias), expected[rows])
+        assert torch.equal(p.run(rows, bias=p.bias), expected[rows])
 
 
 # Inputs and outputs of an 8B Llama's layers.
@@ -233,35 +291,159 @@ def test_only_many_rows_that_may_differ_between_batches_are_multiplied_in_slices
 @pytest.mark.gpu
 @pytest.mark.skipif(INTERPRETED, reason="needs tensor cores")
 @on_each_dtype
-@pytest.mark.parametrize("shape", [*MODEL_SHAPES, (200, 257)], ids=str)
+@pytest.mark.parametrize(
+    ("form", "shape"),
+    [
+        *product(["fp8", "32", "128", "mxfp4", "nvfp4"], MODEL_SHAPES),
+        *(("fp8", (200, 257)), *product(["32", "128", "mxfp4", "nvfp4"], [(224, 257)])),
+    ],
+    ids=str,
+)
 def test_the_number_of_rows_changes_no_bit_of_a_row(
-    shape: tuple[int, int], dtype: torch.dtype
+    form: str, shape: tuple[int, int], dtype: torch.dtype
 ) -> None:
-    p = problem(4096, shape, dtype, "cuda")
-    expected = scaled_linear(p.x, p.weight, p.scales, p.bias)
+    p = problem(4096, shape, dtype, "cuda", form)
+    expected = p.run(bias=p.bias)
     check(expected, p, p.bias)
-    numbers = (
-        [*range(1, 140), 200, 257, 300, 1024]
-        if dtype != torch.float32
-        else [1, 2, 16, 17, 64, 65, 300, 1024]
-    )
-    for number in numbers:
+    has_all = form == "fp8" and dtype != torch.float32
+    numbers = range(1, 140) if has_all else [1, 2, 8, 9, 16, 17, 33, 64, 65, 129]
+    for number in (*numbers, 200, 257, 300, 1024):
         first = 37 * number % (4096 - number)  # other positions in other tiles
         rows = slice(first, first + number)
-        found = scaled_linear(p.x[rows], p.weight, p.scales, p.bias)
-        assert torch.equal(found, expected[rows]), number
+        assert torch.equal(p.run(rows, bias=p.bias), expected[rows]), number
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(INTERPRETED, reason="needs tensor cores")
 @on_each_dtype
-def test_no_tiling_changes_a_bit(dtype: torch.dtype) -> None:
-    p = problem(333, (4096, 1000), dtype, "cuda")
-    expected = scaled_linear(p.x, p.weight, p.scales)
+@pytest.mark.parametrize("form", ["fp8", "128"])
+def test_no_tiling_changes_a_bit(form: str, dtype: torch.dtype) -> None:
+    p = problem(333, (4096, 1000), dtype, "cuda", form)
+    expected = p.run(bias=p.bias)
     for tiling in (Tiling(16, 64, 4, 4), Tiling(32, 64, 4, 2), Tiling(64, 128, 8, 3)):
         for spreads in (False, True):
             found = torch.empty_like(expected)
-            launch_scaled_linear(
-                p.x, p.weight, p.scales, None, found, tiling, spreads=spreads, adds=False
-            )
+            p.launch(found, tiling, spreads=spreads, adds=False)
             assert torch.equal(found, expected)
+
+
+def check_slices(p: Problem, size: int) -> None:
+    """With a bias, an output that is added to and has a stride between rows, and both. Weights of
+    powers of two are not rounded."""
+    (num_rows, inputs), outputs = p.x.shape, len(p.weight)
+    # cuBLAS adds at least 8 products to a float32 at a time, which may lose its last bit.
+    sum_error = max(inputs * 2.0**-26, SUM_ERROR)
+    for bias in (None, p.bias):
+        for adds in (False, True):
+            wide = p.total.new_full((num_rows, outputs + 8), 7.0)
+            part = wide[:, :outputs]
+            part.copy_(p.total if adds else torch.full_like(p.total, torch.nan))
+            multiply_slices(p.x, p.weight, p.scales, bias, part, size, adds=adds)
+            added = [] if bias is None else [bias]
+            if adds:
+                added.append(p.total)
+            check(part, p, *added, sum_error=sum_error)
+            assert (wide[:, outputs:] == 7).all()
+
+
+on_16_bits = pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+
+
+@on_each_kernel_device
+@on_16_bits
+@pytest.mark.parametrize(  # the last slice has one output, all, or some
+    ("shape", "size"), [((200, 257), 128), ((200, 96), 256), ((64, 600), 256)], ids=str
+)
+def test_slices_are_written_to_their_outputs(
+    shape: tuple[int, int], size: int, dtype: torch.dtype, device: str
+) -> None:
+    check_slices(problem(20, shape, dtype, device), size)
+
+
+def test_slices_are_few_equal_and_bounded() -> None:
+    for inputs, outputs in MODEL_SHAPES:
+        for num_rows in (300, 8192):
+            for has_sums, row_bytes in ((False, 0), (True, 4 * num_rows)):
+                size = slice_outputs(num_rows, outputs, inputs, has_sums=has_sums)
+                assert 0 < size * max(2 * inputs, row_bytes) <= MAX_BYTES and size % 128 == 0
+    assert slice_outputs(2048, 4096, 14336, has_sums=True) == 4096
+    assert slice_outputs(8192, 28672, 4096, has_sums=False) == 14336  # all of it would be 224 MiB
+    assert slice_outputs(8192, 28672, 4096, has_sums=True) == 4096  # 128 MiB of float32 sums
+    assert slice_outputs(2048, 36864, 7168, has_sums=True) == 9216  # four
+    assert slice_outputs(2048, 1000, 64, has_sums=True) == 1024
+    assert slice_outputs(2048, 1000, 1 << 20, has_sums=True) == 128  # at least
+
+
+def test_no_two_slices_have_their_sums_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[weakref.ref[torch.Tensor]] = []
+
+    def product(x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+        assert all(each() is None for each in made)
+        sums = x.new_zeros(len(x), len(matrix), dtype=torch.float32)
+        made.append(weakref.ref(sums))
+        return sums
+
+    monkeypatch.setattr(scaled_linear_slices, "_float32_product", product)
+    p = problem(4, (200, 300), torch.bfloat16, "cpu")
+    for adds in (False, True):
+        multiply_slices(p.x, p.weight, p.scales, p.bias, p.total, 128, adds=adds)
+    assert len(made) == 6
+
+
+@pytest.fixture
+def float32_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuBLAS may otherwise add partial sums in 16 bits."""
+    for name in ("bf16", "fp16"):
+        option = f"allow_{name}_reduced_precision_reduction"
+        monkeypatch.setattr(torch.backends.cuda.matmul, option, False)
+
+
+def check_like_the_kernel(found: torch.Tensor, kernel: torch.Tensor, p: Problem) -> None:
+    """Both are one rounding and their float32 sums away from the same number."""
+    sums = magnitudes_of(p) * (max(p.x.shape[1] * 2.0**-26, SUM_ERROR) * 2)
+    larger = torch.maximum(found.abs(), kernel.abs()).double()
+    assert (
+        (found.double() - kernel.double()).abs() <= 2 * ROUNDING[p.x.dtype] * larger + sums
+    ).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(INTERPRETED, reason="needs tensor cores")
+@on_16_bits
+@pytest.mark.parametrize("shape", [*MODEL_SHAPES, (200, 257)], ids=str)
+def test_slices_equal_the_formula_on_the_device(
+    shape: tuple[int, int], dtype: torch.dtype, float32_sums: None
+) -> None:
+    for num_rows in (300, 2048):
+        p = problem(num_rows, shape, dtype, "cuda")
+        check_slices(p, slice_outputs(num_rows, shape[1], shape[0], has_sums=True))
+        kernel = scaled_linear(p.x, p.weight, p.scales)
+        found = scaled_linear(p.x, p.weight, p.scales, invariant=False)
+        check_like_the_kernel(found, kernel, p)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(INTERPRETED, reason="needs a CUDA device")
+def test_slices_in_a_captured_graph(float32_sums: None) -> None:
+    """Added to an output with a stride between rows; inputs change between replays."""
+    inputs, outputs = 4096, 6144
+    p, other = (problem(rows, (inputs, outputs), torch.bfloat16, "cuda") for rows in (512, 513))
+    x, total = p.x.clone(), torch.zeros(512, outputs + 8, dtype=torch.bfloat16, device="cuda")
+    part = total[:, :outputs]
+
+    def call() -> None:
+        scaled_linear(x, p.weight, p.scales, add_to=part, invariant=False)
+
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        call()  # compiles, and creates cuBLAS's workspace
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    for source in (p, replace(p, x=other.x[:512], total=other.total[:512])):
+        x.copy_(source.x)
+        part.copy_(source.total)
+        graph.replay()
+        check(part, source, source.total, sum_error=inputs * 2.0**-26)
+        assert (total[:, outputs:] == 0).all()

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from tests.executor.tiny_llama import write_tiny_llama
-from tests.kernels.conftest import exact_dots as exact_dots
 from tests.kernels.interpreter import INTERPRETED, only_outside_the_interpreter
 from tests.models.fp8_checkpoint import keeping_int4, quantise
 from tests.models.helpers import save_checkpoint
@@ -116,7 +115,7 @@ def outputs_of(model: Path, batch_size: int, **options: Any) -> list[RequestOutp
         for kind in RUNS_OF_KIND
     ],
 )
-def test_every_bit_is_that_of_a_request_alone(kind: str, tmp_path: Path, exact_dots: None) -> None:
+def test_every_bit_is_that_of_a_request_alone(kind: str, tmp_path: Path) -> None:
     model = write_tiny_llama(tmp_path)
     if kind == "experts":
         sizes = SMALL | {"num_local_experts": 4, "intermediate_size": 48}

@@ -9,7 +9,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from tests.models.helpers import MAX_POSITIONS, VOCAB_SIZE
-from tests.models.published_gpt_oss import GPT_OSS_20B
+from tests.models.published import GPT_OSS_20B
 from tllm_spec.kernels.gemm.int4_weights import E2M1
 
 WINDOW = 7

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.models.published import GEMMA3, PHI4_MINI, PUBLISHED
+from tests.models.published import GEMMA3, GPT_OSS, PHI4_MINI, PUBLISHED
 from tests.models.published_fp8 import PUBLISHED_FP8
-from tests.models.published_gpt_oss import GPT_OSS
 from tests.models.published_images import MISTRAL_SMALL_3_1, QWEN3_VL_30B
 from tests.models.published_states import QWEN3_5, QWEN3_NEXT
 from tllm_spec.models.eagle import EagleConfig

@@ -1,8 +1,9 @@
-"""Families without a module of their own here: logits of transformers with every backend, what a
-missing key means, and what is refused. test_mtp.py tests GLM-4.5's further layer, and
-test_published.py its published configurations."""
+"""All families: logits of transformers with every backend, what a missing key means, and what is
+refused. test_mtp.py tests GLM-4.5's further layer, test_published.py published configurations."""
 
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import transformers
 
 from tests.distributed.thread_ranks import ThreadGroup
 from tests.models.glm4_moe import SIZES as GLM
+from tests.models.gpt_oss import save_gpt_oss
 from tests.models.helpers import (
     MAX_POSITIONS,
     assert_logits_in_all_ways,
@@ -19,7 +21,13 @@ from tests.models.helpers import (
     reference_logits,
     save_checkpoint,
 )
-from tests.models.published_glm import GLM_45
+from tests.models.published import GEMMA3_270M, GLM_45, GPT_OSS_20B, PHI4_MINI, Raw
+from tests.models.published_states import QWEN3_NEXT
+from tests.models.qwen3_next import FULL, LINEAR
+from tests.models.test_gemma3 import save_gemma3
+from tests.models.test_llama4 import LONG, save_llama4
+from tests.models.test_phi3 import MODELS_OF as PHI3
+from tests.models.test_phi3 import save as save_phi3
 from tllm_spec.attention.batch_invariant import BatchInvariantAttention
 from tllm_spec.attention.interface import HeadsBackend
 from tllm_spec.attention.triton import TritonAttention
@@ -48,8 +56,26 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "OLMo 2": ("Olmo2", {}),
     "OLMo 2, biases": ("Olmo2", {"attention_bias": True, "head_dim": 32}),
+    "Gemma 3, two rotary embeddings": ("Gemma3", {}),
+    "Gemma 3, only windows": ("Gemma3", {"layer_types": ["sliding_attention"] * 4}),
+    "Gemma 3, biases, an output layer of its own": (
+        "Gemma3",
+        {"attention_bias": True, "tie_word_embeddings": False},
+    ),
+    "gpt-oss, windows in every second layer": ("GptOss", {}),
+    "gpt-oss, all layers see all keys": ("GptOss", {"layer_types": ["full_attention"] * 4}),
+    "gpt-oss, no biases of attention": ("GptOss", {"attention_bias": False}),
+    **{f"Llama 4, {name}": ("Llama4", change) for name, change in LONG.items()},
+    **{name: ("Phi3", {"name": name}) for name in PHI3},
 }
-SIZES = {"Glm4Moe": GLM, "Olmo2": {}}
+SAVE: dict[str, Callable[..., Any]] = {
+    "Gemma3": save_gemma3,
+    "Glm4Moe": partial(save_checkpoint, architecture="Glm4Moe", **GLM),
+    "GptOss": save_gpt_oss,
+    "Llama4": save_llama4,
+    "Olmo2": partial(save_checkpoint, architecture="Olmo2"),
+    "Phi3": save_phi3,
+}
 # Without the key no further layers are in the file.
 DEFAULTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "Glm4Moe": ({"head_dim": 128}, {"num_nextn_predict_layers": 0}),
@@ -60,10 +86,12 @@ DEFAULTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("kind", [VanillaAttention, TritonAttention, BatchInvariantAttention])
-@pytest.mark.thinned(3)
-def test_logits_equal_transformers(kind: type[HeadsBackend], name: str, tmp_path: Path) -> None:
+@pytest.mark.thinned
+def test_logits_beyond_windows_and_chunks_equal_transformers(
+    kind: type[HeadsBackend], name: str, tmp_path: Path
+) -> None:
     family, change = MODELS[name]
-    reference = save_checkpoint(tmp_path, family, **SIZES[family] | change)
+    reference = SAVE[family](tmp_path, **change)
     assert_logits_in_all_ways(tmp_path, kind, reference_logits(reference, TOKENS), TOKENS)
 
 
@@ -103,17 +131,72 @@ def test_ranks_norm_their_heads_together(num_kv_heads: int, tmp_path: Path) -> N
     assert num_kv_heads > 1 or torch.equal(*keys)
 
 
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}
+LONGROPE: Raw = {"rope_type": "longrope", "short_factor": [1.0] * 6, "long_factor": [1.0] * 6}
+LONGROPE["original_max_position_embeddings"] = 24
+# A published configuration, what is changed, and what is named.
+REFUSED: list[tuple[Raw, Raw, str]] = [
+    (GLM_45, {"partial_rotary_factor": 0.01}, r"partial_rotary_factor is 0\.01; of 128 elements"),
+    (GLM_45, {"num_experts_per_tok": 161}, "num_experts_per_tok is 161; accepted is 1 to"),
+    (GLM_45, {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+    (PHI4_MINI, {"rope_scaling": LONGROPE}, "short_factor has 6 entries; it must have 48"),
+    (PHI4_MINI, {"partial_rotary_factor": 0.7}, "partial_rotary_factor is 0.7; of 128 elements"),
+    (
+        PHI4_MINI,
+        {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+        "rope_type is 'linear'; served are default, longrope",
+    ),
+    (GEMMA3_270M, {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0"),
+    (GEMMA3_270M, {"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0"),
+    (GEMMA3_270M, {"use_bidirectional_attention": True}, "use_bidirectional_attention is"),
+    (GEMMA3_270M, {"hidden_activation": "silu"}, "hidden_activation is 'silu'.*gelu_pytorch"),
+    (GEMMA3_270M, {"layer_types": ["full_attention"]}, "layer_types has 1 entries for 18"),
+    (
+        GEMMA3_270M,
+        {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+        "rope_type is 'dynamic'",
+    ),
+    (GEMMA3_270M, {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar is 0; it must be a number"),
+    (GPT_OSS_20B, {"swiglu_alpha": 1.5}, r"swiglu_alpha is 1\.5; only 1\.702"),
+    (GPT_OSS_20B, {"swiglu_limit": 0}, "swiglu_limit is 0; it must be a number"),
+    (GPT_OSS_20B, {"quantization_config": AWQ}, "GptOssForCausalLM has other quantised weights"),
+    (GPT_OSS_20B, {"quantization_config": {"quant_method": "fp8"}}, "has other quantised weights"),
+    (
+        GPT_OSS_20B,
+        {"architectures": ["Qwen3MoeForCausalLM"]},
+        "'mxfp4', which is served for GptOss",
+    ),
+    (
+        QWEN3_NEXT,
+        {"layer_types": ["sliding_attention"] * 48},
+        "layer_types has .'sliding_attention",
+    ),
+    (QWEN3_NEXT, {"layer_types": [FULL]}, "layer_types has 1 entries for 48 layers"),
+    (QWEN3_NEXT, {"layer_types": [LINEAR] * 48}, "at least one layer must have"),
+    (QWEN3_NEXT, {"linear_num_key_heads": 12}, "linear_num_key_heads is 12; it must divide"),
+    (
+        QWEN3_NEXT,
+        {"attn_output_gate": False},
+        "attn_output_gate is false; attention is served with",
+    ),
+    (QWEN3_NEXT, {"partial_rotary_factor": 1.5}, "partial_rotary_factor is 1.5; of 256 elements"),
+    (QWEN3_NEXT, {"num_nextn_predict_layers": 2}, "num_nextn_predict_layers is 2; served are 0"),
+    (
+        QWEN3_NEXT,
+        {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}},
+        "Qwen3NextForCausalLM has quantised weights; it is served with weights of 16 or 32",
+    ),
+]
+
+
 @pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"partial_rotary_factor": 0.01}, r"partial_rotary_factor is 0\.01; of 128 elements"),
-        ({"num_experts_per_tok": 161}, "num_experts_per_tok is 161; accepted is 1 to"),
-        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
-    ],
+    ("base", "change", "message"),
+    REFUSED,
+    ids=[f"{base['architectures'][0]} {' '.join(change)}" for base, change, _ in REFUSED],
 )
 def test_what_is_not_served_is_refused_by_name(
-    change: dict[str, Any], message: str, tmp_path: Path
+    base: Raw, change: Raw, message: str, tmp_path: Path
 ) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(GLM_45 | change))
+    (tmp_path / "config.json").write_text(json.dumps(base | change))
     with pytest.raises(ValueError, match=message):
         model_config(tmp_path)

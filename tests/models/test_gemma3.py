@@ -1,8 +1,7 @@
-"""Gemma 3's text model: logits of transformers beyond the window, rounding in 16 bits, folders as
-published, and what is refused."""
+"""Gemma 3's text model: rounding in 16 bits, and folders as published. test_families.py has its
+logits and what is refused."""
 
 import copy
-import json
 import shutil
 from functools import partial
 from pathlib import Path
@@ -18,23 +17,21 @@ from tests.models.helpers import (
     MAX_POSITIONS,
     VOCAB_SIZE,
     PagedRunner,
-    assert_logits_in_all_ways,
     load,
     random_tokens,
     reference_logits,
     use,
 )
-from tests.models.published import GEMMA3, GEMMA3_4B, GEMMA3_270M, Raw
+from tests.models.published import GEMMA3, GEMMA3_4B
 from tllm_spec.attention.batch_invariant import BatchInvariantAttention
 from tllm_spec.attention.interface import HeadsBackend
 from tllm_spec.attention.triton import TritonAttention
-from tllm_spec.attention.vanilla import VanillaAttention
 from tllm_spec.distributed.communicator import SINGLE_RANK
 from tllm_spec.kernels.attention.visible_keys import KeySpan
 from tllm_spec.llm import LLM
 from tllm_spec.models.gemma3 import Gemma3Model
 from tllm_spec.models.layers import RMSNorm
-from tllm_spec.models.registry import model_config, model_config_of
+from tllm_spec.models.registry import model_config_of
 from tllm_spec.sampling_params import SamplingParams
 from tllm_spec.zoo.quantise import Style
 from tllm_spec.zoo.quantise import quantise as quantise_int4
@@ -79,23 +76,6 @@ def randomise(model: Any) -> None:
             parameter.copy_(noise * (parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 0.3))
 
 
-MODELS: dict[str, dict[str, Any]] = {
-    "two rotary embeddings": {},
-    "only windows": {"layer_types": ["sliding_attention"] * 4},
-    "biases, an output layer of its own": {"attention_bias": True, "tie_word_embeddings": False},
-}
-
-
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("kind", [VanillaAttention, TritonAttention, BatchInvariantAttention])
-def test_beyond_the_window_logits_equal_transformers(
-    kind: type[HeadsBackend], name: str, tmp_path: Path
-) -> None:
-    tokens = random_tokens(MAX_POSITIONS, seed=3)
-    expected = reference_logits(save_gemma3(tmp_path, **MODELS[name]), tokens)
-    assert_logits_in_all_ways(tmp_path, kind, expected, tokens)
-
-
 @pytest.mark.parametrize(
     "change",
     [
@@ -106,7 +86,7 @@ def test_beyond_the_window_logits_equal_transformers(
     ],
     ids=lambda change: str(*change),
 )
-def test_the_reference_depends_on_what_the_test_above_compares(
+def test_the_reference_depends_on_what_test_families_compares(
     change: dict[str, Any], tmp_path: Path
 ) -> None:
     tokens = random_tokens(MAX_POSITIONS, seed=3)
@@ -280,28 +260,6 @@ def test_a_window_beyond_all_positions_leaves_the_local_rotary_embedding(tmp_pat
     assert [group.geometry.span for group in model.config.layer_groups(SINGLE_RANK)] == [None]
     found = PagedRunner(model).step({0: tokens})[0]
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
-
-
-REFUSED: dict[str, tuple[Raw, str]] = {
-    "soft caps of scores": ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0"),
-    "soft caps of logits": ({"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0"),
-    "both directions": ({"use_bidirectional_attention": True}, "use_bidirectional_attention is"),
-    "activation": ({"hidden_activation": "silu"}, "hidden_activation is 'silu'.*gelu_pytorch"),
-    "number of types": ({"layer_types": ["full_attention"]}, "layer_types has 1 entries for 18"),
-    "dynamic": (
-        {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
-        "rope_type is 'dynamic'",
-    ),
-    "scale": ({"query_pre_attn_scalar": 0}, "query_pre_attn_scalar is 0; it must be a number"),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_is_not_served_is_refused_by_name(case: str, tmp_path: Path) -> None:
-    change, message = REFUSED[case]
-    (tmp_path / "config.json").write_text(json.dumps(GEMMA3_270M | change))
-    with pytest.raises(ValueError, match=message):
-        model_config(tmp_path)
 
 
 @pytest.mark.parametrize("bits", [4, 8])

@@ -1,8 +1,7 @@
-"""gpt-oss: logits of transformers beyond the window, with experts in 32 bits and in MXFP4; folders
-as published; the size of the cache; what is refused."""
+"""gpt-oss: experts in MXFP4, what changes its logits, folders as published, and tensors that do not
+fit. test_families.py has its logits and what is refused."""
 
 import copy
-import json
 from pathlib import Path
 from typing import Any
 
@@ -20,33 +19,14 @@ from tests.models.helpers import (
     random_tokens,
     reference_logits,
 )
-from tests.models.published import Raw
-from tests.models.published_gpt_oss import GPT_OSS, GPT_OSS_20B
-from tllm_spec.attention.batch_invariant import BatchInvariantAttention
-from tllm_spec.attention.interface import HeadsBackend
-from tllm_spec.attention.triton import TritonAttention
+from tests.models.published import GPT_OSS, GPT_OSS_20B
 from tllm_spec.attention.vanilla import VanillaAttention
 from tllm_spec.distributed.communicator import SINGLE_RANK
 from tllm_spec.kernels.attention.visible_keys import KeySpan
-from tllm_spec.models.registry import model_config, model_config_of
+from tllm_spec.models.registry import model_config_of
 from tllm_spec.models.rotary import _frequencies
 
 TOKENS = random_tokens(MAX_POSITIONS, seed=3)
-MODELS: dict[str, dict[str, Any]] = {
-    "windows in every second layer": {},
-    "all layers see all keys": {"layer_types": ["full_attention"] * 4},
-    "no biases of attention": {"attention_bias": False},
-}
-
-
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("kind", [VanillaAttention, TritonAttention, BatchInvariantAttention])
-@pytest.mark.thinned(2)
-def test_beyond_the_window_logits_equal_transformers(
-    kind: type[HeadsBackend], name: str, tmp_path: Path
-) -> None:
-    expected = reference_logits(save_gpt_oss(tmp_path, **MODELS[name]), TOKENS)
-    assert_logits_in_all_ways(tmp_path, kind, expected, TOKENS)
 
 
 def test_experts_in_mxfp4_have_the_logits_of_their_numbers(tmp_path: Path) -> None:
@@ -154,24 +134,3 @@ def test_a_tensor_that_does_not_fit_is_named(
     save_file(stored(tmp_path) | {name: tensor}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=message):
         load(tmp_path)
-
-
-AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}
-REFUSED: dict[str, tuple[Raw, str]] = {
-    "slope": ({"swiglu_alpha": 1.5}, r"swiglu_alpha is 1\.5; only 1\.702"),
-    "limit": ({"swiglu_limit": 0}, "swiglu_limit is 0; it must be a number"),
-    "other codes": ({"quantization_config": AWQ}, "GptOssForCausalLM has other quantised weights"),
-    "FP8": ({"quantization_config": {"quant_method": "fp8"}}, "has other quantised weights"),
-    "another model": (
-        {"architectures": ["Qwen3MoeForCausalLM"]},
-        "'mxfp4', which is served for GptOss",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_is_not_served_is_refused_by_name(case: str, tmp_path: Path) -> None:
-    change, message = REFUSED[case]
-    (tmp_path / "config.json").write_text(json.dumps(GPT_OSS_20B | change))
-    with pytest.raises(ValueError, match=message):
-        model_config(tmp_path)

@@ -1,5 +1,5 @@
-"""Llama 4's text model: logits of transformers, the text part of the model with images, and
-lengths beyond a chunk and floor_scale."""
+"""Llama 4's text model: logits of transformers, the text part of the model with images, and what
+chunks and floor_scale change. test_families.py has the logits of lengths beyond these."""
 
 import json
 from pathlib import Path
@@ -14,18 +14,15 @@ from tests.models.helpers import (
     MAX_POSITIONS,
     VOCAB_SIZE,
     PagedRunner,
-    assert_logits_in_all_ways,
+    assert_close,
     load,
     random_tokens,
     reference_logits,
     use,
 )
-from tests.models.test_logits import assert_close
-from tllm_spec.attention.batch_invariant import BatchInvariantAttention
 from tllm_spec.attention.flashinfer import FlashInferAttention
 from tllm_spec.attention.interface import HeadsBackend
 from tllm_spec.attention.triton import TritonAttention
-from tllm_spec.attention.vanilla import VanillaAttention
 from tllm_spec.distributed.communicator import SINGLE_RANK
 from tllm_spec.kernels.attention.visible_keys import KeySpan
 from tllm_spec.llm import LLM
@@ -141,20 +138,9 @@ LONG: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.thinned(4)
-@pytest.mark.parametrize("name", LONG)
-@pytest.mark.parametrize("kind", [VanillaAttention, TritonAttention, BatchInvariantAttention])
-def test_beyond_chunk_and_floor_scale_logits_equal_transformers(
-    kind: type[HeadsBackend], name: str, tmp_path: Path
-) -> None:
-    tokens = random_tokens(MAX_POSITIONS, seed=3)
-    expected = reference_logits(save_llama4(tmp_path, **LONG[name]), tokens)
-    assert_logits_in_all_ways(tmp_path, kind, expected, tokens)
-
-
 @pytest.mark.parametrize("name", LONG)
 def test_a_long_text_is_not_the_text_of_plain_attention(name: str, tmp_path: Path) -> None:
-    """The reference of the test above does what its name says."""
+    """The references of test_families.py are beyond chunks and floor_scale."""
     tokens = random_tokens(MAX_POSITIONS, seed=3)
     plain = {"attention_chunk_size": None, "attn_temperature_tuning": False}
     save_llama4(tmp_path, **LONG[name])

@@ -1,14 +1,35 @@
 """Logits of every architecture and RoPE type equal those of transformers, for any split of the
-tokens into forwards."""
+tokens into forwards, beyond sliding windows, and in rows of draft trees."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.kernels.tree_problem import bits_of, random_paths
 from tests.models.deepseek import MODELS as DEEPSEEK_MODELS
-from tests.models.helpers import PagedRunner, load, random_tokens, reference_logits, save_checkpoint
+from tests.models.gpt_oss import save_gpt_oss
+from tests.models.helpers import (
+    MAX_POSITIONS,
+    PagedRunner,
+    assert_close,
+    assert_logits_in_all_ways,
+    load,
+    random_tokens,
+    reference_logits,
+    save_checkpoint,
+    use,
+)
+from tests.models.test_gemma3 import save_gemma3
+from tests.models.test_llama4 import save_llama4
+from tllm_spec.attention.batch_invariant import BatchInvariantAttention
+from tllm_spec.attention.interface import AttentionMetadata, HeadsBackend
+from tllm_spec.attention.triton import TritonAttention
+from tllm_spec.attention.vanilla import VanillaAttention
+from tllm_spec.distributed.communicator import SINGLE_RANK
+from tllm_spec.kernels.attention.visible_keys import KeySpan, TreeMask
 
 TOKENS = random_tokens(40)
 
@@ -60,11 +81,6 @@ ROPES: dict[str, dict[str, Any]] = {
     "yarn, betas": YARN | {"beta_fast": 1.0, "beta_slow": 0.3},
     "yarn, betas, no truncation": YARN | {"beta_fast": 1.0, "beta_slow": 0.3, "truncate": False},
 }
-
-
-def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    assert expected.std() > 0.3, "logits this flat would hide a difference"
-    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-4)
 
 
 @pytest.mark.thinned
@@ -151,3 +167,117 @@ def test_a_gpu_gives_the_logits_of_the_cpu(window: int, name: str, tmp_path: Pat
         expected, actual = (runner.step(contexts, windows, slack=3) for runner in runners)
         for request in expected:
             torch.testing.assert_close(actual[request].cpu(), expected[request], rtol=0, atol=1e-3)
+
+
+WINDOW = 7
+SLIDES = {"use_sliding_window": True, "num_hidden_layers": 4}
+WINDOW_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+TYPES = ["sliding_attention", "full_attention"]
+# Of each model: the architecture, its options, and the layers with a window.
+WINDOW_MODELS: dict[str, tuple[str, dict[str, Any], list[int]]] = {
+    "Mistral": ("Mistral", {}, [0, 1]),
+    "Qwen2, the last layers": ("Qwen2", SLIDES | {"max_window_layers": 1}, [1, 2, 3]),
+    "Qwen2, layers by type": ("Qwen2", SLIDES | {"layer_types": TYPES * 2}, [0, 2]),
+    "Qwen3": ("Qwen3", SLIDES | {"max_window_layers": 2, "head_dim": 16}, [2, 3]),
+    "Mixtral": ("Mixtral", {"num_local_experts": 4}, [0, 1]),
+    "Qwen2-MoE": ("Qwen2Moe", SLIDES | WINDOW_EXPERTS | {"max_window_layers": 3}, [0, 2]),
+    "Qwen3-MoE": ("Qwen3Moe", SLIDES | WINDOW_EXPERTS | {"head_dim": 16}, [0, 1, 2, 3]),
+}
+
+
+def save(folder: Path, name: str, window: int | None = WINDOW) -> Any:
+    architecture, options, _ = WINDOW_MODELS[name]
+    return save_checkpoint(folder, architecture, **(options | {"sliding_window": window}))
+
+
+@pytest.mark.parametrize("name", WINDOW_MODELS)
+def test_layers_with_and_without_a_window_are_groups(name: str, tmp_path: Path) -> None:
+    save(tmp_path, name)
+    config, sliding = load(tmp_path).config, WINDOW_MODELS[name][2]
+    groups = {group.geometry.span: group for group in config.layer_groups(SINGLE_RANK)}
+    assert list(groups[KeySpan(WINDOW, slides=True)].layers) == sliding
+    others = [layer for layer in range(config.num_layers) if layer not in sliding]
+    assert list(groups[None].layers if None in groups else ()) == others
+    assert [group.layers[0] for group in groups.values()] == sorted(
+        group.layers[0] for group in groups.values()
+    )
+
+
+@pytest.mark.thinned(4)
+@pytest.mark.parametrize("name", WINDOW_MODELS)
+@pytest.mark.parametrize("kind", [VanillaAttention, TritonAttention, BatchInvariantAttention])
+def test_beyond_the_window_logits_equal_transformers(
+    kind: type[HeadsBackend], name: str, tmp_path: Path
+) -> None:
+    tokens = random_tokens(MAX_POSITIONS, seed=3)
+    expected = reference_logits(save(tmp_path, name), tokens)
+    assert_logits_in_all_ways(tmp_path, kind, expected, tokens)
+
+
+@pytest.mark.parametrize("name", WINDOW_MODELS)
+def test_the_window_changes_the_logits_of_all_positions_beyond_it_and_of_no_other(
+    name: str, tmp_path: Path
+) -> None:
+    """The reference of the test above does what its name says."""
+    tokens, found = random_tokens(MAX_POSITIONS, seed=3), []
+    for window in (WINDOW, MAX_POSITIONS):
+        save(tmp_path / str(window), name, window)
+        found.append(PagedRunner(load(tmp_path / str(window))).step({0: tokens})[0])
+    differs = (found[0] - found[1]).abs().amax(-1) > 1e-4
+    assert not differs[:WINDOW].any() and differs[WINDOW:].all()
+
+
+PROMPT, NUM_NODES = random_tokens(9), 12
+# The tree starts in the first chunk, and its path of 7 nodes ends in the third one.
+LLAMA4: dict[str, Any] = {
+    "attention_chunk_size": 5,
+    "floor_scale": 4,
+    "attn_scale": 0.7,
+    "no_rope_layer_interval": 2,
+}
+SAVERS: dict[str, Callable[[Path], Any]] = {
+    "Olmo2": lambda folder: save_checkpoint(folder, "Olmo2"),
+    "Llama": lambda folder: save_checkpoint(folder, "Llama"),
+    "Llama4": lambda folder: save_llama4(folder, **LLAMA4),
+    "gpt-oss": lambda folder: save_gpt_oss(folder, sliding_window=5),
+    "Gemma3": lambda folder: save_gemma3(folder, sliding_window=5),
+}
+
+
+class TreeRunner(PagedRunner):
+    """The windows of the next step are nodes of the tree with `paths`, after `offset` others."""
+
+    paths: list[list[int]] | None = None
+    offset = 0
+
+    def metadata(self, *args: Any) -> AttentionMetadata:
+        metadata = super().metadata(*args)
+        if self.paths is not None:
+            bits = torch.tensor([bits_of(self.paths)])
+            metadata.tree = TreeMask(bits, self.offset + len(self.paths))
+            depths = [len(path) - 1 for path in self.paths]
+            metadata.positions = torch.tensor(depths) + len(PROMPT)
+        return metadata
+
+
+@pytest.mark.parametrize("family", SAVERS)
+@pytest.mark.parametrize("num_steps", [1, 3])
+@pytest.mark.parametrize("kind", [VanillaAttention, TritonAttention, BatchInvariantAttention])
+def test_a_nodes_logits_are_those_of_the_prompt_and_its_path(
+    kind: type[HeadsBackend], num_steps: int, family: str, tmp_path: Path
+) -> None:
+    reference = SAVERS[family](tmp_path)
+    runner = TreeRunner(load(tmp_path))
+    use(runner, kind)
+    runner.step(contexts={0: PROMPT})
+    tokens = random_tokens(NUM_NODES, seed=1)
+    paths = random_paths(NUM_NODES, torch.Generator().manual_seed(3))
+    size = NUM_NODES // num_steps
+    for first in range(0, NUM_NODES, size):
+        runner.paths, runner.offset = paths[first : first + size], first
+        logits = runner.step(windows={0: tokens[first : first + size]})[0]
+        for row, path in zip(logits, runner.paths, strict=True):
+            sequence = PROMPT + [tokens[node] for node in path]
+            torch.testing.assert_close(
+                row, reference_logits(reference, sequence)[-1], rtol=1e-4, atol=1e-4
+            )

@@ -1,10 +1,8 @@
-"""Phi-3: logits of transformers with short and long factors of longrope, with a part of a head
-rotated, and with a window; slices of fused tensors; refusals."""
+"""Phi-3: short and long factors of longrope, and slices of fused tensors. test_families.py has its
+logits and what is refused."""
 
-import json
 import shutil
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +19,8 @@ from tests.models.helpers import (
     random_tokens,
     reference_logits,
     save_checkpoint,
-    use,
 )
 from tests.models.published import PHI4_MINI
-from tllm_spec.attention.batch_invariant import BatchInvariantAttention
-from tllm_spec.attention.interface import HeadsBackend
-from tllm_spec.attention.triton import TritonAttention
-from tllm_spec.attention.vanilla import VanillaAttention
 from tllm_spec.distributed.communicator import Mapping
 from tllm_spec.models.layers import Placement
 from tllm_spec.models.registry import model_config, model_config_of, model_type
@@ -59,23 +52,6 @@ MODELS_OF: dict[str, dict[str, Any]] = {
 
 def save(folder: Path, name: str = "Phi-4-mini", **more: Any) -> Any:
     return save_checkpoint(folder, "Phi3", pad_token_id=0, **(MODELS_OF[name] | more))
-
-
-@pytest.mark.parametrize("name", MODELS_OF)
-@pytest.mark.parametrize("kind", [VanillaAttention, TritonAttention, BatchInvariantAttention])
-def test_logits_equal_transformers(kind: type[HeadsBackend], name: str, tmp_path: Path) -> None:
-    tokens = random_tokens(MAX_POSITIONS, seed=3)
-    expected = reference_logits(save(tmp_path, name), tokens)
-    runner = PagedRunner(load(tmp_path), num_pages=128)
-    use(runner, kind)
-
-    def check(found: torch.Tensor) -> None:
-        torch.testing.assert_close(found, expected[: len(found)], rtol=0, atol=1e-4)
-
-    check(runner.step({0: tokens})[0])
-    parts = [*pairwise((0, 3, 14, 25, 64))]
-    check(torch.cat([runner.step({1: tokens[start:end]})[1] for start, end in parts]))
-    check(torch.cat([runner.step(windows={3: tokens[i : i + 8]})[3] for i in range(0, 64, 8)]))
 
 
 def test_factors_are_chosen_by_the_longest_request_and_not_by_its_drafts(tmp_path: Path) -> None:
@@ -137,24 +113,6 @@ def test_the_published_config_of_phi_4_mini_is_read() -> None:
     assert config.within(131072).sliding_window is None
     su = PHI4_MINI["rope_scaling"] | {"type": "su"}
     assert model_config_of(PHI4_MINI | {"rope_scaling": su}) == config
-
-
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "factors": ({"rope_scaling": LONGROPE}, "short_factor has 6 entries; it must have 48"),
-    "share": ({"partial_rotary_factor": 0.7}, "partial_rotary_factor is 0.7; of 128 elements"),
-    "linear": (
-        {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
-        "rope_type is 'linear'; served are default, longrope",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_is_not_served_is_refused_by_name(case: str, tmp_path: Path) -> None:
-    change, message = REFUSED[case]
-    (tmp_path / "config.json").write_text(json.dumps(PHI4_MINI | change))
-    with pytest.raises(ValueError, match=message):
-        model_config(tmp_path)
 
 
 def test_longrope_of_other_models_is_refused() -> None:

@@ -8,10 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from tests.models.helpers import PagedRunner, load, random_tokens, reference_logits, save_checkpoint
+from tests.models.helpers import (
+    PagedRunner,
+    assert_close,
+    load,
+    random_tokens,
+    reference_logits,
+    save_checkpoint,
+)
 from tests.models.published import MAVERICK, PUBLISHED, SCOUT, V3, Raw, shrunk
 from tests.models.test_llama4 import save_llama4
-from tests.models.test_logits import assert_close
 from tllm_spec.models.registry import model_config_of
 
 # So long that every frequency of a rotary embedding matters.

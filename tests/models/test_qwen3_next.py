@@ -1,5 +1,5 @@
-"""Qwen3-Next: logits of transformers in prompts, chunks and windows, its next-token layer, and what
-is refused."""
+"""Qwen3-Next: logits of transformers in prompts, chunks and windows, and its next-token layer.
+test_families.py has what is refused."""
 
 import json
 from itertools import pairwise
@@ -12,7 +12,6 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from tests.models.helpers import MAX_POSITIONS, PagedRunner, load, random_tokens, reference_logits
-from tests.models.published import Raw
 from tests.models.published_states import QWEN3_5, QWEN3_NEXT
 from tests.models.qwen3_next import (
     FULL,
@@ -26,7 +25,7 @@ from tests.models.test_mtp import ModuleRunner
 from tllm_spec.distributed.communicator import SINGLE_RANK
 from tllm_spec.models.mtp import load_nextn
 from tllm_spec.models.qwen3_next import Qwen3NextForCausalLM
-from tllm_spec.models.registry import model_config, model_config_of
+from tllm_spec.models.registry import model_config_of
 
 MODELS: dict[str, dict[str, Any]] = {
     "a state in the last layer": {},
@@ -130,29 +129,6 @@ def test_a_published_config_of_qwen3_5_is_read_as_transformers_reads_it() -> Non
     rope = theirs.rope_parameters
     assert (config.rope.theta, config.rope.partial_factor) == (rope["rope_theta"], 0.25)
     assert (config.hidden_size, config.num_kv_heads) == (theirs.hidden_size, 4)
-
-
-REFUSED: dict[str, tuple[Raw, str]] = {
-    "types": ({"layer_types": ["sliding_attention"] * 48}, "layer_types has .'sliding_attention"),
-    "number of types": ({"layer_types": [FULL]}, "layer_types has 1 entries for 48 layers"),
-    "no attention": ({"layer_types": [LINEAR] * 48}, "at least one layer must have"),
-    "heads": ({"linear_num_key_heads": 12}, "linear_num_key_heads is 12; it must divide"),
-    "gate": ({"attn_output_gate": False}, "attn_output_gate is false; attention is served with"),
-    "rotated": ({"partial_rotary_factor": 1.5}, "partial_rotary_factor is 1.5; of 256 elements"),
-    "modules": ({"num_nextn_predict_layers": 2}, "num_nextn_predict_layers is 2; served are 0"),
-    "weights": (
-        {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}},
-        "Qwen3NextForCausalLM has quantised weights; it is served with weights of 16 or 32",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_is_not_served_is_refused_by_name(case: str, tmp_path: Path) -> None:
-    change, message = REFUSED[case]
-    (tmp_path / "config.json").write_text(json.dumps(QWEN3_NEXT | change))
-    with pytest.raises(ValueError, match=message):
-        model_config(tmp_path)
 
 
 def test_the_published_config_is_read_as_transformers_reads_it() -> None:

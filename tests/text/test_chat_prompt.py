@@ -1,4 +1,4 @@
-"""Conversations become token ids: control tokens come from the template only."""
+"""Messages of chats: what they hold, how templates render them, and the limits of templates."""
 
 import json
 import shutil
@@ -10,9 +10,17 @@ import jinja2
 import pytest
 
 from tests.server.fake_llm import FakeLLM
-from tllm_spec.text.chat_prompt import SPLIT, ChatPrompts, Conversation, control_tokens
-from tllm_spec.text.messages import Messages, Tools, checked, visible
-from tllm_spec.text.tokenizer import Tokenizer, load_tokenizer
+from tllm_spec.text import chat_prompt
+from tllm_spec.text.chat_prompt import (
+    MAX_CHARS,
+    MAX_MESSAGES,
+    SPLIT,
+    ChatPrompts,
+    Conversation,
+    control_tokens,
+)
+from tllm_spec.text.messages import Messages, TemplateOverLimit, Tools, checked, visible
+from tllm_spec.text.tokenizer import MAX_TEMPLATE_CHARS, Tokenizer, load_tokenizer
 from tllm_spec.zoo.registry import resolve_model
 
 
@@ -268,3 +276,96 @@ def test_the_template_of_a_model_with_images_renders_text(file: str, tmp_path: P
     parts = [{"type": "text", "text": "a "}, {"type": "text", "text": "b"}]
     messages = [{"role": "system", "content": "c"}, {"role": "user", "content": parts}]
     assert tokenizer.decode(prompts.token_ids(Conversation(messages))) == "[system]c[user]a b[A]"
+
+
+def test_text_parts_are_joined_and_arguments_of_calls_are_objects() -> None:
+    parts = [{"type": "text", "text": "a"}, {"text": "b"}]
+    call = {"id": "1", "function": {"name": "f", "arguments": '{"x": 1}'}}
+    assistant = {"role": "assistant", "tool_calls": [call]}
+    user, answer = checked([{"role": "user", "content": parts}, assistant])
+    assert user["content"] == "ab" and answer["content"] is None
+    assert answer["tool_calls"] == [{"id": "1", "function": {"name": "f", "arguments": {"x": 1}}}]
+    assert checked([user, answer]) == [user, answer]
+
+
+@pytest.mark.parametrize(
+    ("message", "sentence"),
+    [
+        ("hi", r"messages\[0\] = 'hi': a mapping like"),
+        ({"role": 1, "content": "a"}, "a mapping like"),
+        ({"role": "user"}, r"\['content'\] = None: text"),
+        ({"role": "user", "content": [{"type": "image_url"}]}, "only text is served"),
+        ({"role": "assistant", "tool_calls": ["f"]}, r"\['tool_calls'\]: a call like"),
+    ],
+)
+def test_what_is_not_a_message_is_refused(message: Any, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        checked([message])
+
+
+LIMITS_TEMPLATE = (
+    "{% if do == 'fail' %}{{ raise_exception('not so') }}{% endif %}"
+    "{% if do == 'fill' %}{{ 'a' * size }}{% endif %}"
+    "{% for message in messages %}{{ message.content }}{{ shown }}{% endfor %}"
+)
+
+
+@pytest.fixture(scope="module")
+def limits_tokenizer() -> Tokenizer:
+    limits_tokenizer = load_tokenizer("zoo:llama")
+    limits_tokenizer.chat_template = LIMITS_TEMPLATE
+    return limits_tokenizer
+
+
+def rendered(limits_tokenizer: Tokenizer, number: int = 1, **variables: Any) -> list[int]:
+    prompts = ChatPrompts(limits_tokenizer, lambda text: None, allow_control_tokens=False)
+    return prompts.token_ids(Conversation([USER] * number, variables))
+
+
+def test_a_text_that_grows_too_large_is_refused(
+    limits_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(TemplateOverLimit, match=f"made more than {MAX_CHARS} characters"):
+        rendered(limits_tokenizer, do="fill", size=MAX_CHARS)
+    with pytest.raises(ValueError, match="do not fit the model's chat template"):
+        rendered(limits_tokenizer, do="fill", size="a")
+    with pytest.raises(ValueError, match=r"do not fit the model's chat template: .*not so"):
+        rendered(limits_tokenizer, do="fail")
+    monkeypatch.setattr(chat_prompt, "MAX_CHARS", 1000)
+    assert len(rendered(limits_tokenizer, do="fill", size=900)) > 9
+
+
+def test_what_a_template_could_repeat_for_each_message_is_limited(
+    limits_tokenizer: Tokenizer,
+) -> None:
+    with pytest.raises(ValueError, match=f"messages has {MAX_MESSAGES + 1} entries; at most 4096"):
+        rendered(limits_tokenizer, MAX_MESSAGES + 1)
+    with pytest.raises(ValueError, match="chat_template_kwargs has 20013 characters for each of 9"):
+        rendered(limits_tokenizer, 900, shown="a" * 20_000)
+    assert rendered(limits_tokenizer, 9, shown="a" * 200)
+
+
+def test_a_template_over_a_limit_is_not_run_again() -> None:
+    runs: list[Messages] = []
+
+    def run(messages: Messages, tools: Tools) -> str:
+        runs.append(messages)
+        raise TemplateOverLimit("too long")
+
+    with pytest.raises(TemplateOverLimit):
+        visible([USER], None, run)
+    assert len(runs) == 1
+
+
+def test_a_folder_with_a_large_template_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(resolve_model("zoo:llama"), folder)
+    path = folder / "tokenizer_config.json"
+    config = json.loads(path.read_text())
+    for size in (MAX_TEMPLATE_CHARS, MAX_TEMPLATE_CHARS + 1):
+        path.write_text(json.dumps({**config, "chat_template": "a" * size}))
+        if size == MAX_TEMPLATE_CHARS:
+            load_tokenizer(folder)
+            continue
+        with pytest.raises(ValueError, match=f"chat template has more than {MAX_TEMPLATE_CHARS}"):
+            load_tokenizer(folder)

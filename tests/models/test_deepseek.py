@@ -1,6 +1,8 @@
-"""DeepSeek V3.2 in texts of up to `index_topk` tokens, where the indexer chooses all keys."""
+"""DeepSeek's published configurations, what is refused, and V3.2 in texts of up to `index_topk`
+tokens, where the indexer chooses all keys."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +14,66 @@ from tests.models.deepseek import save_deepseek
 from tests.models.fp8_checkpoint import is_projection, quantise
 from tests.models.helpers import PagedRunner, load, random_tokens, reference_logits
 from tests.models.mtp_reference import save_with_mtp
-from tests.models.published import V3_2
+from tests.models.published import FP8, V2_LITE, V3, V3_2
+from tllm_spec.attention.geometry import LatentGeometry
+from tllm_spec.distributed.communicator import SINGLE_RANK
 from tllm_spec.llm import LLM
 from tllm_spec.models.registry import model_config_of
 from tllm_spec.sampling_params import SamplingParams
+
+
+def test_v2_lite_is_read_as_published() -> None:
+    config = model_config_of(V2_LITE)
+    moe, mla = config.moe, config.mla
+    assert moe is not None and mla is not None and mla.q_lora_rank is None
+    assert config.sparse_layers == frozenset(range(1, 27)) and config.num_nextn_layers == 0
+    assert (moe.scoring, moe.top_k, moe.num_groups, moe.normalise_top_k) == ("softmax", 6, 1, False)
+    assert moe.shared_intermediate_size == 2 * 1408 and not moe.has_correction_bias
+    scale = 192**-0.5 * (0.1 * 0.707 * math.log(40) + 1) ** 2
+    assert config.layer_groups(SINGLE_RANK)[0].geometry == LatentGeometry(
+        27, 16, 512, 64, 128, 128, pytest.approx(scale)
+    )
+
+
+def test_v3_is_read_as_published() -> None:
+    config = model_config_of(V3)
+    moe, mla = config.moe, config.mla
+    assert moe is not None and mla is not None and mla.q_lora_rank == 1536 and mla.is_interleaved
+    assert config.quantisation.fp8 is not None and config.num_nextn_layers == 1
+    assert config.sparse_layers == frozenset(range(3, 61))
+    assert (moe.scoring, moe.top_k, moe.num_groups, moe.top_groups) == ("sigmoid", 8, 8, 4)
+    assert moe.normalise_top_k and moe.has_correction_bias and moe.routed_scaling_factor == 2.5
+
+
+@pytest.mark.parametrize(
+    ("base", "change", "problem"),
+    [
+        (V3, {"attention_bias": True}, "attention_bias is true"),
+        (V3, {"topk_method": "lottery"}, "topk_method is 'lottery'"),
+        (V3, {"scoring_func": "tanh"}, "scoring_func is 'tanh'"),
+        (V2_LITE, {"norm_topk_prob": True}, "norm_topk_prob is true with topk_method 'greedy'"),
+        (V3, {"num_experts_per_tok": 300}, "num_experts_per_tok is 300.* 256"),
+        (V2_LITE, {"num_experts_per_tok": None}, "num_experts_per_tok is 0"),
+        (
+            V3,
+            {"quantization_config": FP8 | {"weight_block_size": [64, 64]}},
+            "other quantized checkpoints are not served",
+        ),
+        (
+            V3_2,
+            {"mlp_layer_types": ["sparse"] * 61},
+            r"mlp_layer_types is .*'dense' for the first.* = 3",
+        ),
+        (V3_2, {"layer_types": ["full_attention"] * 61}, "layer_types is .*served is 'indexed_att"),
+        (V3_2, {"index_topk": None}, "index_topk is null"),
+    ],
+)
+def test_what_is_not_served_is_named(
+    base: dict[str, Any], change: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(ValueError, match=problem):
+        model_config_of(base | change)
+
 
 TOPK = 16
 TOKENS = random_tokens(40, seed=3)
@@ -98,16 +156,3 @@ def test_the_published_config_is_read() -> None:
     assert config.mla is not None and config.mla.index_topk == 2048 and config.mla.is_interleaved
     assert config.quantisation.fp8 is not None and config.num_nextn_layers == 1
     assert config.sparse_layers == frozenset(range(3, 61)) and config.max_positions == 163840
-
-
-@pytest.mark.parametrize(
-    ("change", "problem"),
-    [
-        ({"mlp_layer_types": ["sparse"] * 61}, r"mlp_layer_types is .*'dense' for the first.* = 3"),
-        ({"layer_types": ["full_attention"] * 61}, r"layer_types is .*served is 'indexed_att"),
-        ({"index_topk": None}, "index_topk is null"),
-    ],
-)
-def test_what_is_not_served_is_named(change: dict[str, Any], problem: str) -> None:
-    with pytest.raises(ValueError, match=problem):
-        model_config_of(V3_2 | change)

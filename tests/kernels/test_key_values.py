@@ -1,5 +1,5 @@
-"""Norm, rotation and KV write: the kernel against its reference, and both against the formulas in
-float64."""
+"""Keys, values and latents: their rotation and write, the moves of accepted paths, and widened
+codes."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -8,11 +8,15 @@ import pytest
 import torch
 
 from tests.kernels.interpreter import (
+    INTERPRETED,
     ROUNDING,
     check_like_the_reference,
     on_each_kernel_device,
     only_outside_the_interpreter,
 )
+from tllm_spec.kernels.attention.kv_codes import CODES, widen_pages
+from tllm_spec.kernels.attention.latent_write import LatentNorm, latent_write
+from tllm_spec.kernels.attention.move_kv import move_kv
 from tllm_spec.kernels.attention.rotary_write import HeadWeights, Rotary, rotary_write
 from tllm_spec.kernels.dispatch import has_kernels
 
@@ -208,3 +212,166 @@ def test_a_pool_may_have_more_than_2_to_the_31_elements() -> None:
     rotary_write(problem.qkv, problem.rotary, slots + first * small.shape[2], pool, problem.norm)
     problem.layer = pool[:, first:]
     problem.check(*wanted)
+
+
+SIZE, ROPE, NOPE, ROWS = 48, 16, 20, 7
+
+
+class LatentProblem:
+    """Random rows; `dtype` on `device`."""
+
+    def __init__(self, dtype: torch.dtype, device: str, heads: int = 3) -> None:
+        generator = torch.Generator().manual_seed(0)
+
+        def random(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, generator=generator).to(device, dtype)
+
+        self.latent = random(ROWS, 5 + SIZE + ROPE)[:, 5:]  # rows of a wider projection
+        self.q = random(ROWS, heads, NOPE + ROPE)
+        angles = torch.rand(32, 1, ROPE // 2, generator=generator) * 6
+        cos, sin = angles.cos(), angles.sin()
+        table = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), 1)
+        positions = torch.randint(32, (ROWS,), generator=generator).to(device)
+        self.rotary = Rotary(table.to(device, dtype).contiguous(), positions)
+        self.slots = torch.randperm(40, generator=generator)[:ROWS].to(device)
+        self.layer = random(10, 4, SIZE + ROPE)
+        self.norm = LatentNorm(random(SIZE) + 1, 1e-6)
+
+
+@on_each_kernel_device
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("heads", [1, 3, 200])
+def test_the_kernel_equals_the_reference(dtype: torch.dtype, heads: int, device: str) -> None:
+    one, other = (LatentProblem(dtype, device, heads) for _ in range(2))
+    latent_write(one.latent, one.q, one.rotary, one.slots, one.layer, one.norm)
+    latent_write.reference(
+        other.latent, other.q, other.rotary, other.slots, other.layer, other.norm
+    )
+    check_like_the_reference(one.layer, other.layer)
+    check_like_the_reference(one.q, other.q)
+    assert torch.equal(one.latent, other.latent)
+
+
+@on_each_kernel_device
+def test_without_queries_only_the_pool_is_written(device: str) -> None:
+    one, other = (LatentProblem(torch.float32, device) for _ in range(2))
+    latent_write(one.latent, None, one.rotary, one.slots, one.layer, one.norm)
+    latent_write.reference(
+        other.latent, other.q, other.rotary, other.slots, other.layer, other.norm
+    )
+    check_like_the_reference(one.layer, other.layer)
+
+
+@only_outside_the_interpreter
+def test_the_reference_norms_the_latent_rotates_the_key_and_leaves_other_slots_alone() -> None:
+    problem = LatentProblem(torch.float32, "cpu")
+    before, row = problem.layer.clone(), 2
+    latent, key = problem.latent[row].split((SIZE, ROPE))
+    latent_write.reference(
+        *(problem.latent, None, problem.rotary, problem.slots, problem.layer, problem.norm)
+    )
+    flat = problem.layer.view(-1, SIZE + ROPE)
+    entry = flat[problem.slots[row]]
+    normed = latent / (latent.square().mean() + 1e-6).sqrt() * problem.norm.weight
+    torch.testing.assert_close(entry[:SIZE], normed)
+    cos, sin = problem.rotary.cos_sin[row, :, 0]
+    pairs = torch.complex(*key.view(2, -1))
+    turned = pairs * torch.complex(cos, sin)[ROPE // 2 :]
+    torch.testing.assert_close(entry[SIZE:], torch.cat((turned.real, turned.imag)))
+    others = torch.ones(len(flat), dtype=torch.bool)
+    others[problem.slots] = False
+    assert torch.equal(flat[others], before.view_as(flat)[others])
+
+
+PAGE_SIZE = 4
+
+
+def problem(
+    batch: int, layers: int, width: int, dtype: torch.dtype, depth: int, window: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Each request has pages of its own; page 0 is the dummy page."""
+    generator = torch.Generator().manual_seed(batch + width + depth)
+    pages = -(-(2 * PAGE_SIZE + window) // PAGE_SIZE)
+    planes = torch.randint(-99, 99, (layers, batch * pages + 1, PAGE_SIZE, width))
+    tables = (torch.randperm(batch * pages, generator=generator) + 1).view(batch, pages)
+    first = torch.randint(0, 2 * PAGE_SIZE, (batch,), generator=generator)
+    rows, lens = torch.zeros(batch, depth + 1, dtype=torch.int64), torch.ones(batch)
+    for request in range(batch):
+        number = int(torch.randint(0, depth + 1, (1,), generator=generator))
+        path = torch.randperm(window - 1, generator=generator)[:number].sort().values + 1
+        if request % 3 == 2:
+            path = torch.arange(1, number + 1)
+        rows[request, 1 : number + 1] = path
+        rows[request, number + 1 :] = rows[request, number]
+        lens[request] = number + 1
+    return planes.to(dtype), tables.to(torch.int32), first, rows, lens.to(torch.int64)
+
+
+def moved_slowly(
+    planes: torch.Tensor,
+    tables: torch.Tensor,
+    first: torch.Tensor,
+    rows: torch.Tensor,
+    lens: torch.Tensor,
+) -> torch.Tensor:
+    result = planes.clone()
+    for request, (start, number) in enumerate(zip(first.tolist(), lens.tolist(), strict=True)):
+        for to_row, from_row in enumerate(rows[request, :number].tolist()):
+            to_index, from_index = start + to_row, start + from_row
+            to_page, from_page = (
+                int(tables[request, index // PAGE_SIZE]) for index in (to_index, from_index)
+            )
+            result[:, to_page, to_index % PAGE_SIZE] = planes[:, from_page, from_index % PAGE_SIZE]
+    return result
+
+
+@pytest.mark.parametrize(("depth", "window"), [(0, 1), (3, 6), (6, 64)])
+def test_the_path_is_copied_to_the_front_and_nothing_else(depth: int, window: int) -> None:
+    planes, *where = problem(7, 3, 2, torch.float32, depth, window)
+    expected = moved_slowly(planes, *where)
+    assert (depth == 0) == torch.equal(expected, planes)
+    move_kv.reference(planes, *where)
+    assert torch.equal(planes, expected)
+
+
+@on_each_kernel_device
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize(("depth", "window"), [(0, 1), (3, 6), (6, 64)])
+@pytest.mark.parametrize("width", [4, 96])
+def test_the_kernel_moves_what_the_reference_moves(
+    device: str, dtype: torch.dtype, depth: int, window: int, width: int
+) -> None:
+    planes, *where = problem(5, 2, width, dtype, depth, window)
+    there = planes.to(device, copy=True)
+    move_kv(there, *(each.to(device) for each in where))
+    expected = moved_slowly(planes.view(torch.uint8), *where)
+    assert torch.equal(there.cpu().view(torch.uint8), expected)
+
+
+@on_each_kernel_device
+@pytest.mark.skipif(INTERPRETED, reason="too slow there")
+def test_the_kernel_moves_real_sizes(device: str) -> None:
+    planes, *where = problem(64, 64, 1024, torch.bfloat16, 6, 64)
+    there = planes.to(device, copy=True)
+    move_kv(there, *(each.to(device) for each in where))
+    assert torch.equal(there.cpu(), moved_slowly(planes, *where))
+
+
+@on_each_kernel_device
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("count", [None, 3])
+def test_the_kernel_equals_the_reference_of_widened_pages(
+    count: int | None, dtype: torch.dtype, device: str
+) -> None:
+    codes = torch.arange(256, dtype=torch.uint8).view(CODES).float().nan_to_num(nan=1.0)
+    layer = codes[torch.randint(256, (2, 9, 4, 3, 20))].to(device, CODES)
+    pages = torch.tensor([8, 1, 5, 5, 0], dtype=torch.int32, device=device)
+    number = None if count is None else torch.tensor([count], dtype=torch.int32, device=device)
+    out = torch.full((2, 7, 4, 3, 20), 7.0, dtype=dtype, device=device)
+    expected = out.clone()
+    widen_pages(layer, pages, number, out)
+    widen_pages.reference(layer, pages, number, expected)
+    assert torch.equal(out, expected)
+    used = len(pages) if count is None else count
+    assert torch.equal(out[:, :used].float(), layer[:, pages[:used]].float())
+    assert (out[:, used:] == 7).all()
