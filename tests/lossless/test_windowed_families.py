@@ -34,7 +34,9 @@ from tests.models.test_phi3 import save as save_phi3
 NO_OVERLAP = {"no_overlap": SETTINGS["prefix_reuse"] | {"disable_overlap_scheduler": True}}
 TRITON = {"triton": SETTINGS["prefix_reuse"] | {"attn_backend": "TRITON"}}
 WAYS = SETTINGS | TRITON | NO_OVERLAP
-TIERS = {"adaptive": {"strategy": "ema", **EVERY_ROUND, 1: {"candidate_steps": [0, 1, 3]}}}
+TIERS: dict[str, Any] = {
+    "adaptive": {"strategy": "ema", **EVERY_ROUND, 1: {"candidate_steps": [0, 1, 3]}}
+}
 DRAFT_MODEL: dict[str, Any] = {"decoding_type": "Draft_Target", "max_draft_len": 3}
 HEAD: dict[str, Any] = {"decoding_type": "Eagle3", "max_draft_len": 3}
 MTP: dict[str, Any] = {"decoding_type": "MTP", "max_draft_len": 3}
@@ -106,6 +108,7 @@ class Models:
     def config(self, family: str, drafter: str) -> dict[str, Any]:
         """What makes the drafts: the family's own model, a head, or a drafter that knows texts."""
         config, _ = GRID[family][1][drafter]
+        own: dict[str, Any] = {}
         if config["decoding_type"] == "Eagle3":
             layers = [0, 1] if family == "phi3" else [0, 2]  # of two layers and of more
             own = {"speculative_model": str(self.head()), "eagle3_layers_to_capture": layers}
@@ -117,8 +120,6 @@ class Models:
                 for prompt, text in zip(PROMPTS, self.plain(family), strict=False)
             }
             own = {"drafter": AdversarialDrafter(known, VOCAB_SIZE)}
-        else:
-            own = {}
         return config | own
 
 
