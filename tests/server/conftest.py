@@ -1,6 +1,6 @@
 """A server over an LLM with known answers, and two clients."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -10,7 +10,7 @@ import pytest
 
 from tests.server.fake_llm import MODEL, FakeLLM
 from tests.server.hosted import hosted
-from tests.server.http_answers import SECONDS
+from tests.server.http_answers import SECONDS, Post
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -41,7 +41,7 @@ def client(url: str) -> Iterator[openai.OpenAI]:
 
 
 @pytest.fixture
-def post(url: str) -> Callable[..., httpx.Response]:
+def post(url: str) -> Post:
     def send(path: str, **body: Any) -> httpx.Response:
         return httpx.post(f"{url}{path}", json={"model": MODEL, **body})
 

@@ -9,6 +9,7 @@ import httpx
 
 CHAT = [{"role": "user", "content": "hello"}]
 FULL = 100  # tokens, more than any answer has
+Post = Callable[..., httpx.Response]  # of a path and of what the body says, the fixture `post`
 
 
 SECONDS = 300  # what hangs fails its test; on a busy machine a server starts in a minute

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -11,14 +10,12 @@ import pytest
 
 from tests.server.fake_llm import MODEL, SLOW_PROMPT, FakeLLM
 from tests.server.hosted import hosted
-from tests.server.http_answers import events_of, wait_for
+from tests.server.http_answers import Post, events_of, wait_for
 from tllm_spec.server import answers as json_parts
 from tllm_spec.server import bodies as strict_body
 from tllm_spec.server.admission import LOGPROB_BYTES, Admission
 from tllm_spec.server.answers import render
 from tllm_spec.server.options import ServerOptions
-
-Post = Callable[..., httpx.Response]
 
 
 def test_log_probabilities_of_a_prompt_are_sent_once_for_each_prompt(post: Post) -> None:

@@ -2,15 +2,14 @@
 the field."""
 
 import json
-from collections.abc import Callable
 from typing import Any
 
 import httpx
 import pytest
 
 from tests.server.fake_llm import MODEL, FakeLLM
+from tests.server.http_answers import CHAT, Post
 
-CHAT = [{"role": "user", "content": "hello"}]
 TEXT, CHAT_PATH = "/v1/completions", "/v1/chat/completions"
 RESPONSES, TOKENIZE = "/v1/responses", "/tokenize"
 GOOD: dict[str, dict[str, Any]] = {TEXT: {"prompt": "a"}, CHAT_PATH: {"messages": CHAT}}
@@ -90,11 +89,7 @@ JSON = {"content-type": "application/json"}
     ],
 )
 def test_a_bad_request_is_answered_with_400_and_openais_error_object(
-    post: Callable[..., httpx.Response],
-    path: str,
-    body: dict[str, Any],
-    param: str | None,
-    sentence: str,
+    post: Post, path: str, body: dict[str, Any], param: str | None, sentence: str
 ) -> None:
     response = post(path, **GOOD[path] | body)
     assert response.status_code == 400
@@ -127,7 +122,7 @@ def test_a_bad_request_is_answered_with_400_and_openais_error_object(
     ],
 )
 def test_a_message_about_a_bad_request_has_no_names_of_classes(
-    post: Callable[..., httpx.Response], path: str, body: dict[str, Any], message: str
+    post: Post, path: str, body: dict[str, Any], message: str
 ) -> None:
     error = post(f"/v1/{path}", **body).json()["error"]
     assert (error["message"], error["param"]) == (message, message.split(" ")[0])
@@ -177,7 +172,7 @@ def test_a_wrong_content_type_is_answered_with_the_right_one(url: str) -> None:
     "name", ["tokenize", "self", "conversations", "messages", "tokenizer_kwargs"]
 )
 def test_names_that_the_template_renderer_uses_are_refused_as_variables(
-    post: Callable[..., httpx.Response], name: str
+    post: Post, name: str
 ) -> None:
     response = post(CHAT_PATH, messages=CHAT, chat_template_kwargs={"word": 1, name: 1})
     assert response.status_code == 400
@@ -194,10 +189,7 @@ DEEPER = "{% macro deeper(x) %}{{ deeper(x) }}{% endmacro %}{{ deeper(word) }}"
     "template", ["{{ word + 1 }}", "{{ 1 // (word | length) }}", "{{ word.a.b }}", DEEPER]
 )
 def test_variables_that_a_chat_template_cannot_use_are_a_bad_request(
-    post: Callable[..., httpx.Response],
-    llm: FakeLLM,
-    monkeypatch: pytest.MonkeyPatch,
-    template: str,
+    post: Post, llm: FakeLLM, monkeypatch: pytest.MonkeyPatch, template: str
 ) -> None:
     monkeypatch.setattr(llm.tokenizer, "chat_template", template)
     response = post(CHAT_PATH, messages=CHAT, chat_template_kwargs={"word": ""})
@@ -256,9 +248,7 @@ def test_two_halves_are_a_character_and_bytes_of_a_half_are_not_utf8(url: str) -
         assert answer.status_code == status, answer.text
 
 
-def test_values_out_of_range_are_named_together_by_the_clients_names(
-    post: Callable[..., httpx.Response],
-) -> None:
+def test_values_out_of_range_are_named_together_by_the_clients_names(post: Post) -> None:
     given = {"temperature": -1, "top_p": 3}
     many = {"top_k": -5, "min_p": 2, "min_tokens": -1, "seed": 1 << 70, "stop": "", "bad": ""}
     many |= {"repetition_penalty": 0, "truncate_prompt_tokens": 0, "presence_penalty": 1e30}

@@ -1,14 +1,12 @@
 """`/v1/chat/completions` through the official `openai` client, over an LLM with known answers."""
 
-from collections.abc import Callable
 from typing import Any, cast
 
-import httpx
 import openai
 import pytest
 
 from tests.server.fake_llm import MODEL, FakeLLM, answer_text
-from tests.server.http_answers import CHAT, events_of
+from tests.server.http_answers import CHAT, Post, events_of
 from tllm_spec.text.tokenizer import Tokenizer, bytes_of_token
 
 
@@ -37,7 +35,7 @@ def test_a_conversation_continues_with_the_message_object_of_the_openai_client(
     assert turns in llm.tokenizer.decode(llm.prompts[-1])
 
 
-def test_empty_message_fields_are_accepted(post: Callable[..., httpx.Response]) -> None:
+def test_empty_message_fields_are_accepted(post: Post) -> None:
     message = {
         "role": "assistant",
         "content": "a",
@@ -60,9 +58,7 @@ def test_the_chunks_of_a_streamed_chat_join_to_the_whole_text_and_have_the_role_
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_chat_logprobs_have_the_requested_number_of_alternatives(
-    post: Callable[..., httpx.Response], stream: bool
-) -> None:
+def test_chat_logprobs_have_the_requested_number_of_alternatives(post: Post, stream: bool) -> None:
     body = {
         "messages": CHAT,
         "logprobs": True,
@@ -87,9 +83,7 @@ def test_chat_logprobs_have_the_requested_number_of_alternatives(
     )
 
 
-def test_the_bytes_of_tokens_make_the_text(
-    post: Callable[..., httpx.Response], llm: FakeLLM
-) -> None:
+def test_the_bytes_of_tokens_make_the_text(post: Post, llm: FakeLLM) -> None:
     """A character may be several tokens."""
     text = "日本 👩‍👧 é"
     llm.answer = lambda index: text
@@ -109,9 +103,7 @@ def test_a_tokens_bytes_are_known_by_its_name(name: str, value: bytes | None) ->
     assert bytes_of_token(cast(Tokenizer, Named()), 5) == value
 
 
-def test_parts_of_a_message_may_say_what_to_cache(
-    post: Callable[..., httpx.Response], llm: FakeLLM
-) -> None:
+def test_parts_of_a_message_may_say_what_to_cache(post: Post, llm: FakeLLM) -> None:
     part = {"type": "text", "text": "hel", "cache_control": {"type": "ephemeral"}}
     parts = [part, {"type": "text", "text": "lo"}]
     message = {"role": "user", "content": parts, "type": "message"}
@@ -121,7 +113,7 @@ def test_parts_of_a_message_may_say_what_to_cache(
 
 
 def test_variables_reach_the_chat_template(
-    post: Callable[..., httpx.Response], llm: FakeLLM, monkeypatch: pytest.MonkeyPatch
+    post: Post, llm: FakeLLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(llm.tokenizer, "chat_template", "{{ messages[0].name }} says {{ word }}")
     messages = [{"role": "user", "content": "", "name": "Ann"}]
@@ -130,7 +122,7 @@ def test_variables_reach_the_chat_template(
 
 
 def test_messages_that_the_chat_template_rejects_are_a_bad_request(
-    post: Callable[..., httpx.Response], llm: FakeLLM, monkeypatch: pytest.MonkeyPatch
+    post: Post, llm: FakeLLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(llm.tokenizer, "chat_template", "{{ raise_exception('no system role') }}")
     response = post("/v1/chat/completions", messages=CHAT)

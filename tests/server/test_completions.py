@@ -1,14 +1,12 @@
 """`/v1/completions` through the official `openai` client, over an LLM with known answers."""
 
-from collections.abc import Callable
 from typing import Any
 
-import httpx
 import openai
 import pytest
 
 from tests.server.fake_llm import MODEL, STATS, FakeLLM, answer_text
-from tests.server.http_answers import CHAT, FULL, events_of
+from tests.server.http_answers import CHAT, FULL, Post, events_of
 
 
 def test_a_completion_has_text_finish_reason_usage_and_speculation_figures(
@@ -76,9 +74,7 @@ def test_a_stream_ends_with_usage_only_on_request(client: openai.OpenAI) -> None
     assert all(chunk.usage is None for chunk in plain)
 
 
-def test_a_stream_sends_whole_characters_and_one_finish_reason_for_each_choice(
-    post: Callable[..., httpx.Response],
-) -> None:
+def test_a_stream_sends_whole_characters_and_one_finish_reason_for_each_choice(post: Post) -> None:
     *chunks, done = events_of(post("/v1/completions", prompt="a", stream=True, max_tokens=FULL))
     assert done == "[DONE]"
     texts = [chunk["choices"][0]["text"] for chunk in chunks]
@@ -93,7 +89,7 @@ def test_a_stream_sends_whole_characters_and_one_finish_reason_for_each_choice(
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_completion_logprobs_have_tokens_offsets_and_the_best_alternatives(
-    post: Callable[..., httpx.Response], stream: bool
+    post: Post, stream: bool
 ) -> None:
     response = post("/v1/completions", prompt="a", logprobs=2, max_tokens=3, stream=stream)
     choices = (
@@ -117,9 +113,7 @@ def test_completion_logprobs_have_tokens_offsets_and_the_best_alternatives(
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_with_usage_the_other_chunks_have_null_as_at_openai(
-    post: Callable[..., httpx.Response], path: str
-) -> None:
+def test_with_usage_the_other_chunks_have_null_as_at_openai(post: Post, path: str) -> None:
     asked = {"prompt": "a"} if path == "/v1/completions" else {"messages": CHAT}
     answer = post(path, stream=True, stream_options={"include_usage": True}, **asked)
     *chunks, last, done = events_of(answer)
@@ -128,7 +122,7 @@ def test_with_usage_the_other_chunks_have_null_as_at_openai(
     assert all("usage" not in chunk for chunk in events_of(post(path, stream=True, **asked))[:-1])
 
 
-def test_each_chunk_has_the_usage_so_far_on_request(post: Callable[..., httpx.Response]) -> None:
+def test_each_chunk_has_the_usage_so_far_on_request(post: Post) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True, "include_obfuscation": False}
     *chunks, _ = events_of(
         post("/v1/completions", prompt="a", stream=True, max_tokens=5, stream_options=options)

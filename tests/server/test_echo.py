@@ -1,16 +1,13 @@
 """`echo`, `prompt_logprobs` and grammars that take long, over an LLM with known answers."""
 
-from collections.abc import Callable
 from typing import Any
 
-import httpx
 import openai
 import pytest
 
 from tests.server.fake_llm import MODEL, FakeLLM, answer_text
-from tests.server.http_answers import events_of
+from tests.server.http_answers import Post, events_of
 
-Post = Callable[..., httpx.Response]
 PROMPT = "naïve 😀 text"
 
 

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import socket
-from collections.abc import Callable
 from contextlib import aclosing
 from typing import Any
 
@@ -19,20 +18,18 @@ from tests.server.fake_llm import (
     SLOW_PROMPT,
     FakeLLM,
 )
-from tests.server.http_answers import wait_for
+from tests.server.http_answers import Post, wait_for
 from tllm_spec.sampling_params import RequestOptions, SamplingParams
 from tllm_spec.server.streaming import Running
 
 
-def test_when_one_prompt_is_refused_the_others_are_aborted(
-    post: Callable[..., httpx.Response], llm: FakeLLM
-) -> None:
+def test_when_one_prompt_is_refused_the_others_are_aborted(post: Post, llm: FakeLLM) -> None:
     assert post("/v1/completions", prompt=["good", ""]).status_code == 400
     assert len(llm.prompts) - 1 in llm.aborted
 
 
 def test_when_the_engine_ends_between_two_prompts_the_first_one_is_aborted(
-    post: Callable[..., httpx.Response], llm: FakeLLM, monkeypatch: pytest.MonkeyPatch
+    post: Post, llm: FakeLLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     generate = llm.submit
 
@@ -104,7 +101,7 @@ def test_closing_the_generator_of_updates_aborts_all_requests() -> None:
     ],
 )
 def test_a_prompt_that_is_too_long_has_openais_error_code(
-    post: Callable[..., httpx.Response], path: str, body: dict[str, Any]
+    post: Post, path: str, body: dict[str, Any]
 ) -> None:
     response = post(path, **body)
     error = response.json()["error"]

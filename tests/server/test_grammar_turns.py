@@ -11,9 +11,7 @@ import httpx
 import pytest
 
 from tests.server.fake_llm import MODEL, FakeLLM
-from tests.server.http_answers import wait_for
-
-Post = Callable[..., httpx.Response]
+from tests.server.http_answers import Post, wait_for
 
 
 class Compiling:

@@ -3,20 +3,18 @@
 import gc
 import json
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
 
 from tests.server.fake_llm import FakeLLM
-from tests.server.http_answers import CHAT
+from tests.server.http_answers import CHAT, Post
 from tllm_spec.config import option_checks
 from tllm_spec.server.bodies import parsed_body
 from tllm_spec.server.protocol import CompletionRequest
 from tllm_spec.server.refusals import RequestRefused
-
-Post = Callable[..., httpx.Response]
 
 
 def message_of(response: httpx.Response) -> str:

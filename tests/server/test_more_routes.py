@@ -2,7 +2,6 @@
 
 import json
 import math
-from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -10,9 +9,7 @@ import openai
 import pytest
 
 from tests.server.fake_llm import MODEL, FakeLLM, answer_text
-from tests.server.http_answers import CHAT
-
-Post = Callable[..., httpx.Response]
+from tests.server.http_answers import CHAT, Post
 
 
 def test_a_text_is_tokenised_and_back(post: Post, llm: FakeLLM) -> None:

@@ -1,18 +1,13 @@
 """How the options of a request body become sampling parameters."""
 
-from collections.abc import Callable
 from typing import Any
 
-import httpx
-
 from tests.server.fake_llm import FakeLLM
-from tests.server.http_answers import CHAT
+from tests.server.http_answers import CHAT, Post
 from tllm_spec.sampling_params import SamplingParams
 
 
-def test_sampling_options_and_extensions_reach_the_llm(
-    post: Callable[..., httpx.Response], llm: FakeLLM
-) -> None:
+def test_sampling_options_and_extensions_reach_the_llm(post: Post, llm: FakeLLM) -> None:
     given: dict[str, Any] = {
         "temperature": 0.5,
         "top_p": 0.9,
@@ -28,27 +23,21 @@ def test_sampling_options_and_extensions_reach_the_llm(
     assert llm.sampling[-1] == expected
 
 
-def test_the_default_temperature_is_openais_1_and_not_greedy(
-    post: Callable[..., httpx.Response], llm: FakeLLM
-) -> None:
+def test_the_default_temperature_is_openais_1_and_not_greedy(post: Post, llm: FakeLLM) -> None:
     post("/v1/completions", prompt="a")
     assert (llm.sampling[-1].temperature, llm.sampling[-1].is_greedy) == (1.0, False)
     post("/v1/completions", prompt="a", temperature=0)
     assert llm.sampling[-1].is_greedy
 
 
-def test_neutral_values_of_options_that_are_not_served_are_accepted(
-    post: Callable[..., httpx.Response],
-) -> None:
+def test_neutral_values_of_options_that_are_not_served_are_accepted(post: Post) -> None:
     off = {"response_format": {"type": "text"}, "use_beam_search": False, "length_penalty": None}
     neutral = {"length_penalty": 1.0, "early_stopping": False, "top_p_min": 0, "priority": 0}
     for options in (off, neutral):
         assert post("/v1/completions", prompt="a", guided_json=None, **options).status_code == 200
 
 
-def test_defaults_that_clients_of_vllm_and_sglang_write_out_are_accepted(
-    post: Callable[..., httpx.Response],
-) -> None:
+def test_defaults_that_clients_of_vllm_and_sglang_write_out_are_accepted(post: Post) -> None:
     both = {"return_tokens_as_token_ids": False, "return_hidden_states": False, "bad_words": []}
     sglang = {"no_stop_trim": False, "separate_reasoning": True, "stream_reasoning": True}
     vllm = {"include_reasoning": True, "add_special_tokens": False, "mm_processor_kwargs": {}}
@@ -59,9 +48,7 @@ def test_defaults_that_clients_of_vllm_and_sglang_write_out_are_accepted(
     assert answer.status_code == 200, answer.text
 
 
-def test_sglangs_and_tensorrt_llms_names_of_an_option_are_taken(
-    post: Callable[..., httpx.Response], llm: FakeLLM
-) -> None:
+def test_sglangs_and_tensorrt_llms_names_of_an_option_are_taken(post: Post, llm: FakeLLM) -> None:
     for theirs, ours in (
         ({"regex": "x"}, {"guided_regex": "x"}),
         ({"ebnf": 'root ::= "x"'}, {"guided_grammar": 'root ::= "x"'}),
@@ -88,7 +75,7 @@ NULLABLE_IN_CHAT = (
 )
 
 
-def test_metadata_changes_nothing(post: Callable[..., httpx.Response], llm: FakeLLM) -> None:
+def test_metadata_changes_nothing(post: Post, llm: FakeLLM) -> None:
     for metadata in ({}, {"run": "7"}):
         answer = post("/v1/chat/completions", messages=CHAT, metadata=metadata)
         assert answer.status_code == 200, answer.text
@@ -97,17 +84,13 @@ def test_metadata_changes_nothing(post: Callable[..., httpx.Response], llm: Fake
     assert refused.json()["error"]["message"] == "metadata = 5: an object is needed"
 
 
-def test_reasoning_effort_is_refused_with_the_form_that_is_served(
-    post: Callable[..., httpx.Response],
-) -> None:
+def test_reasoning_effort_is_refused_with_the_form_that_is_served(post: Post) -> None:
     refused = post("/v1/chat/completions", messages=CHAT, reasoning_effort="low")
     message = refused.json()["error"]["message"]
     assert 'use chat_template_kwargs: {"reasoning_effort": "low"}' in message
 
 
-def test_null_means_the_default_of_every_option(
-    post: Callable[..., httpx.Response], llm: FakeLLM
-) -> None:
+def test_null_means_the_default_of_every_option(post: Post, llm: FakeLLM) -> None:
     for path, names, needed in (
         ("/v1/completions", NULLABLE_IN_COMPLETIONS, {"prompt": "a"}),
         ("/v1/chat/completions", NULLABLE_IN_CHAT, {"messages": CHAT}),
@@ -120,7 +103,7 @@ def test_null_means_the_default_of_every_option(
         assert llm.prompts[-1] == llm.prompts[-2]
 
 
-def test_null_for_an_unknown_name_is_ignored(post: Callable[..., httpx.Response]) -> None:
+def test_null_for_an_unknown_name_is_ignored(post: Post) -> None:
     message = {"role": "user", "content": "hello", "reasoning_content": None}
     for path, own in (
         ("/v1/completions", {"prompt": "a"}),
@@ -130,7 +113,7 @@ def test_null_for_an_unknown_name_is_ignored(post: Callable[..., httpx.Response]
         assert post(path, **own, newest_option=0).status_code == 400
 
 
-def test_top_k_of_minus_one_means_off(post: Callable[..., httpx.Response], llm: FakeLLM) -> None:
+def test_top_k_of_minus_one_means_off(post: Post, llm: FakeLLM) -> None:
     assert post("/v1/completions", prompt="a", top_k=-1).status_code == 200
     assert llm.sampling[-1].top_k == 0
     assert post("/v1/completions", prompt="a", top_k=-2).status_code == 400

@@ -1,7 +1,6 @@
 """Models, version, health and unknown routes."""
 
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -9,7 +8,7 @@ import openai
 import pytest
 
 from tests.server.fake_llm import MAX_LEN, MODEL, FakeLLM
-from tests.server.http_answers import CHAT
+from tests.server.http_answers import CHAT, Post
 from tllm_spec import __version__
 from tllm_spec.config.engine_config import NO_KV_EVENTS
 from tllm_spec.server.admission import LONG_BODY
@@ -67,9 +66,7 @@ def test_another_method_is_told_the_allowed_ones(
     assert answer.json()["error"]["message"] == f"{path} takes {allowed}, not {method}"
 
 
-def test_a_slash_at_the_end_of_a_path_changes_nothing(
-    url: str, post: Callable[..., httpx.Response]
-) -> None:
+def test_a_slash_at_the_end_of_a_path_changes_nothing(url: str, post: Post) -> None:
     for path in ("/v1/models", f"/v1/models/{MODEL}", "/health", "/dashboard"):
         plain, slashed = (httpx.get(f"{url}{path}{end}") for end in ("", "/"))
         assert (slashed.status_code, slashed.content) == (200, plain.content)
@@ -98,11 +95,7 @@ def test_models_version_and_health(client: openai.OpenAI, url: str, llm: FakeLLM
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 def test_tokenising_a_long_prompt_delays_no_other_request(
-    url: str,
-    post: Callable[..., httpx.Response],
-    llm: FakeLLM,
-    monkeypatch: pytest.MonkeyPatch,
-    path: str,
+    url: str, post: Post, llm: FakeLLM, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
     begun, may_end, answers, text = threading.Event(), threading.Event(), [], "a" * (LONG_BODY + 1)
 

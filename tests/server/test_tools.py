@@ -1,7 +1,7 @@
 """Tools and reasoning on `/v1/chat/completions`, through the official `openai` client."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -11,7 +11,7 @@ import pytest
 from tests.grammar.walks import accepts, compiled
 from tests.server.fake_llm import MODEL, FakeLLM
 from tests.server.hosted import hosted
-from tests.server.http_answers import CHAT, events_of
+from tests.server.http_answers import CHAT, Post, events_of
 from tllm_spec.server.chat_message import Tool, forced_schema
 from tllm_spec.server.options import ServerOptions
 
@@ -170,7 +170,7 @@ def test_the_template_sees_tools_calls_and_their_results(
     [('{"at": "Ro', '{"at": "Ro"}'), ('{"at": ', "{}"), ("", "{}"), ("[1]", '"[1]"')],
 )
 def test_a_call_comes_back_as_the_model_has_written_it(
-    post: Callable[..., httpx.Response], llm: FakeLLM, arguments: str, shown: str
+    post: Post, llm: FakeLLM, arguments: str, shown: str
 ) -> None:
     """It may have been cut, and a model may write anything."""
     call = {
@@ -191,14 +191,14 @@ def test_a_call_comes_back_as_the_model_has_written_it(
     ],
 )
 def test_an_answer_without_content_comes_back(
-    post: Callable[..., httpx.Response], llm: FakeLLM, answer: dict[str, Any]
+    post: Post, llm: FakeLLM, answer: dict[str, Any]
 ) -> None:
     messages = [*CHAT, {"role": "assistant", **answer}, *CHAT]
     assert post("/v1/chat/completions", messages=messages).status_code == 200
     assert llm.tokenizer.decode(llm.prompts[-1]) == "user:hello;assistant:;user:hello;"
 
 
-def test_any_number_of_calls_comes_back(post: Callable[..., httpx.Response], llm: FakeLLM) -> None:
+def test_any_number_of_calls_comes_back(post: Post, llm: FakeLLM) -> None:
     calls = [{"index": i, "function": {"name": "f", "arguments": "{}"}} for i in range(200)]
     messages = [*CHAT, {"role": "assistant", "content": None, "tool_calls": calls}]
     assert post("/v1/chat/completions", messages=messages).status_code == 200
@@ -244,9 +244,7 @@ def test_guided_text_has_no_reasoning(client: openai.OpenAI, llm: FakeLLM) -> No
         ({"messages": [{"role": "user"}]}, "content is required"),
     ],
 )
-def test_mistakes_are_answered_with_400(
-    post: Callable[..., httpx.Response], body: dict[str, Any], sentence: str
-) -> None:
+def test_mistakes_are_answered_with_400(post: Post, body: dict[str, Any], sentence: str) -> None:
     answer = post("/v1/chat/completions", **{"messages": CHAT, **body})
     assert answer.status_code == 400 and sentence in answer.json()["error"]["message"], answer.text
 
