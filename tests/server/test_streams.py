@@ -82,7 +82,7 @@ def test_a_client_of_http_1_0_gets_a_stream_without_chunks() -> None:
 def test_a_client_that_reads_late_gets_the_whole_stream_in_order() -> None:
     llm = FakeLLM()
     text = "".join(f"{number} " for number in range(4000))
-    monkeypatch.setattr(llm, "answer", lambda index: text)
+    llm.answer = lambda index: text
     options = ServerOptions(shutdown_timeout=5)
     with hosted(llm, options) as url:
         body = {"model": MODEL, "prompt": "a", "stream": True, "max_tokens": 100_000}
