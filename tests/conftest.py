@@ -26,7 +26,7 @@ LONGEST = (
     "tests/server/test_served_llm.py",
     "tests/server/test_processes.py",
     "tests/server/test_replicas.py",
-    "tests/test_recording_page.py",
+    "tests/test_docs.py",
 )
 
 

@@ -1,7 +1,15 @@
 """What `LLM.generate` takes and refuses; every mistake is refused by a sentence."""
 
+import asyncio
+import copy
+import gc
+import pickle
 import re
 import sys
+import threading
+import weakref
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,11 +17,14 @@ import pytest
 from torch import Tensor
 
 from tests.short_llm import llm as llm
-from tllm_spec import RequestError, llmapi
+from tllm_spec import Conversation, RequestError, llmapi
 from tllm_spec.config.llm_args import LlmArgs
+from tllm_spec.executor.request_queue import RequestQueue
 from tllm_spec.executor.request_wire import RequestLimits
 from tllm_spec.intake import Intake
 from tllm_spec.llm import LLM
+from tllm_spec.models.llama import CausalLM
+from tllm_spec.request_handle import RequestHandle
 from tllm_spec.sampling_params import GREEDY_BELOW_TEMPERATURE, LARGEST_FACTOR, SamplingParams
 
 THREE = SamplingParams(max_tokens=3)
@@ -244,3 +255,198 @@ def test_a_prompt_longer_than_max_input_len_is_refused_with_the_options_name() -
     intake = Intake(args, None, RequestLimits(9, (), 64, 0, None))
     with pytest.raises(ValueError, match="at most 5 are accepted, which is max_input_len"):
         intake.submission([1] * 6, THREE)
+
+
+# `LLM.chat` answers conversations as the server does: by the model's chat template, in which
+# control tokens come from the template only.
+
+
+HELLO = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
+
+
+def template_ids(llm: LLM, messages: Any, **options: Any) -> list[int]:
+    found: list[int] = llm.get_tokenizer().apply_chat_template(
+        messages, tokenize=True, return_dict=False, **{"add_generation_prompt": True, **options}
+    )
+    return found
+
+
+def test_one_conversation_is_answered_as_its_rendered_prompt(llm: LLM) -> None:
+    output: Any = llm.chat(HELLO, THREE)
+    assert output.prompt_token_ids == template_ids(llm, HELLO)
+    assert output.outputs == llm.generate(output.prompt_token_ids, THREE).outputs  # type: ignore[union-attr]
+    bare: Any = llm.chat(HELLO, THREE, add_generation_prompt=False)
+    assert bare.prompt_token_ids == template_ids(llm, HELLO, add_generation_prompt=False)
+
+
+def test_a_list_of_conversations_has_parameters_for_each_and_errors_in_their_outputs(
+    llm: LLM,
+) -> None:
+    wrong: Any = [{"role": "user", "content": 5}]
+    params = [SamplingParams(max_tokens=number) for number in (2, 3, 4)]
+    outputs: Any = llm.chat([HELLO, wrong, HELLO[1:]], params, use_tqdm=False)
+    assert [output.outputs[0].length for output in outputs if not output.error] == [2, 4]
+    assert outputs[1].error.startswith("messages[0]['content'] = 5: text, or a list")
+
+
+def test_the_name_of_a_control_token_in_a_message_is_text(llm: LLM) -> None:
+    def count(content: str) -> int:
+        output: Any = llm.chat([{"role": "user", "content": content}], THREE)
+        return int(output.prompt_token_ids.count(end))
+
+    (end,) = llm.get_tokenizer().encode("<|assistant|>", add_special_tokens=False)
+    assert count("a <|assistant|> b") == count("a b") == 1
+
+
+def test_a_conversation_streams(llm: LLM) -> None:
+    async def streamed() -> str:
+        handle = llm.generate_async(Conversation(HELLO), THREE, streaming=True)
+        return "".join([output.outputs[0].text_diff async for output in handle])
+
+    whole: Any = llm.chat(HELLO, THREE)
+    assert asyncio.run(streamed()) == whole.outputs[0].text
+
+
+@pytest.mark.parametrize(
+    ("messages", "options", "sentence"),
+    [
+        ([], {}, r"messages = \[\]: a list with at least one message"),
+        ("Hello", {}, "messages = 'Hello': a list"),
+        ({"role": "user"}, {}, "a list with at least one message"),
+        ([{"content": "a"}], {}, r"messages\[0\] = .*a mapping like"),
+        (HELLO, {"chat_template_kwargs": {"messages": 1}}, "are not variables of a template"),
+        (HELLO, {"tools": [{1, 2}]}, "tools and chat_template_kwargs as JSON: .*set"),
+        (HELLO, {"chat_template": "x"}, "chat_template = 'x'.*the one in the tokenizer's folder"),
+        (HELLO, {"continue_final_message": True}, "continue_final_message = True"),
+        (HELLO, {"lora_request": 1}, "lora_request = 1"),
+    ],
+)
+def test_a_wrong_conversation_is_refused_by_a_sentence(
+    llm: LLM, messages: Any, options: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        llm.chat(messages, THREE, **options)
+
+
+def test_an_unknown_argument_is_one_of_chat(llm: LLM) -> None:
+    with pytest.raises(TypeError, match=r"chat\(\) got an unexpected keyword argument 'tool'"):
+        llm.chat(HELLO, THREE, tool=[])
+
+
+# An `LLM`'s life: interrupted waits, shutdown, threads, and what is freed.
+
+
+@pytest.mark.parametrize("prompt", ["import os", ["import os", "def f("]])
+def test_an_interrupted_wait_aborts_its_requests(
+    llm: LLM, prompt: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited_for: list[RequestHandle] = []
+
+    def interrupted(handle: RequestHandle, timeout: float | None) -> None:
+        waited_for.append(handle)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(RequestHandle, "_wait", interrupted)
+        llm.generate(prompt, SamplingParams(max_tokens=150, ignore_eos=True), use_tqdm=False)
+    assert waited_for[0].result(timeout=60).outputs[0].finish_reason == "cancelled"
+
+
+@pytest.mark.parametrize("is_last_moment", [True, False])
+def test_a_request_that_arrives_at_shutdown_is_answered_or_refused(
+    monkeypatch: pytest.MonkeyPatch, is_last_moment: bool
+) -> None:
+    late = LLM("zoo:llama", max_seq_len=256)
+    take_calls = RequestQueue.take_calls
+    errors: list[str | None] = []
+
+    def ask() -> None:
+        monkeypatch.setattr(late, "_is_shut_down", False)  # as another thread saw it before
+        try:
+            handle = late.generate_async("import os", THREE)
+        except RuntimeError as refusal:
+            errors.append(str(refusal))
+        else:
+            waiting.append(handle)
+
+    def one_more_at_the_end(queue: RequestQueue, *, last: bool = False) -> Any:
+        if last and is_last_moment:
+            ask()
+        calls = take_calls(queue, last=last)
+        if last and not is_last_moment:
+            ask()
+        return calls
+
+    waiting: list[RequestHandle] = []
+    monkeypatch.setattr(RequestQueue, "take_calls", one_more_at_the_end)
+    late.shutdown()
+    errors += [handle.result(timeout=60).error for handle in waiting]
+    assert errors == ["the executor has been shut down"]
+    assert bool(waiting) == is_last_moment
+    with pytest.raises(RuntimeError, match="shut down"):
+        late.generate_async("import os", THREE)
+
+
+def model_of(llm: LLM) -> "weakref.ref[CausalLM]":
+    return weakref.ref(llm._executor.parts.runner.engine.model)
+
+
+@pytest.mark.thinned
+@pytest.mark.parametrize(
+    "speculative_config", [None, {"decoding_type": "NGram", "max_draft_len": 3, "adaptive": {}}]
+)
+def test_weights_are_freed_at_shutdown(speculative_config: Any) -> None:
+    with LLM("zoo:llama", max_seq_len=256, speculative_config=speculative_config) as llm:
+        model = model_of(llm)
+        llm.generate("import os", THREE)
+    gc.collect()
+    assert model() is None
+    with pytest.raises(RuntimeError, match="shut down"):
+        llm.check_integrity()
+
+
+def test_an_unreferenced_llm_ends_although_its_outputs_are_kept() -> None:
+    llm = LLM("zoo:llama", max_seq_len=256)
+    model, worker, answer = model_of(llm), llm._worker, llm.generate("import os", THREE)
+    del llm
+    gc.collect()
+    assert (model(), worker._thread.is_alive(), answer.error) == (None, False, None)
+
+
+def test_a_running_request_keeps_its_llm_alive() -> None:
+    handle = LLM("zoo:llama", max_seq_len=256).generate_async("import os", THREE)
+    gc.collect()
+    assert handle.result(timeout=60).outputs[0].length == 3
+
+
+def test_requests_from_several_threads_are_all_answered(llm: LLM) -> None:
+    lengths: list[int] = []
+
+    def ask(number: int) -> None:
+        lengths.append(llm.generate([number, number + 1], THREE).outputs[0].length)
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert lengths == [3] * 8
+
+
+@pytest.mark.parametrize("copied", [pickle.dumps, copy.copy])
+def test_an_llm_that_is_pickled_or_copied_says_what_to_do(
+    llm: LLM, copied: Callable[[LLM], object]
+) -> None:
+    with pytest.raises(TypeError, match="an LLM cannot be pickled: make one from its arguments"):
+        copied(llm)
+
+
+def test_every_llm_has_an_id_of_its_own(llm: LLM) -> None:
+    with LLM("zoo:llama", max_seq_len=64) as other:
+        assert isinstance(llm.llm_id, str) and llm.llm_id != other.llm_id
+
+
+def test_an_architecture_is_checked_before_the_tokenizer_is_read(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["Gemma2ForCausalLM"]}')
+    with pytest.raises(ValueError, match=r"architectures is .*; it must be one of"):
+        LLM(tmp_path)

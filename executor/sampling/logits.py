@@ -135,7 +135,7 @@ def _edit_row(request: LlmRequest, tokens: list[int], logits: torch.Tensor) -> t
 # Bounds the memory that sampling takes next to the logits: large batches are sampled in parts.
 #
 # The bytes per logit are an upper bound of what the sampler's steps allocate at once on a CPU;
-# `tests/executor/sampling/test_working_memory.py` compares them with the allocations.
+# `tests/executor/sampling/test_logits.py` compares them with the allocations.
 
 
 SAMPLING_BYTES = 2 << 30

@@ -1,6 +1,7 @@
 """`tllm-serve`: flags and YAML become arguments of LLM; a mistake is reported in one sentence."""
 
 import gc
+import re
 import socket
 from pathlib import Path
 from typing import Any
@@ -203,3 +204,193 @@ def test_the_served_name_is_that_of_the_folder_or_the_file(tmp_path: Path) -> No
         line = read_command_line([str(tmp_path / name)], [])
         assert line.served_model_name == name.removesuffix(".gguf")
     assert read_command_line(["zoo:llama"], []).served_model_name == "zoo:llama"
+
+
+# `tllm-serve` with flags that it does not declare: arguments of `LLM` and the neighbours' names of
+# them are taken, all others are refused in one message.
+
+
+HEAD = '{"method": "eagle3", "model": "zoo:llama-eagle3", "num_speculative_tokens": 3}'
+
+
+def llm_flags_serve(*flags: str) -> Result:
+    return CliRunner().invoke(main, list(flags))
+
+
+def config_lines(*flags: str) -> set[str]:
+    """What the flags set, as `--print_config` shows it."""
+    result = llm_flags_serve("zoo:llama", *flags, "--print_config")
+    assert result.exit_code == 0, result.output
+    lines = result.output.partition("# LLM\n")[2].splitlines()
+    given = (line.partition("  # command line") for line in lines)
+    return {text.strip() for text, mark, _ in given if mark} - {"model: 'zoo:llama'"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "lines"),
+    [
+        (["--max-model-len", "128", "--max-num-seqs=4"], {"max_seq_len: 128", "max_batch_size: 4"}),
+        (
+            ["--context-length", "64", "--page_size", "16"],
+            {"max_seq_len: 64", "tokens_per_block: 16"},
+        ),
+        (["--no-enable-prefix-caching"], {"enable_block_reuse: false"}),
+        (["--enable-prefix-caching"], {"enable_block_reuse: true"}),
+        (["--disable-radix-cache"], {"enable_block_reuse: false"}),
+        (["--enforce-eager"], {"cuda_graph_config: null"}),
+        (["--no-async-scheduling"], {"disable_overlap_scheduler: true"}),
+        (["--async-scheduling"], {"disable_overlap_scheduler: false"}),
+        (["--dtype", "half"], {"dtype: float16"}),
+        (["--load-format", "safetensors"], {"load_format: auto"}),
+        (["--attention-backend", "triton"], {"attn_backend: TRITON"}),
+        (["--scheduling-policy", "priority"], {"waiting_queue_policy: priority"}),
+        (["--language-model-only"], {"language_model_only: true"}),
+        (
+            ["--speculative-config", HEAD],
+            {"decoding_type: Eagle3", "max_draft_len: 3", "speculative_model: 'zoo:llama-eagle3'"},
+        ),
+        (
+            [
+                "--speculative-algorithm",
+                "STANDALONE",
+                "--speculative-draft-model-path",
+                "zoo:llama-draft",
+                "--speculative-num-steps",
+                "2",
+            ],
+            {
+                "decoding_type: Draft_Target",
+                "max_draft_len: 2",
+                "speculative_model: 'zoo:llama-draft'",
+            },
+        ),
+        (["--speculative-config.method", "mtp"], {"decoding_type: MTP"}),
+        (["--kv_cache_config.dtype=fp8", "--deterministic"], {"dtype: fp8", "deterministic: true"}),
+        (["--kv_cache_dtype", "fp8_e4m3"], {"dtype: fp8"}),
+        (["--disable-cuda-graph", "--cuda-graph-max-bs", "8"], {"cuda_graph_config: null"}),
+        (["--enable-auto-tool-choice", "--dp", "1"], set()),
+    ],
+)
+def test_a_flag_that_means_the_same_is_taken(flags: list[str], lines: set[str]) -> None:
+    assert config_lines(*flags) == lines
+
+
+def test_the_model_may_be_named_by_sglangs_flag() -> None:
+    for flags in (["--model-path", "zoo:llama"], ["--model-path=zoo:llama"]):
+        result = llm_flags_serve(*flags, "--print_config")
+        assert "model: 'zoo:llama'" in result.output
+
+
+def test_all_flags_that_are_not_served_are_refused_in_one_message() -> None:
+    result = llm_flags_serve(
+        *("zoo:llama", "--gpu-memory-utilization", "0.9", "--enable-lora", "--quantization", "fp8"),
+        *("--speculative-config", HEAD[:-1] + ', "disable_by_batch_size": 8}'),
+    )
+    assert result.exit_code == 1
+    for sentence in (
+        "use kv_cache_config.free_gpu_memory_fraction",
+        "LoRA is not served",
+        "quantization = 'fp8' is refused",
+        "disable_by_batch_size = 8 is refused: use max_concurrency",
+    ):
+        assert sentence in result.output
+
+
+def test_all_unknown_flags_are_named_at_once() -> None:
+    others = ("--grpc", "--attention-backend", "fa3")
+    result = llm_flags_serve(
+        "zoo:llama", "--max-bach-size", "3", "--frob=1", *others, "--", "--not-a-flag"
+    )
+    assert result.exit_code == 2
+    assert "--max_bach_size is not a known flag; did you mean --max_batch_size" in result.output
+    assert "--frob is not a known flag" in result.output
+    assert "--grpc is refused" in result.output and "attn_backend = 'FA3': must be" in result.output
+    assert "--not_a_flag" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [("{", "is not JSON"), ("[1]", "a mapping is needed"), ('"eagle3"', "a mapping is needed")],
+)
+def test_a_speculative_config_that_is_no_object_is_refused(text: str, reason: str) -> None:
+    result = llm_flags_serve("zoo:llama", "--speculative-config", text)
+    assert result.exit_code in (1, 2) and reason in result.output
+
+
+# Flags of trtllm-serve with a value that asks for nothing special.
+HARMLESS = [
+    *("--backend pytorch", "--tensor_parallel_size 1", "--tp_size 1", "--pp_size 1", "--cp_size 1"),
+    *("--pipeline_parallel_size 1", "--context_parallel_size 1", "--moe_expert_parallel_size 1"),
+    *("--ep_size 1", "--moe_cluster_parallel_size 1", "--cluster_size 1", "--gpus_per_node 1"),
+    *("--max_beam_width 1", "--beam_width 1", "--kv_cache_dtype auto", "--kv_cache_dtype fp8"),
+    *("--kv_cache_free_gpu_memory_fraction 0.9", "--num_postprocess_workers 0"),
+    *("--hf_revision main", "--revision main", "--generation-config trtllm", "--no-telemetry"),
+    *("--fail_fast_on_attention_window_too_large", "--enable_chunked_prefill"),
+    *("--tool_parser qwen3", "--reasoning_parser qwen3", "--max-batch-size 8", "--log_level trace"),
+]
+# Others, each with a part of the reason.
+REFUSED = [
+    ("--backend tensorrt", "accepted: None or 'pytorch'"),
+    ("--pp_size 2", "sliced over all devices"),
+    ("--cp_size 2", "divided by heads only"),
+    ("--enable_attention_dp", "a part of all requests' attention"),
+    ("--kv_cache_dtype nvfp4", "kv_cache_config.dtype = 'nvfp4'"),
+    ("--hf_revision v2", "nothing is downloaded; accepted: None or 'main'"),
+    ("--generation_config auto", "accepted: None or 'trtllm'"),
+    ("--telemetry", "no usage data is collected"),
+    ("--custom_tokenizer deepseek_v32", "--tokenizer takes a folder"),
+    ("--custom_module_dirs x", "no Python code is imported"),
+    ("--chat_template x.jinja", "in the tokenizer's folder"),
+    ("--allow_request_chat_template", "in the tokenizer's folder"),
+    ("--metadata_server_config_file x.yaml", "prefill and decoding run in one server"),
+    ("--server_role context", "prefill and decoding run in one server"),
+    ("--disagg_cluster_uri http://x", "prefill and decoding run in one server"),
+    ("--media_io_kwargs {}", "only text is served"),
+    ("--video_pruning_rate 0.5", "only text is served"),
+    ("--extra_visual_gen_options x.yaml", "only text is served"),
+    ("--enable_visual_gen", "only text is served"),
+    ("--grpc", "the server speaks HTTP"),
+]
+
+
+def serve_nothing(*options: str) -> str:
+    """The output of a start that fails because the model does not exist, if not earlier."""
+    result = llm_flags_serve(*options, "no/such/folder", "--port", "0")
+    assert result.exit_code == 1, result.output
+    return result.output
+
+
+@pytest.mark.parametrize("option", HARMLESS)
+def test_a_harmless_value_is_accepted(option: str) -> None:
+    assert "no/such/folder" in serve_nothing(*option.split())
+
+
+@pytest.mark.parametrize(("option", "reason"), REFUSED)
+def test_any_other_value_is_refused_with_the_reason(option: str, reason: str) -> None:
+    output = serve_nothing(*option.split())
+    assert " is refused: " in output or "must be" in output
+    assert reason in output and "no/such/folder" not in output
+
+
+def test_refused_flags_and_mistakes_in_the_yaml_file_are_in_one_message(tmp_path: Path) -> None:
+    options = tmp_path / "options.yaml"
+    options.write_text("max_batch_sze: 3")
+    flags = ("--grpc", "--custom_module_dirs", "x", "--pp_size", "2")
+    output = serve_nothing(*flags, "--config", str(options))
+    assert len(re.findall("is refused", output)) == 3, output
+    assert "did you mean max_batch_size" in output
+
+
+def test_the_yaml_file_takes_precedence_over_a_flag_of_another_name(tmp_path: Path) -> None:
+    options = tmp_path / "options.yaml"
+    options.write_text("max_seq_len: 64")
+    result = llm_flags_serve(
+        "zoo:llama", "--max-model-len", "128", "--config", str(options), "--print_config"
+    )
+    assert "max_seq_len: 64  # file" in result.output
+
+
+def test_a_flag_without_its_value_is_refused() -> None:
+    for flags in (["--max-model-len"], ["--max-model-len", "--grpc"]):
+        result = llm_flags_serve("zoo:llama", *flags)
+        assert result.exit_code == 2 and "requires an argument" in result.output

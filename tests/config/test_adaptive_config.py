@@ -89,7 +89,6 @@ def test_sglang_s_file_means_ema_even_with_ladders_alone(tmp_path: Path) -> None
 
 
 BAD: list[tuple[Any, str]] = [
-    ({1: [5]}, "adaptive.slot 1 = [5]"),
     ({"8": True}, "adaptive.slot 8 = True"),
     ({"8": {"candidate_steps": []}}, "adaptive.slot 8.candidate_steps = []"),
     ({"8": {"candidate_steps": [1, True]}}, "adaptive.slot 8.candidate_steps"),
@@ -109,7 +108,6 @@ BAD: list[tuple[Any, str]] = [
         {"8": {**SLOT, "compat": True}, "strategy": "ema"},
         "adaptive.slot 8.compat = True is refused in a slot: this key holds for all slots",
     ),
-    ({"8": {**SLOT, "strategy": "ema"}}, "adaptive.slot 8.strategy = 'ema' is refused in a slot"),
     (
         {"8": {**SLOT, "probe_time_share": 1}, "strategy": "ema"},
         "adaptive.slot 8.probe_time_share = 1 is not a known option",
@@ -117,24 +115,16 @@ BAD: list[tuple[Any, str]] = [
     ({"8": {**SLOT, "window_trials": 9.0}, "strategy": "ema"}, "adaptive.slot 8.window_trials"),
     ({"ema_alpha": 2, "8": SLOT}, "adaptive.ema_alpha = 2"),
     ({"ema_alfa": 0.2, "8": SLOT}, "adaptive.ema_alfa = 0.2"),
-    (
-        {"window_trails": 3},
-        "adaptive.window_trails = 3 is not a known option; did you mean window_trials?",
-    ),
     ({"strateggy": "ema"}, "did you mean strategy?"),
     ({"compatt": True, "strategy": "ema", "8": SLOT}, "did you mean compat?"),
     ({"strategy": "ema"}, "no batch-size slot"),
     ({"strategy": "ema", "candidate_steps": []}, "candidate_steps = []"),
     ({"candidate_steps": [1], "8": SLOT}, "adaptive.candidate_steps = [1]"),
-    ({"strategy": "throughput_aware", "8": SLOT}, "adaptive.strategy = 'throughput_aware'"),
-    ({"compat": True}, "adaptive.compat = True"),
     ({"compat": 1, "strategy": "ema", "8": SLOT}, "adaptive.compat = 1"),
     ({"switch_margin": 0.1, "strategy": "ema", "8": SLOT}, "adaptive.switch_margin"),
-    ({"window_trials": 0}, "adaptive.window_trials = 0"),
     ({8: SLOT, "8": SLOT}, "slot 8 twice"),
     ({True: SLOT}, "the key True"),
     ({-8: SLOT}, "the key -8"),
-    ([1, 3], "adaptive = [1, 3]"),
     (True, "adaptive = True"),
     ("no/such/file.json", "no preset (conservative, aggressive, newest)"),
 ]

@@ -4,18 +4,34 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
+import socket
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from subprocess import Popen
 from time import sleep
+from unittest import mock
 
 import pytest
+import torch
+import torch.distributed as dist
+from click.testing import CliRunner
 
 from tests.distributed.worlds import REPOSITORY, World, mpirun, run, run_world, start
 from tests.models.helpers import save_checkpoint
+from tllm_spec.cli import serve
+from tllm_spec.config.llm_args import LlmArgs
+from tllm_spec.distributed.communicator import Collectives, Communicator
+from tllm_spec.distributed.mpirun import find_mpiexec
+from tllm_spec.distributed.peer_sums import NoPeerMemory
+from tllm_spec.executor.build import build_executor
+from tllm_spec.executor.graphs.slot_graphs import GraphPool
+from tllm_spec.server.supervisor import ServeError
+from tllm_spec.zoo.registry import resolve_model
 
 pytest.importorskip("mpi4py")
 
@@ -196,3 +212,163 @@ def test_an_unlike_rank_is_refused_at_start_with_one_message_on_all(
     assert re.search(f"rank 0 refused: {reason}", world.output), world.output
     assert re.search(f"ERROR rank 1 tllm_spec.ranks: {reason}", world.output), world.output
     assert "Traceback" not in world.output
+
+
+# A server that mpirun starts in several processes ends all of them after a mistake that only the
+# first one finds, before it joins the others.
+
+
+@pytest.fixture
+def ends(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """This process is the first of two that mpirun has started. What is yielded grows when it ends
+    the other."""
+    found: list[bool] = []
+    monkeypatch.setenv("PMI_RANK", "0")
+    monkeypatch.setenv("PMI_SIZE", "2")
+    monkeypatch.setattr(serve, "end_mpirun", lambda: found.append(True))
+    monkeypatch.setattr(serve, "configure_logs", lambda *arguments: None)
+    return found
+
+
+def test_a_model_that_does_not_exist_ends_the_others(ends: list[bool]) -> None:
+    result = CliRunner().invoke(serve.main, ["/none", "--tp_size", "2"])
+    assert (result.exit_code, ends) == (1, [True])
+    assert result.output.count("Error: model '/none' is neither") == 1
+
+
+@pytest.mark.parametrize("has_joined", [False, True])
+def test_a_server_that_has_not_joined_when_it_fails_ends_the_others(
+    has_joined: bool, ends: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that has joined tells them itself."""
+
+    def fail(*arguments: object) -> int:
+        raise ServeError("no tokenizer", has_joined)
+
+    monkeypatch.setattr(serve, "serve", fail)
+    result = CliRunner().invoke(serve.main, ["zoo:llama", "--port", "0", "--tp_size", "2"])
+    assert (result.exit_code, ends) == (1, [] if has_joined else [True])
+    assert result.output.count("Error: no tokenizer") == 1
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_two_servers_of_one_rank_are_refused_by_the_first(
+    rank: int, ends: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PMI_RANK", str(rank))
+    result = CliRunner().invoke(serve.main, ["zoo:llama"])
+    assert (result.exit_code, ends) == (1, [])
+    assert ("give --tp_size 2, or start one process" in result.output) == (rank == 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mistake", ["model", "port", "tokenizer"])
+def test_mpirun_ends_after_a_mistake(mistake: str, tmp_path: Path) -> None:
+    model, port, sentence = "zoo:llama", 0, "is neither an existing local folder"
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        listener.listen()
+        if mistake == "model":
+            model = "/none"
+        elif mistake == "port":
+            port, sentence = listener.getsockname()[1], "cannot listen on"
+        else:
+            shutil.copytree(resolve_model(model), tmp_path / "model")
+            model, sentence = str(tmp_path / "model"), "no tokenizer can be loaded"
+            (tmp_path / "model" / "tokenizer.json").unlink()
+        mpiexec = find_mpiexec()
+        assert mpiexec is not None
+        command = [sys.executable, "-m", "tllm_spec.cli.serve", model, "--port", str(port)]
+        world = run([mpiexec, "-n", "2", *command, "--tp_size", "2"])
+    assert world.returncode != 0
+    assert world.output.count(sentence) == 1, world.output
+
+
+# How ranks shut down: CUDA graphs are released first, since NCCL waits for those that hold its
+# collectives, and until the end a rank that is lost is noticed.
+
+
+MPI = pytest.importorskip("mpi4py.MPI")
+CPU = torch.device("cpu")
+
+
+class Remembering(Communicator):
+    def __init__(self) -> None:
+        self.releases: list[Callable[[], None]] = []
+
+    def before_close(self, release: Callable[[], None]) -> None:
+        self.releases.append(release)
+
+
+def test_the_graphs_of_an_executor_are_released_before_the_ranks_part() -> None:
+    """Its pool of graphs is empty on a CPU, so one stands in for them."""
+    communicator, graph = Remembering(), mock.Mock()
+    args = LlmArgs.from_kwargs("zoo:llama", device="cpu")
+    built = build_executor(args, None, lambda responses: None, communicator)
+    (release,) = communicator.releases
+    pool = release.__self__  # type: ignore[attr-defined] # of a bound method
+    assert isinstance(pool, GraphPool)
+    pool._graphs.append(graph)
+    with mock.patch.object(torch.cuda, "synchronize"):
+        release()
+    graph.reset.assert_called_once_with()
+    del built
+
+
+def test_a_group_parts_after_all_releases(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tllm_spec.distributed.process_group import ProcessGroup
+
+    order: list[str] = []
+    group = ProcessGroup(MPI.COMM_SELF)
+    monkeypatch.setattr(group._watch, "close", lambda: order.append("goodbye"))
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: order.append("ranks part"))
+    group.before_close(lambda: order.append("first"))
+    group.before_close(lambda: order.append("second"))
+    group.close()
+    assert order == ["first", "second", "ranks part", "goodbye"]
+
+
+def test_a_rank_that_is_lost_when_python_ends_already_ends_the_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Python 3.12 refuses threads then."""
+    from tllm_spec.distributed import process_group
+
+    class Ended(BaseException):
+        """The process."""
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    def end(status: int) -> None:
+        assert status == process_group.FAILED
+        raise Ended
+
+    group = process_group.ProcessGroup(MPI.COMM_SELF)
+    monkeypatch.setattr(process_group, "LAST_SECONDS", 0)
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    monkeypatch.setattr(os, "_exit", end)
+    with pytest.raises(Ended):
+        group.abort("a reason")
+
+
+@pytest.mark.parametrize("error", [NoPeerMemory("no access"), RuntimeError("out of memory")])
+def test_only_what_all_ranks_have_agreed_on_is_a_reason_for_nccls_sums(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that goes on alone would measure other sums than the rest, or none."""
+    from tllm_spec.distributed import process_group
+
+    def fail(*arguments: object) -> None:
+        raise error
+
+    monkeypatch.setattr(process_group, "PeerSums", fail)
+    group = process_group.ProcessGroup(MPI.COMM_SELF)
+    if isinstance(error, NoPeerMemory):
+        group._choose_sums(CPU)
+        assert type(group._tensors) is Collectives
+    else:
+        with pytest.raises(RuntimeError, match="out of memory"):
+            group._choose_sums(CPU)
+    group.close()

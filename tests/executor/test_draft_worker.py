@@ -168,12 +168,12 @@ def test_all_drafts_come_from_one_forward_of_masks_after_the_emitted_tokens(
 
 @pytest.mark.parametrize("temperature", [None, 0.9])
 @pytest.mark.parametrize("draft_len", [1, 2, 5])
+@pytest.mark.parametrize("one_model", [True, False])
 def test_a_model_that_drafts_for_itself_is_always_accepted(
-    tiny: Path, draft_len: int, temperature: float | None
+    tiny: Path, one_model: bool, draft_len: int, temperature: float | None
 ) -> None:
-    harness = Harness(
-        tiny, **SMALL_PAGES, **draft_target(tiny, draft_len, draft_target_one_model=True)
-    )
+    own = draft_target(tiny, draft_len, draft_target_one_model=one_model)
+    harness = Harness(tiny, **(SMALL_PAGES if one_model else {}), **own)
     request = harness.submit(PROMPT, max_tokens=1 + 6 * (draft_len + 1), temperature=temperature)
     harness.run()
     stats = request.counters.stats()
@@ -225,6 +225,9 @@ def test_for_rejection_sampling_the_worker_keeps_the_distributions_of_its_drafts
             assert torch.allclose(row[0, ids], first.softmax(-1), atol=1e-4)
 
 
+TWO_MODEL = {"draft_target_one_model": False}
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -234,13 +237,16 @@ def test_for_rejection_sampling_the_worker_keeps_the_distributions_of_its_drafts
         TREE,
         TREE | {"use_rejection_sampling": True},
         {"eagle_choices": [[0], [1], [0, 0], [1, 1], [0, 0, 0]]},
+        TWO_MODEL,
+        TWO_MODEL | {"draft_sampling": "greedy"},
+        TWO_MODEL | {"use_rejection_sampling": True},
     ],
 )
 def test_a_draft_model_that_gives_nan_changes_no_text(
     tiny: Path, tmp_path: Path, options: dict[str, Any]
 ) -> None:
     draft = write_tiny_llama(tmp_path, nan_token=5)
-    speculation = draft_target(draft, 3, draft_target_one_model=True, **options)
+    speculation = draft_target(draft, 3, **{"draft_target_one_model": True} | options)
     plain, harness = Harness(tiny), Harness(tiny, **SMALL_PAGES, **speculation)
     pairs = [
         [each.submit([5, i], 20, temperature=t, seed=i) for each in (plain, harness)]
@@ -268,10 +274,8 @@ def test_a_round_that_breaks_off_leaves_no_hole_in_the_draft_cache(
     bad = harness.submit([1, 2, 3], max_tokens=5, logits_processor=fail)
     while not bad.is_finished:
         harness.round()
-    assert [request.kv_len % 4 for request in requests] == [
-        0,
-        0,
-    ]  # the bonus token's place begins a page
+    # The bonus token's place begins a page.
+    assert [request.kv_len % 4 for request in requests] == [0, 0]
     harness.round()
     harness.round()
     assert_nothing_is_missing(harness, *requests)

@@ -1,6 +1,7 @@
 """EAGLE-3 through the arguments: which heads and options are refused and how, and what the others
 are built as."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -8,12 +9,30 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.executor.draft_caches import eagle3, network_of
+from tests.executor.draft_caches import (
+    HOT,
+    MASK,
+    TOLERANCE,
+    eagle3,
+    generating,
+    network_of,
+    watch_logits,
+)
 from tests.executor.harness import Harness, draft_target, output_of
 from tests.executor.tiny_llama import write_tiny_llama
+from tests.lossless.other_tokenizer import NUM_REMOVED, write_draft_with_another_tokenizer
+from tests.models.eagle3_reference import Eagle3Reference
+from tests.models.eagle3_runner import captured_states
 from tests.models.tiny_eagle3 import edit_config, rewrite, write_tiny_eagle3
 from tllm_spec.config.llm_args import LlmArgs
-from tllm_spec.executor.request import RequestState
+from tllm_spec.executor.request import LlmRequest, RequestState
+from tllm_spec.executor.speculative.drafting.heads import DraftPlan
+from tllm_spec.executor.speculative.drafting.loaded_draft import check_draft
+from tllm_spec.executor.speculative.modes import draft_plan_of
+from tllm_spec.llm import LLM
+from tllm_spec.models.registry import model_config
+from tllm_spec.text.tokenizer import load_tokenizer
+from tllm_spec.zoo.registry import resolve_model
 
 PROMPT = [3, 14, 15, 9, 26]
 
@@ -205,3 +224,255 @@ def test_the_longest_request_fits_with_all_that_is_written_after_it(
             assert [request.num_tokens for request in requests] == [
                 max_seq_len - i for i in range(3)
             ]
+
+
+# EAGLE-3 heads in the published formats through the engine.
+
+
+DRAFT_LEN = 3
+LAYERS = (0, 2, 5)
+INPUTS = [1, 3, 6]  # as the speculators format counts the same layers
+
+HEADS: dict[str, dict[str, Any]] = {
+    "speculators": {
+        "speculators": True,
+        "spelling": "layers",
+        "norm_before_residual": True,
+        "eagle_aux_hidden_state_layer_ids": INPUTS,
+    },
+    "speculators, EAGLE-3.1": {
+        "speculators": True,
+        "spelling": "layers",
+        "norm_before_residual": True,
+        "norm_before_fc": True,
+        "norm_output": True,
+        "eagle_aux_hidden_state_layer_ids": INPUTS,
+    },
+    "speculators, a Qwen3 layer": {
+        "speculators": True,
+        "spelling": "layers",
+        "model_type": "qwen3",
+        "eagle_aux_hidden_state_layer_ids": INPUTS,
+    },
+    "flat, EAGLE-3.1": {
+        "fc_norm": True,
+        "norm_output": True,
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(LAYERS)},
+    },
+    "flat, another width": {
+        "hidden_size": 48,
+        "target_hidden_size": 32,
+        "own_modules": True,
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(LAYERS)},
+    },
+    "flat, norm_before_fc in eagle_config": {
+        "norm_before_fc": True,
+        "eagle_config": {"norm_before_fc": True, "eagle_aux_hidden_state_layer_ids": list(LAYERS)},
+    },
+}
+
+
+PARALLEL_HEADS: dict[str, dict[str, Any]] = {
+    "speculators": {
+        "speculators": True,
+        "spelling": "layers",
+        "eagle_aux_hidden_state_layer_ids": INPUTS,
+    },
+    "speculators, two Qwen3 layers and own embedding": {
+        "speculators": True,
+        "spelling": "layers",
+        "model_type": "qwen3",
+        "num_layers": 2,
+        "own_modules": True,
+        "norm_before_fc": True,
+        "eagle_aux_hidden_state_layer_ids": INPUTS,
+    },
+    "flat": {"eagle_config": {"eagle_aux_hidden_state_layer_ids": list(LAYERS)}},
+    "flat, another width": HEADS["flat, another width"],
+}
+
+
+def head_options(head: Path, **options: Any) -> dict[str, Any]:
+    return eagle3(head, DRAFT_LEN, eagle3_layers_to_capture=None, **options)
+
+
+def submit(harness: Harness) -> list[LlmRequest]:
+    return [
+        harness.submit([number, *PROMPT], 24, temperature=HOT if number % 2 else None, seed=number)
+        for number in range(4)
+    ]
+
+
+@pytest.mark.thinned(3)
+@pytest.mark.parametrize("name", HEADS)
+def test_the_engine_drafts_the_tokens_of_the_plain_torch_reference(
+    name: str, deep: Path, tmp_path: Path
+) -> None:
+    head = write_tiny_eagle3(tmp_path, **HEADS[name])
+    harness = Harness(deep, **head_options(head), disable_overlap_scheduler=True)
+    spec = harness.parts.runner.engine.spec
+    assert spec is not None and spec.layers == LAYERS
+    target, slots = harness.parts.runner.engine.model, harness.parts.slots
+    reference = Eagle3Reference(head, target)
+    token_map = network_of(harness).net.token_map
+    assert token_map is not None
+    submit(harness)
+    num_checked = 0
+    while harness.round():
+        for request in generating(harness):
+            if request.rules.temperature:
+                continue  # its drafts are sampled
+            tokens = request.tokens[1:]
+            hidden = reference.fuse(captured_states(target, request.tokens[:-1], LAYERS))
+            for _ in range(DRAFT_LEN):
+                logits, states = reference.forward(tokens, hidden)
+                hidden = torch.cat((hidden, states[-1:]))
+                tokens = [*tokens, int(token_map[logits[-1].argmax()])]
+            window = slots.window[request.slot].tolist()
+            assert window == [request.tokens[-1], *tokens[-DRAFT_LEN:]]
+            num_checked += 1
+    assert num_checked > 20
+
+
+def test_one_warning_names_the_keys_that_are_not_known(
+    deep: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    head = write_tiny_eagle3(
+        tmp_path, decoder_sparse_step=1, modal_type="VLM", **HEADS["flat, EAGLE-3.1"]
+    )
+    Harness(deep, **head_options(head))
+    named = [record.message for record in caplog.records if "unknown keys" in record.message]
+    assert [text.rpartition(": ")[2] for text in named] == ["decoder_sparse_step, modal_type"]
+
+
+@pytest.mark.thinned(3)
+@pytest.mark.parametrize("path", ["one model", "two models"])
+@pytest.mark.parametrize("name", PARALLEL_HEADS)
+def test_a_p_eagle_head_drafts_all_tokens_of_the_reference_at_once(
+    name: str, path: str, deep: Path, tmp_path: Path
+) -> None:
+    head = write_tiny_eagle3(tmp_path, mask_token=MASK, **PARALLEL_HEADS[name])
+    harness = Harness(
+        deep,
+        **head_options(head, eagle3_one_model=path == "one model"),
+        disable_overlap_scheduler=True,
+    )
+    target, slots = harness.parts.runner.engine.model, harness.parts.slots
+    reference, net = Eagle3Reference(head, target), network_of(harness).net
+    seen = watch_logits(net)
+    token_map = net.token_map
+    assert token_map is not None
+    submit(harness)
+    num_checked = 0
+    while harness.round():
+        running = generating(harness)
+        for place, request in enumerate(running):
+            hidden = reference.fuse(captured_states(target, request.tokens[:-1], LAYERS))
+            logits = reference.block(request.tokens[1:], hidden, DRAFT_LEN)
+            own = seen[-1].view(DRAFT_LEN, -1, logits.shape[1])
+            if own.shape[1] == len(running):
+                assert (own[:, place] - logits).abs().max() < TOLERANCE
+                num_checked += 1
+            if not request.rules.temperature:
+                drafts = token_map[logits.argmax(-1)].tolist()
+                assert slots.window[request.slot].tolist() == [request.tokens[-1], *drafts]
+    assert num_checked > 20
+
+
+def test_a_p_eagle_head_is_refused_outside_torch(deep: Path, tmp_path: Path) -> None:
+    head = write_tiny_eagle3(tmp_path, mask_token=MASK, **PARALLEL_HEADS["flat"])
+    options = head_options(head, eagle3_one_model=False, draft_backend="onnxruntime")
+    with pytest.raises(ValueError, match="one draft after the other, and a P-EAGLE head all at"):
+        Harness(deep, **options)
+
+
+# A head given as a draft model, and the reverse, are refused by option and cause.
+
+
+ZOO = resolve_model("zoo:llama")
+
+
+@pytest.mark.parametrize(
+    ("decoding_type", "model", "sentences"),
+    [
+        ("Draft_Target", "zoo:llama-eagle3", ["is an EAGLE-3 head", "decoding_type: Eagle3"]),
+        ("Eagle3", "zoo:llama-draft", ["layers, not an EAGLE-3 head", "Draft_Target"]),
+        ("Eagle3", "zoo:llama", ["layers, not an EAGLE-3 head", "Draft_Target"]),
+    ],
+)
+@pytest.mark.parametrize("options", [{}, {"skip_tokenizer_init": True}])
+def test_a_model_of_the_wrong_kind_is_refused_by_option_and_cause(
+    decoding_type: str, model: str, sentences: list[str], options: dict[str, Any]
+) -> None:
+    spec = {"decoding_type": decoding_type, "max_draft_len": 3, "speculative_model": model}
+    with pytest.raises(ValueError) as refusal:
+        LLM("zoo:llama", max_seq_len=64, speculative_config=spec, **options)
+    assert f"speculative_config.speculative_model = {model!r}" in str(refusal.value)
+    for sentence in sentences:
+        assert sentence in str(refusal.value)
+
+
+def test_a_folder_without_a_configuration_is_named(tmp_path: Path) -> None:
+    spec = {"decoding_type": "Eagle3", "max_draft_len": 3, "speculative_model": tmp_path}
+    with pytest.raises(ValueError, match=r"config\.json does not exist"):
+        LLM("zoo:llama", max_seq_len=64, speculative_config=spec)
+
+
+def draft_model(folder: Path, **options: str) -> DraftPlan:
+    args = LlmArgs(
+        model="zoo:llama",
+        speculative_config={
+            "decoding_type": "Draft_Target",
+            "max_draft_len": 3,
+            "speculative_model": str(folder),
+            **options,
+        },
+    )
+    draft = draft_plan_of(args.speculative_config)
+    assert draft is not None
+    return draft
+
+
+def test_a_draft_model_without_a_tokenizer_is_taken_to_have_the_targets(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    target, draft = resolve_model("zoo:llama"), resolve_model("zoo:llama-draft")
+    shutil.copy(draft / "config.json", tmp_path)
+    sizes = model_config(target)
+    check_draft(draft_model(tmp_path), load_tokenizer(target), sizes)
+    assert f"{tmp_path} has no tokenizer; its token ids are taken to be the target's" in caplog.text
+    (tmp_path / "tokenizer.json").write_text("[]")
+    problem = "speculative_config.speculative_model: no tokenizer can be loaded from"
+    with pytest.raises(ValueError, match=problem):
+        check_draft(draft_model(tmp_path), load_tokenizer(target), sizes)
+
+
+def test_another_tokenizer_is_mapped_by_bytes_and_refused_where_the_network_has_no_map(
+    tmp_path: Path,
+) -> None:
+    folder = write_draft_with_another_tokenizer(tmp_path / "draft")
+    target, sizes = load_tokenizer("zoo:llama"), model_config(ZOO)
+    tokens = check_draft(draft_model(folder), target, sizes)
+    assert tokens is not None and len(tokens.ids) == 2048 - NUM_REMOVED
+    names = load_tokenizer(str(folder)).get_vocab()
+    pairs = dict(zip(tokens.ids.tolist(), tokens.rows.tolist(), strict=True))
+    [word] = target.encode(" the")
+    assert pairs[word] == names["▁the"] and pairs[1] == names["<|endoftext|>"]
+    hot = "zoo:llama-draft/token_map.json"
+    limited = check_draft(draft_model(folder, speculative_token_map=hot), target, sizes)
+    assert limited is not None and 900 < len(limited.ids) < 1024
+    assert {*limited.ids.tolist()} < pairs.keys()
+    with pytest.raises(ValueError, match="draft_backend = 'onnxruntime' is refused: the draft mod"):
+        check_draft(draft_model(folder, draft_backend="onnxruntime"), target, sizes)
+
+
+def test_a_tokenizer_with_few_of_the_targets_tokens_is_refused_by_option_and_figure(
+    tmp_path: Path,
+) -> None:
+    folder = write_draft_with_another_tokenizer(tmp_path / "draft", num_removed=1300)
+    sizes = model_config(ZOO)
+    with pytest.raises(ValueError) as refusal:
+        check_draft(draft_model(folder), load_tokenizer("zoo:llama"), sizes)
+    assert "speculative_config.speculative_model: the draft model's tokenizer shares 748" in str(
+        refusal.value
+    )

@@ -8,11 +8,17 @@ import pytest
 import torch
 
 from tests.executor.draft_caches import network_of
-from tests.executor.harness import Harness, output_of
+from tests.executor.harness import Harness, draft_target, output_of
+from tests.executor.hooks import before_launch, rounds_in_flight
 from tests.executor.test_context_graphs import with_graphs
 from tests.executor.test_observations import Told
-from tests.lossless.engines import tiny_engine
+from tests.lossless.engines import engine, tiny_engine
+from tllm_spec import LLM, SamplingParams
+from tllm_spec.bench.break_even import FreeDrafts
+from tllm_spec.executor import totals as draft_watch
+from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.device.transfer import DeviceSpan, ToHost
+from tllm_spec.executor.request import MAX_PAUSE, RequestPause
 from tllm_spec.executor.rounds.round_reader import RoundClock
 
 ON_DEVICE = ("draft_target_one_model", "eagle3", "eagle3_two_model")
@@ -137,3 +143,179 @@ def test_a_whole_answer_and_a_streamed_one_have_the_time_when_their_first_token_
     assert len(responses) > 1 and calls == [2], "once for each request"
     times = {response.first_token_time for response in [answer, *responses]}
     assert times == {float(overlaps)} and latest[0] > 4
+
+
+# Where the rounds in flight may be the last of all requests, by `max_tokens`, the host reads them
+# before the next launch.
+
+
+PROMPT = [3, 14, 15, 9, 26, 5, 35]
+
+
+def launches(harness: Harness) -> list[tuple[list[int], int]]:
+    """Lists whose the rounds to come are, and how many were in flight at each launch."""
+    found: list[tuple[list[int], int]] = []
+
+    def look(batch: ScheduledBatch) -> None:
+        ids = [request.request_id for request in batch.requests()]
+        found.append((ids, len(rounds_in_flight(harness.executor))))
+
+    before_launch(harness.executor, look)
+    return found
+
+
+def always_right(tiny: Path, **options: Any) -> Harness:
+    """The target drafts for itself: 4 tokens a round."""
+    return Harness(tiny, **draft_target(tiny, 3, draft_target_one_model=True), **options)
+
+
+@pytest.mark.parametrize("max_tokens", range(6, 14))
+def test_no_round_is_launched_after_the_last_request_has_ended(tiny: Path, max_tokens: int) -> None:
+    harness = always_right(tiny)
+    found = launches(harness)
+    request = harness.submit(PROMPT, max_tokens)
+    harness.run()
+    num_rounds = 1 + -(-(max_tokens - 1) // 4)  # the context's, and one for each 4 tokens more
+    assert [ids for ids, _ in found] == [[request.request_id]] * num_rounds
+    assert request.num_output_tokens == max_tokens
+    # Only what may be the end is waited for: the last 4 tokens, be they one round's or those of
+    # two.
+    assert [in_flight for _, in_flight in found[:-2]] == [0, *[1] * (num_rounds - 3)]
+
+
+def test_a_request_that_may_end_is_not_waited_for_while_another_continues(tiny: Path) -> None:
+    harness = always_right(tiny)
+    found = launches(harness)
+    short, long = harness.submit(PROMPT, 13), harness.submit([1, *PROMPT], 41)
+    harness.run()
+    of_short = [in_flight for ids, in_flight in found if short.request_id in ids]
+    assert of_short == [0, 1, 1, 1, 1], "the last was one too many"
+    of_long = [in_flight for ids, in_flight in found if long.request_id in ids]
+    assert len(of_long) == 11 and of_long[1:-2] == [1] * 8
+
+
+def test_a_waiting_request_gets_the_slot_of_one_that_may_end_without_an_extra_round(
+    tiny: Path,
+) -> None:
+    harness = always_right(tiny, max_batch_size=1)
+    found = launches(harness)
+    first, second = harness.submit(PROMPT, 13), harness.submit([1, *PROMPT], 5)
+    harness.run()
+    assert [ids for ids, _ in found] == [[first.request_id]] * 4 + [[second.request_id]] * 2
+
+
+def test_a_request_that_may_end_is_not_waited_for_where_another_can_join(tiny: Path) -> None:
+    harness = always_right(tiny)
+    found = launches(harness)
+    first = harness.submit(PROMPT, 13)
+    while not first.may_have_ended:
+        harness.round()
+    second = harness.submit([1, *PROMPT], 5)
+    harness.run()
+    assert len(found) == 6 and found[4] == ([second.request_id, first.request_id], 1)
+
+
+# Single requests pause drafting while their drafts keep being rejected.
+
+
+def drafted_rounds(pause: RequestPause, accepted_every: int, num_rounds: int) -> list[int]:
+    """The rounds in which drafts were made, when every so many drafted rounds one draft is
+    accepted; 0: never."""
+    drafted: list[int] = []
+    for number in range(num_rounds):
+        if pause.rounds_left > 0:
+            pause.observe(0, 0)
+            continue
+        drafted.append(number)
+        pause.observe(4, int(accepted_every > 0 and len(drafted) % accepted_every == 0))
+    return drafted
+
+
+def test_a_request_pauses_after_exactly_its_patience_and_pauses_double() -> None:
+    assert drafted_rounds(RequestPause(2), 0, 40) == [0, 1, 4, 9, 18, 35]
+    for patience in (1, 3, 8, 20):
+        rounds = drafted_rounds(RequestPause(patience), 0, 3 * patience)
+        assert rounds[: patience + 1] == [*range(patience), 2 * patience]
+
+
+def test_no_pause_is_longer_than_the_limit() -> None:
+    rounds = drafted_rounds(RequestPause(8), 0, 2000)
+    assert max(after - before for before, after in pairwise(rounds)) == MAX_PAUSE + 1
+
+
+def test_a_request_with_some_acceptance_never_pauses() -> None:
+    assert len(drafted_rounds(RequestPause(8), 4, 1000)) == 1000
+
+
+def test_a_few_accepted_drafts_among_hundreds_do_not_prevent_pauses() -> None:
+    assert len(drafted_rounds(RequestPause(8), 60, 2000)) < 1000
+
+
+def test_an_accepted_draft_after_a_pause_starts_afresh() -> None:
+    pause = RequestPause(2)
+    for accepted in (0, 0):
+        pause.observe(4, accepted)
+    for _ in range(2):
+        pause.observe(0, 0)
+    pause.observe(4, 1)
+    assert drafted_rounds(pause, 0, 10) == [0, 1, 4, 9]
+
+
+def test_a_round_without_drafts_says_nothing_and_without_patience_there_are_no_pauses() -> None:
+    pause = RequestPause(1)
+    pause.observe(0, 0)
+    assert pause.rounds_left == 0
+    assert len(drafted_rounds(RequestPause(), 0, 500)) == 500
+
+
+# The back-off on rejected drafts, and the warning about them, through the engine.
+
+
+@pytest.mark.thinned
+@pytest.mark.parametrize("adaptive", [None, {"candidate_steps": [4]}])
+def test_useless_drafts_are_tried_in_few_rounds_and_the_text_is_the_plain_one(
+    adaptive: dict[str, Any] | None,
+) -> None:
+    params, prompt = (
+        SamplingParams(max_tokens=100, ignore_eos=True),
+        "import os\n\n\ndef walk(top):\n",
+    )
+    options = {"max_batch_size": 2, "max_num_tokens": 512}
+    with LLM("zoo:llama", **options) as plain:
+        expected = plain.generate_async(prompt, params).result().outputs[0].token_ids
+    config = {"decoding_type": "User_Provided", "max_draft_len": 4, "drafter": FreeDrafts()}
+    config["adaptive"] = adaptive
+    with LLM("zoo:llama", speculative_config=config, **options) as llm:
+        output = llm.generate_async(prompt, params).result()
+    assert output.outputs[0].token_ids == expected
+    assert output.speculative_decoding is not None
+    # 8 in a row, then one after each pause of 8, 16, 32 ... rounds.
+    assert output.speculative_decoding.per_position_drafted[0] == 11
+    assert output.speculative_decoding.rounds == 99
+
+
+def warnings_of(options: dict[str, Any], caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What was logged about useless drafts; `/server_info` shows the same."""
+    params = SamplingParams(max_tokens=40, ignore_eos=True, temperature=0)
+    with LLM("zoo:llama", max_num_tokens=512, **options) as llm:
+        for _ in range(2):
+            llm.generate("import os\n\n\ndef walk(top):\n", params, use_tqdm=False)
+        (state,) = llm.server_info()["internal_states"]
+    found = [text for text in caplog.messages if "drafts were accepted" in text]
+    assert found == ([state["draft_warning"]] if state["draft_warning"] else [])
+    return found
+
+
+def test_drafts_that_are_never_accepted_are_mentioned_once_with_likely_causes(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(draft_watch, "MIN_DRAFTS", 50)
+    config = {"decoding_type": "User_Provided", "max_draft_len": 4, "drafter": FreeDrafts()}
+    (useless,) = warnings_of({"speculative_config": config | {"max_rejected_rounds": None}}, caplog)
+    assert useless.startswith("0 of 52 drafts were accepted") and "request.tokens" in useless
+    caplog.clear()
+    random = engine("eagle3", 4, load_format="dummy")
+    (useless,) = warnings_of(random, caplog)
+    assert "load_format dummy" in useless
+    caplog.clear()
+    assert not warnings_of(engine("eagle3", 4), caplog)

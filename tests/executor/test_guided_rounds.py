@@ -17,7 +17,7 @@ from tests.executor.guided_rounds import assert_grammatical, events_of, grammar_
 from tests.executor.harness import Harness, all_pages_are_back, output_of
 from tests.executor.hooks import before_launch, rounds_in_flight
 from tests.executor.overlap_rounds import NO_OVERLAP
-from tests.executor.test_forward_graphs import forbid_eager_windows
+from tests.executor.test_budget_graphs import forbid_eager_windows
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.device.transfer import ToHost
 from tllm_spec.executor.graphs.slot_graphs import SlotGraphs

@@ -89,18 +89,6 @@ def test_the_draft_cache_always_equals_a_prefill_of_the_same_tokens(
     assert all_pages_are_back(harness.executor)
 
 
-@pytest.mark.parametrize("temperature", [None, 0.9])
-@pytest.mark.parametrize("draft_len", [1, 2, 5])
-def test_a_model_that_drafts_for_itself_is_always_accepted(
-    tiny: Path, draft_len: int, temperature: float | None
-) -> None:
-    harness = Harness(tiny, **draft_target(tiny, draft_len))
-    request = harness.submit(PROMPT, max_tokens=1 + 6 * (draft_len + 1), temperature=temperature)
-    harness.run()
-    stats = request.counters.stats()
-    assert stats.rounds == 6 and stats.acceptance_length == draft_len + 1
-
-
 def test_argmax_drafts_agree_less_often_with_a_sampled_text_than_coupled_ones(
     tiny: Path, tiny_draft: Path
 ) -> None:
@@ -176,22 +164,6 @@ def test_a_draft_model_may_have_fewer_or_more_rows_than_the_target(
         harness.run()
         assert all(request.finish_reason == "length" for request in requests)
         assert all(0 <= token < 64 for request in requests for token in request.tokens)
-
-
-@pytest.mark.parametrize(
-    "options", [{}, {"draft_sampling": "greedy"}, {"use_rejection_sampling": True}]
-)
-def test_a_draft_model_that_gives_nan_changes_no_text(
-    tiny: Path, tmp_path: Path, options: dict[str, Any]
-) -> None:
-    draft = write_tiny_llama(tmp_path, nan_token=5)
-    harness = Harness(tiny, **draft_target(draft, 3, **options))
-    requests = [
-        harness.submit([5, i], max_tokens=30, temperature=t) for i, t in enumerate((None, 1.0) * 4)
-    ]
-    harness.run()
-    assert [request.finish_reason for request in requests] == ["length"] * 8
-    assert all_pages_are_back(harness.executor)
 
 
 def test_catching_up_never_takes_more_rows_than_the_budget(

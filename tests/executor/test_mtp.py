@@ -2,18 +2,33 @@
 of a slow loop over the true tokens, so its cache misses nothing."""
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.executor.draft_caches import generating, network_of, with_lengths
+from tests.executor.draft_caches import (
+    assert_all_is_there,
+    eagle3,
+    generating,
+    network_of,
+    slow_drafters,
+    with_lengths,
+)
 from tests.executor.graph_rounds import num_replays, with_graphs
 from tests.executor.harness import Harness, all_pages_are_back
 from tests.executor.test_tree_drafting import Candidate, paths_in_slot, slow_tree
-from tests.models.helpers import random_tokens
+from tests.lossless.small_models import by_default
+from tests.models.deepseek import save_deepseek
+from tests.models.gpt_oss import save_gpt_oss
+from tests.models.helpers import random_tokens, save_checkpoint
 from tests.models.mtp_reference import PlainMTP, module_tensors, save_predictable, save_with_mtp
+from tests.models.test_gemma3 import save_gemma3
+from tests.models.test_llama4 import save_llama4
+from tests.models.tiny_eagle3 import write_tiny_eagle3
+from tllm_spec.executor.request import LlmRequest
 
 PAGES = {"tokens_per_block": 4}
 SITUATIONS: dict[str, dict[str, Any]] = {
@@ -24,6 +39,9 @@ SITUATIONS: dict[str, dict[str, Any]] = {
         "scheduler_config": {"capacity_scheduler_policy": "MAX_UTILIZATION"},
     },
 }
+
+# The drafts of each request by its tokens.
+SlowDrafts = Callable[[Harness, list[LlmRequest]], list[list[int]]]
 
 
 def mtp(draft_len: int = 3, **options: Any) -> dict[str, Any]:
@@ -52,8 +70,13 @@ def test_each_draft_comes_from_its_own_module_as_in_a_slow_loop(
     one_model: bool, situation: str, vanilla: tuple[Path, list[PlainMTP]]
 ) -> None:
     folder, (first, *later) = vanilla
-    options = {"mtp_eagle_one_model": one_model, "use_mtp_vanilla": True}
-    check_drafts(folder, situation, lambda tokens: first.drafts(tokens, 3, later), **options)
+    spec = mtp(mtp_eagle_one_model=one_model, use_mtp_vanilla=True)
+    check_drafts(
+        folder,
+        situation,
+        lambda _, some: [first.drafts(each.tokens, 3, later) for each in some],
+        spec,
+    )
 
 
 @pytest.mark.thinned(4)
@@ -63,23 +86,23 @@ def test_drafts_are_those_of_a_slow_loop(
     one_model: bool, situation: str, plain: tuple[Path, PlainMTP]
 ) -> None:
     folder, slow = plain
+    spec = mtp(mtp_eagle_one_model=one_model)
     check_drafts(
-        folder, situation, lambda tokens: slow.drafts(tokens, 3), mtp_eagle_one_model=one_model
+        folder, situation, lambda _, some: [slow.drafts(each.tokens, 3) for each in some], spec
     )
 
 
-def check_drafts(
-    folder: Path, situation: str, slow: Callable[[list[int]], list[int]], **mtp_options: Any
-) -> None:
+def check_drafts(folder: Path, situation: str, slow: SlowDrafts, spec: dict[str, Any]) -> None:
     options = {"max_batch_size": 3, "max_seq_len": 64, "kv_cache_config": PAGES}
     options |= {"disable_overlap_scheduler": True} | SITUATIONS[situation]
-    harness = Harness(folder, **options, **mtp(**mtp_options))
+    harness = Harness(folder, **options, **spec)
     shared, num_checked = random_tokens(19), 0  # a prefix ends within a page
     requests = [harness.submit(shared + [i] * i, max_tokens=12) for i in range(6)]
     while harness.round():
-        for request in generating(harness):
+        running = generating(harness)
+        for request, drafts in zip(running, slow(harness, running), strict=True):
             window = harness.parts.slots.window[request.slot].tolist()
-            assert window == [request.tokens[-1], *slow(request.tokens)]
+            assert window == [request.tokens[-1], *drafts]
             num_checked += 1
     assert num_checked > 20 and all(request.num_output_tokens == 12 for request in requests)
     assert any(request.cached_tokens % 4 for request in requests)
@@ -202,3 +225,76 @@ def test_rejection_sampling_keeps_the_modules_distributions(tmp_path: Path) -> N
 def test_a_target_without_a_module_is_refused_before_anything_is_loaded() -> None:
     with pytest.raises(ValueError, match=r"num_nextn_predict_layers of this LlamaForCausalLM is 0"):
         Harness("zoo:llama", **mtp())
+
+
+# EAGLE-3 heads for targets with another attention than the head's: latents, chunks, windows and
+# scaled embeddings, sinks, experts. In every situation the drafts are those of a slow loop over
+# the true tokens.
+
+
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+# A request has 34 tokens at most: three chunks, and two changes of the temperature.
+CHUNKS = {"attention_chunk_size": 14, "floor_scale": 12, "no_rope_layer_interval": 2}
+SAVERS: dict[str, Callable[[Path], Any]] = {
+    "latents": lambda folder: save_deepseek(folder, "DeepseekV3"),
+    "chunks": lambda folder: save_llama4(folder, num_hidden_layers=3, **CHUNKS),
+    "windows": save_gemma3,
+    "sinks": save_gpt_oss,
+    "experts": lambda folder: save_checkpoint(folder, "Qwen3Moe", num_hidden_layers=3, **EXPERTS),
+}
+DRAFT_LEN = 3
+
+
+@pytest.fixture(scope="module")
+def write_head(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], Path]:
+    sizes: dict[str, Any] = {"hidden_size": 64, "vocab_size": 128, "draft_vocab_size": 100}
+
+    @cache
+    def write(latent: bool) -> Path:
+        folder = tmp_path_factory.mktemp("head")
+        return write_tiny_eagle3(folder, num_captured=2, latent=latent, **sizes)
+
+    return write
+
+
+@pytest.mark.thinned(6)
+@pytest.mark.parametrize("situation", SITUATIONS)
+@pytest.mark.parametrize("target", SAVERS)
+@pytest.mark.parametrize("one_model", [True, False])
+def test_drafts_are_those_of_a_slow_loop_with_eagle3_targets(
+    one_model: bool,
+    target: str,
+    situation: str,
+    write_head: Callable[[bool], Path],
+    tmp_path: Path,
+) -> None:
+    check_head(one_model, target, situation, write_head(False), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("one_model", "target", "situation"),
+    by_default(
+        [(True, "latents", "preemption"), (False, "experts", "chunked_prefill")],
+        *((True, False), ("latents", "experts", "windows"), SITUATIONS),
+    ),
+)
+def test_drafts_of_a_head_with_latents_are_those_of_a_slow_loop(
+    one_model: bool,
+    target: str,
+    situation: str,
+    write_head: Callable[[bool], Path],
+    tmp_path: Path,
+) -> None:
+    check_head(one_model, target, situation, write_head(True), tmp_path)
+
+
+def check_head(one_model: bool, target: str, situation: str, head: Path, tmp_path: Path) -> None:
+    SAVERS[target](tmp_path)
+    spec = eagle3(head, DRAFT_LEN, eagle3_one_model=one_model, eagle3_layers_to_capture=[0, 2])
+
+    def slow_drafts(harness: Harness, requests: list[LlmRequest]) -> list[list[int]]:
+        references = slow_drafters(harness, requests)
+        assert_all_is_there(harness, references, requests)
+        return [slow.drafts(DRAFT_LEN, None, 0) for slow in references]
+
+    check_drafts(tmp_path, situation, slow_drafts, spec)

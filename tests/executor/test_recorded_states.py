@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from tests.executor.graph_rounds import CPU, DUMMY
 from tests.executor.harness import Harness
 from tests.lossless.engines import tiny_engine
-from tests.lossless.test_verify_budget import draw_budgets
+from tests.lossless.test_row_counts import draw_budgets
 from tllm_spec.executor.graphs.slot_graphs import graph_keys
 from tllm_spec.recording.traffic_folder import (
     HiddenStates,

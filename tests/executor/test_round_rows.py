@@ -4,12 +4,20 @@ counts, the pages that it takes, and where all requests have whole windows."""
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.executor.graph_rounds import with_graphs
 from tests.executor.harness import user_provided
 from tests.executor.row_rounds import DRAFT_LEN, PROMPT, rows_and_batches, wrong_drafts
-from tllm_spec.executor.batch import ScheduledBatch
+from tests.kernels.row_counts import ragged_rows
+from tllm_spec.config.draft_shape import DraftShape
+from tllm_spec.executor.batch import SampledTokens, ScheduledBatch
+from tllm_spec.executor.engine.rows import ContextChunk, RowBuilder, TreeRows, Windows
 from tllm_spec.executor.request import RequestState
+from tllm_spec.executor.resources.interface import BlockTable, SeqSlotManager
+from tllm_spec.executor.speculative.drafting.drafter import WindowResult
+from tllm_spec.kernels.attention.visible_keys import TreeMask
+from tllm_spec.kernels.slots.round_rows import RoundRows
 
 
 def test_the_budget_of_a_round_counts_the_rows_that_run(tiny: Path) -> None:
@@ -62,3 +70,78 @@ def test_in_a_round_that_a_graph_holds_all_requests_have_whole_windows(tiny: Pat
     harness.round()
     assert [num_rows for num_rows, _ in seen] == [5 + 5, 5 + 5 + len(PROMPT), 5 + 1 + 5]
     harness.run()
+
+
+# The rows of draft trees that the engine builds: positions by depth, KV slots by row.
+
+
+CPU = torch.device("cpu")
+PAGE_SIZE, TABLES = 4, {0: [7, 3, 9], 1: [2, 5, 8]}
+
+
+@pytest.fixture
+def rows() -> RowBuilder:
+    table = BlockTable(SeqSlotManager(2), 3, CPU)
+    for slot, pages in TABLES.items():
+        table.write(slot, pages, 0)
+    table.flush()
+    return RowBuilder(table, 10, PAGE_SIZE, CPU)
+
+
+def beams(first: list[int], offset: int) -> Windows:
+    """Two beams of each slot that follow `offset` earlier keys of the tree."""
+    bits = torch.full((len(first), 2), 1)
+    tree = TreeRows(torch.tensor([[1, 2]] * len(first)), TreeMask(bits, offset + 2))
+    slots = torch.arange(2 - len(first), 2)
+    token_ids = torch.arange(2 * len(first)).view(-1, 2)
+    return Windows(slots, torch.tensor(first), token_ids, max(first) + offset + 2, tree=tree)
+
+
+def test_beams_write_after_earlier_steps_and_have_the_positions_of_their_depth(
+    rows: RowBuilder,
+) -> None:
+    windows = beams([3, 6], 3)
+    metadata, token_ids = rows.build([], windows)
+    assert metadata.positions.tolist() == [4, 5, 7, 8]
+    assert metadata.kv_slots.tolist() == [3 * 4 + 2, 3 * 4 + 3, 8 * 4 + 1, 8 * 4 + 2]
+    assert metadata.kv_lens.tolist() == [8, 11] and metadata.block_tables.shape == (2, 3)
+    assert windows.tree is not None and metadata.tree is windows.tree.mask
+    assert token_ids.tolist() == [0, 1, 2, 3]
+
+
+def test_a_chunk_before_the_beams_keeps_its_own_rows(rows: RowBuilder) -> None:
+    windows = beams([6], 1)
+    metadata, _ = rows.build([ContextChunk(0, 2, [5, 6, 7])], windows)
+    assert metadata.positions.tolist() == [2, 3, 4, 7, 8]
+    assert metadata.kv_slots.tolist() == [7 * 4 + 2, 7 * 4 + 3, 3 * 4, 5 * 4 + 3, 8 * 4]
+    assert metadata.kv_lens.tolist() == [5, 9]
+    assert windows.tree is not None and metadata.tree is windows.tree.mask
+
+
+# Which rows of the target's forward a draft network takes hidden states from.
+
+
+TREE = DraftShape(2, 4, 2, mean_rows=3)
+PATHS = torch.tensor([[0, 1, 1], [0, 2, 3], [0, 0, 0]])
+
+
+def taken(part: RoundRows | None, read_rows: torch.Tensor | None) -> list[int]:
+    """After two rows of chunks."""
+    three = torch.arange(3)
+    windows = Windows(three, three, torch.zeros(3, 5, dtype=torch.int64), 9, part=part)
+    sampled = SampledTokens(PATHS, three, rows=PATHS)
+    rows = WindowResult(windows, sampled, TREE, read_rows).captured_rows(2)
+    assert rows is not None
+    return [int(row) - 2 for row in rows[2:]]
+
+
+@pytest.mark.parametrize("are_padded", [False, True])
+def test_rows_of_trees_that_share_a_round_are_those_of_the_accepted_path(are_padded: bool) -> None:
+    part = ragged_rows((2, 4, 1), 5)
+    padded = part.padded_rows.flatten() if are_padded else None
+    expected = [0, 1, 1, 2, 4, 5, 6, 6, 6]
+    assert taken(None if are_padded else part, padded) == expected
+
+
+def test_rows_of_whole_trees_are_those_of_the_accepted_path() -> None:
+    assert taken(None, None) == [0, 1, 1, 5, 7, 8, 10, 10, 10]

@@ -3,14 +3,14 @@ plain decoding's."""
 
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import torch
 
-from tests.lossless.oracle import Oracle
+from tests.lossless.oracle import GetOracle
 from tllm_spec.llm import LLM
 from tllm_spec.outputs import RequestOutput
 from tllm_spec.request_handle import RequestHandle
@@ -130,7 +130,7 @@ def assert_same(
     case: Case,
     output: RequestOutput,
     plain: RequestOutput,
-    oracle: Callable[[], Oracle],
+    oracle: GetOracle,
     tolerance: float = TOLERANCE,
     *,
     at_edges: bool = False,

@@ -24,7 +24,7 @@ from tests.lossless.cases import (
     latest_new_token,
 )
 from tests.lossless.fitted_eagle import write_fitted_eagle, write_fitted_latent
-from tests.lossless.oracle import Oracle
+from tests.lossless.oracle import GetOracle, Oracle
 from tests.lossless.other_tokenizer import write_draft_with_another_tokenizer
 from tests.models.helpers import load
 from tests.models.tiny_dflash import SIZES, write_tiny_dflash
@@ -145,7 +145,7 @@ def fitted_file(
 
 
 @pytest.fixture(scope="session")
-def oracle() -> Callable[[], Oracle]:
+def oracle() -> GetOracle:
     """Loads transformers' model when it is first called."""
     made: list[Oracle] = []
 

@@ -5,6 +5,7 @@ It shares with the engine nothing but the noise, so an equal text says that both
 alike."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -147,3 +148,6 @@ def _filtered(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     filtered = torch.full_like(logits, -torch.inf)
     filtered[nucleus] = logits[nucleus]
     return filtered
+
+
+GetOracle = Callable[[], Oracle]  # loads the model when it is first called

@@ -1,7 +1,7 @@
 """Small random models through the engine: requests of several pages, what disturbs them, and the
 drafts that change no text."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from tllm_spec.sampling_params import SamplingParams
 
 # With a public pool the second time finds the text of the first.
 NGRAM = {"decoding_type": "NGram", "max_draft_len": 3, "is_public_pool": True}
+TextsOf = Callable[[str], list[list[int]]]  # of a model or format, by its name
 # The first two share 12 tokens.
 SHARED = random_tokens(12, seed=9)
 PROMPTS = [

@@ -1,16 +1,20 @@
 """A draft cache with holes or stale entries changes no text, only how many drafts are accepted: so
 acceptance is asserted here."""
 
+import logging
 from collections.abc import Callable
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.lossless.cases import heldout_prompts
-from tests.lossless.engines import MODES, engine
+from tests.lossless.cases import Case, generate, heldout_prompts
+from tests.lossless.conftest import OTHER_TOKENIZER
+from tests.lossless.engines import DRAFT_MODEL, MODES, engine
+from tests.lossless.test_equality import Run, leave_prefixes, make_llm
 from tllm_spec.llm import LLM
-from tllm_spec.outputs import SpeculativeStats
+from tllm_spec.outputs import RequestOutput, SpeculativeStats
 from tllm_spec.sampling_params import SamplingParams
 from tllm_spec.text.tokenizer import Tokenizer
 
@@ -337,3 +341,63 @@ def test_coupled_drafts_are_accepted_nearly_as_often_as_rejection_samplings(
         )
     assert found["coupled"].acceptance_length >= 0.9 * found["rejection"].acceptance_length
     assert found["coupled"].draft_acceptance_rate > 1.1 * found["argmax"].draft_acceptance_rate
+
+
+# What an EAGLE-1/2 head drafts does not depend on the cache or the path. That its text is plain
+# decoding's is in `test_equality`.
+
+
+def stats_of(outputs: list[RequestOutput]) -> SpeculativeStats:
+    return sum(
+        (output.speculative_decoding or SpeculativeStats() for output in outputs),
+        SpeculativeStats(),
+    )
+
+
+@pytest.mark.parametrize(
+    "setting", [pytest.param("chunked_prefill", marks=pytest.mark.slow), "prefix_reuse"]
+)
+def test_chunks_prefix_hits_and_the_path_change_no_draft(
+    fitted_file: Callable[[str], Path], cases: list[Case], setting: str
+) -> None:
+    found = []
+    for mode, own in (("eagle", "undisturbed"), ("eagle", setting), ("eagle_two_model", setting)):
+        with make_llm(Run(mode, own, 3, 8, True), {}, fitted_file) as llm:
+            if own == "prefix_reuse":
+                leave_prefixes(llm, cases)
+            found.append(stats_of(generate(llm, cases, 8)))
+    assert found[0] == found[1] == found[2]
+
+
+# A draft model with another tokenizer has nearly the acceptance of one with the target's.
+
+
+def acceptance_length(model: str, prompts: list[list[int]], **options: Any) -> float:
+    """The acceptance length of greedy and sampled requests together."""
+    spec = {"decoding_type": "Draft_Target", "max_draft_len": 3, "speculative_model": model}
+    params = [
+        SamplingParams(max_tokens=64, ignore_eos=True, seed=i, temperature=0.8 * (i % 2))
+        for i in range(len(prompts))
+    ]
+    with LLM("zoo:llama", max_batch_size=8, speculative_config=spec | options) as llm:
+        found = [each.speculative_decoding for each in llm.generate(prompts, params)]
+        llm.check_integrity()
+    total = sum((each for each in found if each is not None), SpeculativeStats())
+    return total.acceptance_length
+
+
+@pytest.mark.parametrize(
+    "options", [{}, pytest.param({"draft_target_one_model": True}, marks=pytest.mark.slow)]
+)
+def test_acceptance_is_close_to_that_of_the_targets_tokenizer(
+    options: dict[str, Any],
+    fitted_file: Callable[[str], Path],
+    tokenizer: Tokenizer,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    prompts = heldout_prompts(tokenizer, 8, 60)
+    expected = acceptance_length(DRAFT_MODEL, prompts, **options)
+    with caplog.at_level(logging.WARNING):
+        found = acceptance_length(str(fitted_file(OTHER_TOKENIZER)), prompts, **options)
+    assert "the draft model's tokenizer is not the target's: " in caplog.text
+    assert 1.3 < 0.85 * expected < found < expected

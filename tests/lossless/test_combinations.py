@@ -3,6 +3,7 @@ and in the end all slots and pages are free."""
 
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -12,11 +13,17 @@ import torch
 
 from tests.executor.draft_caches import assert_cached_pages_are_whole, spoil_free_pages
 from tests.executor.harness import Harness, all_pages_are_back, output_of, user_provided
+from tests.executor.hooks import before_launch
 from tests.executor.row_rounds import draw_rows, may_have_any_rows
-from tests.lossless.engines import MODES, tiny_engine
+from tests.lossless.cases import Case, assert_same, generate
+from tests.lossless.engines import MODES, TREES, engine, tiny_engine
+from tests.lossless.oracle import GetOracle
+from tllm_spec.config.draft_tree_config import MAX_NODES
 from tllm_spec.config.llm_args import LlmArgs
+from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.request import LlmRequest
-from tllm_spec.outputs import Logprob
+from tllm_spec.llm import LLM
+from tllm_spec.outputs import Logprob, RequestOutput, SpeculativeStats
 
 NUM_DRAWS, MAX_ROUNDS = 15, 1500
 USER = ("user_provided", "user_provided_tree")
@@ -24,7 +31,7 @@ WINDOWED = ("eagle3", "peagle_two_model", "pard_two_model", "eagle3_two_model_tr
 
 
 @pytest.fixture(scope="module")
-def plain(tiny: Path) -> Harness:
+def combinations_plain(tiny: Path) -> Harness:
     """One request at a time, without overlap and without reuse."""
     options = {"max_batch_size": 1, "disable_overlap_scheduler": True}
     return Harness(tiny, kv_cache_config={"enable_block_reuse": False}, **options)
@@ -196,7 +203,7 @@ def assert_as_alone(request: LlmRequest, alone: LlmRequest) -> None:
 def test_in_random_traffic_each_request_gets_the_text_that_it_gets_alone(
     tiny: Path,
     drafts: tuple[Path, Path],
-    plain: Harness,
+    combinations_plain: Harness,
     number: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -204,8 +211,8 @@ def test_in_random_traffic_each_request_gets_the_text_that_it_gets_alone(
     mode = (*MODES, *USER)[number % (len(MODES) + len(USER))]
     draft_len, page_size = random.choice((1, 2, 3, 5, 7)), random.choice((1, 2, 4, 8))
     asked = draw_traffic(random, page_size)
-    alone = [each.submit(plain) for each in asked]
-    plain.run()
+    alone = [each.submit(combinations_plain) for each in asked]
+    combinations_plain.run()
     texts = {request.seed: output_of(request) for request in alone}
     for each, request in zip(asked, alone, strict=True):
         if isinstance(strict := each.params.get("logits_processor"), Strict):
@@ -233,3 +240,106 @@ def test_in_random_traffic_each_request_gets_the_text_that_it_gets_alone(
         assert_as_alone(request, expected)
     assert all_pages_are_back(harness.executor)
     assert_cached_pages_are_whole(harness)
+
+
+# Draft trees of every width, depth and size give plain decoding's tokens.
+#
+# Of each width and depth there is a tree with no more drafts than its depth needs, or one of the
+# default size, or the largest. Drafters, pages, overlap and what disturbs the requests change from
+# one tree to the next.
+
+
+WIDTHS, DEPTHS = (2, 4, 8), (1, 2, 3, 4, 5, 6)
+SETTINGS = ("reuse", "chunks", "preemption")
+BATCH_SIZE = 4
+
+
+@dataclass(frozen=True)
+class Run:
+    """One engine, and what its requests meet."""
+
+    mode: str
+    topk: int
+    depth: int
+    num_nodes: int
+    page_size: int
+    setting: str
+    overlap: bool
+
+    def __str__(self) -> str:
+        rounds = "overlap" if self.overlap else "in_turn"
+        tree = f"{self.depth}x{self.topk}-{self.num_nodes}"
+        return f"{self.mode}-{tree}-pages_of_{self.page_size}-{self.setting}-{rounds}"
+
+
+def runs() -> list[Any]:
+    found = []
+    for number, (topk, depth) in enumerate(product(WIDTHS, DEPTHS)):
+        most = min(MAX_NODES, topk + (depth - 1) * topk**2)
+        num_nodes = (depth, min(most, topk * depth), most)[(number + number // 6) % 3]
+        run = Run(
+            f"{TREES[number % len(TREES)]}_tree",
+            topk,
+            depth,
+            num_nodes,
+            page_size=(16, 32)[number // 3 % 2],
+            setting=SETTINGS[number // 2 % 3],
+            overlap=number // 2 % 2 == 0,
+        )
+        found.append(pytest.param(run, id=str(run)))
+    return found
+
+
+def options_of(run: Run) -> dict[str, Any]:
+    window = 1 + run.num_nodes
+    # A window may have KV entries of all its drafts after those of the tokens.
+    pages = {"tokens_per_block": run.page_size, "max_tokens": 384 + window}
+    options: dict[str, Any] = {
+        "reuse": {"kv_cache_config": {"tokens_per_block": run.page_size}},
+        "chunks": {
+            "kv_cache_config": {"tokens_per_block": run.page_size, "enable_block_reuse": False},
+            "enable_chunked_prefill": True,
+            # With fewer rows than four prompts have together, even for the largest windows.
+            "max_num_tokens": min(BATCH_SIZE * window + 10, 200),
+        },
+        "preemption": {
+            "kv_cache_config": pages,
+            "scheduler_config": {"capacity_scheduler_policy": "MAX_UTILIZATION"},
+        },
+    }[run.setting]
+    speculation = {"dynamic_tree_max_topK": run.topk, "max_total_draft_tokens": run.num_nodes}
+    return options | engine(run.mode, run.depth, overlap=run.overlap, **speculation)
+
+
+def watch_chunks(llm: LLM) -> list[int]:
+    """Rows of every prompt chunk that does not end its prompt."""
+    rows = list[int]()
+
+    def look(batch: ScheduledBatch) -> None:
+        chunks = (each for each in batch.context_requests if not each.is_last_context_chunk)
+        rows.extend(request.context_chunk for request in chunks)
+
+    before_launch(llm._executor, look)
+    return rows
+
+
+@pytest.mark.slow  # some trees are in test_equality, and shapes in tests/executor
+@pytest.mark.parametrize("run", runs())
+def test_a_tree_of_any_shape_gives_plain_decodings_text(
+    run: Run, cases: list[Case], plain: list[RequestOutput], oracle: GetOracle
+) -> None:
+    with LLM("zoo:llama", max_batch_size=BATCH_SIZE, **options_of(run)) as llm:
+        if run.setting == "reuse":
+            llm.generate([case.prompt[:-20] for case in cases], use_tqdm=False)
+        before, chunks = llm._executor.scheduler.num_preemptions, watch_chunks(llm)
+        outputs = generate(llm, cases, BATCH_SIZE)
+        preempted = llm._executor.scheduler.num_preemptions > before
+        llm.check_integrity()
+    for case, output, expected in zip(cases, outputs, plain, strict=True):
+        assert_same(case, output, expected, oracle)
+    assert preempted == (run.setting == "preemption") and bool(chunks) == (run.setting == "chunks")
+    assert run.setting != "reuse" or all(output.cached_tokens for output in outputs)
+    stats = [output.speculative_decoding or SpeculativeStats() for output in outputs]
+    total = sum(stats, SpeculativeStats())
+    assert total.acceptance_length > (1.0 if run.mode.startswith("ngram") else 1.3)
+    assert len(total.per_position_drafted) == run.depth and total.per_position_drafted[-1] > 0

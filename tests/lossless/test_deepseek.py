@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.lossless.small_models import (
     NGRAM,
@@ -239,7 +238,6 @@ DRAFTS_ON_GPU: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("setting", ["undisturbed", "prefix_reuse", "chunks"])
 @pytest.mark.parametrize("drafts", ["plain", *DRAFTS_ON_GPU])
 @pytest.mark.parametrize("one_model", [True, False])
@@ -256,7 +254,6 @@ def test_a_gpu_with_cuda_graphs_gives_the_text_of_the_cpu(
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("setting", ["undisturbed", "prefix_reuse", "chunks"])
 @pytest.mark.parametrize("drafts", DRAFTS)
 @pytest.mark.parametrize("one_model", [True, False])
@@ -278,7 +275,6 @@ def test_an_eagle3_head_with_latents_leaves_the_text_alone_on_a_gpu(
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_deterministic_gives_every_bit_of_a_request_alone(dtype: str, with_mtp: Path) -> None:
     mtp = {"decoding_type": "MTP", "max_draft_len": 2}

@@ -35,7 +35,7 @@ from tests.lossless.engines import (
     engine,
     static_choices,
 )
-from tests.lossless.oracle import Oracle
+from tests.lossless.oracle import GetOracle
 from tllm_spec.llm import LLM
 from tllm_spec.outputs import RequestOutput, SpeculativeStats
 from tllm_spec.sampling_params import SamplingParams
@@ -294,7 +294,7 @@ def test_the_text_is_plain_decodings(
     plain: list[RequestOutput],
     known_texts: dict[tuple[int, ...], list[int]],
     fitted_file: Callable[[str], Path],
-    oracle: Callable[[], Oracle],
+    oracle: GetOracle,
 ) -> None:
     with make_llm(run, known_texts, fitted_file) as llm:
         assert llm._executor.parts.max_in_flight == run.overlap

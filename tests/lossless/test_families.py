@@ -2,13 +2,11 @@
 of sliding windows (Mistral; Qwen2, in some layers), experts, text parts of models that also see
 images, prefix reuse, chunked prefill and preemption change no text."""
 
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.lossless.small_models import (
     NGRAM,
@@ -16,6 +14,7 @@ from tests.lossless.small_models import (
     PLAIN,
     SETTINGS,
     TREES,
+    TextsOf,
     assert_deterministic_texts_do_not_depend_on_drafts,
     by_default,
     over_codes,
@@ -72,7 +71,7 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def plain(folders: dict[str, Path]) -> Callable[[str], list[list[int]]]:
+def plain(folders: dict[str, Path]) -> TextsOf:
     return cache(lambda name: plain_texts(folders[name]))
 
 
@@ -85,7 +84,7 @@ def plain(folders: dict[str, Path]) -> Callable[[str], list[list[int]]]:
     ),
 )
 def test_the_text_is_the_same_with_and_without_drafts_of_ngram(
-    model: str, setting: str, folders: dict[str, Path], plain: Callable[[str], list[list[int]]]
+    model: str, setting: str, folders: dict[str, Path], plain: TextsOf
 ) -> None:
     without, _ = texts(folders[model], **BACKENDS[setting])
     assert without == plain(model)
@@ -126,12 +125,7 @@ QUICK_DRAFTS = [
     by_default(QUICK_DRAFTS, SPANS, DRAFTS, (True, False), BACKENDS),
 )
 def test_the_target_as_its_own_draft_model_leaves_the_text_alone(
-    model: str,
-    drafts: str,
-    one_model: bool,
-    setting: str,
-    folders: dict[str, Path],
-    plain: Callable[[str], list[list[int]]],
+    model: str, drafts: str, one_model: bool, setting: str, folders: dict[str, Path], plain: TextsOf
 ) -> None:
     """Its drafts are right, so that most windows over a border are accepted."""
     own = {"decoding_type": "Draft_Target", "speculative_model": str(folders[model])}
@@ -159,7 +153,7 @@ def test_an_eagle3_head_leaves_the_text_alone(
     setting: str,
     folders: dict[str, Path],
     head: Path,
-    plain: Callable[[str], list[list[int]]],
+    plain: TextsOf,
 ) -> None:
     own = HEAD | {"speculative_model": str(head), "eagle3_one_model": one_model}
     own |= TREES["dynamic"] if is_tree else {}
@@ -183,16 +177,11 @@ DRAFTS_ON_GPU: dict[str, dict[str, Any] | None] = {
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("setting", ["undisturbed", "prefix_reuse", "chunks"])
 @pytest.mark.parametrize("drafts", DRAFTS_ON_GPU)
 @pytest.mark.parametrize("model", SPANS)
 def test_a_gpu_with_cuda_graphs_gives_the_text_of_the_cpu(
-    model: str,
-    drafts: str,
-    setting: str,
-    folders: dict[str, Path],
-    plain: Callable[[str], list[list[int]]],
+    model: str, drafts: str, setting: str, folders: dict[str, Path], plain: TextsOf
 ) -> None:
     own = DRAFTS_ON_GPU[drafts]
     if drafts.startswith("draft"):
@@ -206,7 +195,6 @@ def test_a_gpu_with_cuda_graphs_gives_the_text_of_the_cpu(
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("model", SPANS)
 def test_deterministic_gives_the_same_text_with_and_without_drafts(
     model: str, folders: dict[str, Path]

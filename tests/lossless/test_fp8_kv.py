@@ -3,7 +3,6 @@ transformers' model over keys and values that are rounded to E4M3 before any que
 
 import inspect
 import json
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from transformers import DynamicCache
 
 from tests.lossless.cases import Case, assert_same, fixed_length_cases, generate, heldout_prompts
 from tests.lossless.engines import engine
-from tests.lossless.oracle import Oracle
+from tests.lossless.oracle import GetOracle, Oracle
 from tests.lossless.test_quantised_weights import MTP, PLAIN, copied
 from tllm_spec.llm import LLM
 from tllm_spec.outputs import RequestOutput
@@ -101,7 +100,7 @@ def expected(folder: Path, requests: list[Case]) -> list[RequestOutput]:
 
 
 @pytest.fixture(scope="module")
-def oracle(folder: Path) -> Callable[[], Oracle]:
+def oracle(folder: Path) -> GetOracle:
     @cache
     def get() -> Oracle:
         from transformers import AutoModelForCausalLM
@@ -122,7 +121,7 @@ def oracle(folder: Path) -> Callable[[], Oracle]:
 
 
 def test_plain_text_is_that_of_transformers_over_rounded_keys_and_values(
-    requests: list[Case], expected: list[RequestOutput], oracle: Callable[[], Oracle]
+    requests: list[Case], expected: list[RequestOutput], oracle: GetOracle
 ) -> None:
     for case, output in zip(requests, expected, strict=True):
         tokens = output.outputs[0].token_ids
@@ -145,7 +144,7 @@ def test_no_drafter_chunk_prefix_hit_or_preemption_changes_the_text(
     folder: Path,
     requests: list[Case],
     expected: list[RequestOutput],
-    oracle: Callable[[], Oracle],
+    oracle: GetOracle,
 ) -> None:
     options = {"max_batch_size": 3} | SETTINGS[setting] | engine(mode, 3)
     with LLM(folder, **options) as llm:
@@ -163,11 +162,7 @@ def test_no_drafter_chunk_prefix_hit_or_preemption_changes_the_text(
 @pytest.mark.thinned(3)
 @pytest.mark.parametrize("size", [7, 1, 64])
 def test_prompts_in_chunks_of_any_size_give_the_same_text(
-    size: int,
-    folder: Path,
-    requests: list[Case],
-    expected: list[RequestOutput],
-    oracle: Callable[[], Oracle],
+    size: int, folder: Path, requests: list[Case], expected: list[RequestOutput], oracle: GetOracle
 ) -> None:
     options = PLAIN | {"enable_chunked_prefill": True, "max_num_tokens": size}
     with LLM(folder, **options) as llm:
@@ -199,11 +194,7 @@ def latents_alone(requests: list[Case]) -> list[list[int]]:
 
 @pytest.mark.parametrize("dtype", [pytest.param("fp8", marks=pytest.mark.slow), "model"])
 def test_a_draft_model_has_a_type_of_its_own(
-    dtype: str,
-    folder: Path,
-    requests: list[Case],
-    expected: list[RequestOutput],
-    oracle: Callable[[], Oracle],
+    dtype: str, folder: Path, requests: list[Case], expected: list[RequestOutput], oracle: GetOracle
 ) -> None:
     options = engine("draft_target", 3, kv_cache_dtype=dtype)
     with LLM(folder, max_batch_size=3, **options) as llm:
@@ -224,7 +215,7 @@ def test_on_a_gpu_drafts_leave_the_text_alone(
     deterministic: bool,
     folder: Path,
     requests: list[Case],
-    oracle: Callable[[], Oracle],
+    oracle: GetOracle,
 ) -> None:
     is_mla = model == "zoo:deepseek"
     if is_mla and mode not in ("plain", "ngram", "ngram_tree"):

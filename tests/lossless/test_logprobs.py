@@ -1,13 +1,12 @@
 """Log probabilities with speculation are those of plain decoding and of transformers."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 from tests.lossless.engines import engine
-from tests.lossless.oracle import Oracle
+from tests.lossless.oracle import GetOracle
 from tllm_spec.llm import LLM
 from tllm_spec.outputs import Logprob, RequestOutput
 from tllm_spec.sampling_params import SamplingParams
@@ -91,7 +90,7 @@ def test_log_probabilities_are_plain_decodings(
 
 
 def test_plain_log_probabilities_are_transformers(
-    plain_outputs: list[RequestOutput], oracle: Callable[[], Oracle]
+    plain_outputs: list[RequestOutput], oracle: GetOracle
 ) -> None:
     for output in plain_outputs:
         sample, prompt = output.outputs[0], output.prompt_token_ids

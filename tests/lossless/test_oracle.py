@@ -3,20 +3,19 @@ rules."""
 
 import math
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 from tests.lossless.cases import OUTPUT_LEN, TOLERANCE, Case, NearTie, assert_same
-from tests.lossless.oracle import Oracle, distance, filter_margins, perturbed_logits
+from tests.lossless.oracle import GetOracle, distance, filter_margins, perturbed_logits
 from tllm_spec.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from tllm_spec.sampling_params import SamplingParams
 
 
 def test_plain_decoding_follows_the_sampling_rules_at_every_position(
-    cases: list[Case], plain: list[RequestOutput], oracle: Callable[[], Oracle]
+    cases: list[Case], plain: list[RequestOutput], oracle: GetOracle
 ) -> None:
     for case, request in zip(cases, plain, strict=True):
         output = request.outputs[0].token_ids
@@ -47,7 +46,7 @@ def test_the_stops_end_the_texts_where_they_first_occur(
 
 
 def test_the_comparison_tolerates_a_difference_between_near_ties_only(
-    cases: list[Case], plain: list[RequestOutput], oracle: Callable[[], Oracle]
+    cases: list[Case], plain: list[RequestOutput], oracle: GetOracle
 ) -> None:
     def with_tokens(token_ids: list[int]) -> RequestOutput:
         sample = CompletionOutput(0, plain[1].outputs[0].text, token_ids, finish_reason="length")
@@ -93,9 +92,7 @@ def test_a_candidate_at_a_filter_s_edge_is_as_near_as_the_edge() -> None:
         assert found[0] == pytest.approx(max(0.0, shift), abs=1e-9)
 
 
-def test_filters_keep_every_token_with_a_margin(
-    cases: list[Case], oracle: Callable[[], Oracle]
-) -> None:
+def test_filters_keep_every_token_with_a_margin(cases: list[Case], oracle: GetOracle) -> None:
     raw = oracle().logits(cases[0].prompt)[-1].double()
     for filters in (
         {"min_p": 0.05},
@@ -110,7 +107,7 @@ def test_filters_keep_every_token_with_a_margin(
 
 
 def test_without_filters_edges_change_no_gap_and_with_them_they_only_narrow_it(
-    cases: list[Case], plain: list[RequestOutput], oracle: Callable[[], Oracle]
+    cases: list[Case], plain: list[RequestOutput], oracle: GetOracle
 ) -> None:
     narrower = 0
     for case, request in zip(cases[:5], plain, strict=False):

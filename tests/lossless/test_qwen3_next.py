@@ -220,7 +220,6 @@ def test_a_model_with_states_is_refused_as_draft_model(folder: Path) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("drafter", [None, *DRAFTERS])
 def test_a_gpu_with_cuda_graphs_gives_the_text_of_the_cpu(
     drafter: str | None, folder: Path, drafts: dict[str, Path], plain: list[list[int]]
@@ -231,7 +230,6 @@ def test_a_gpu_with_cuda_graphs_gives_the_text_of_the_cpu(
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("drafts", ["chain", "shared rows", "dynamic"])
 def test_a_gpu_drafts_with_the_models_own_layer(
     drafts: str, with_mtp: Path, plain_of_mtp: list[list[int]]
@@ -244,6 +242,5 @@ def test_a_gpu_drafts_with_the_models_own_layer(
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_deterministic_gives_the_same_text_with_and_without_drafts(folder: Path) -> None:
     assert_deterministic_texts_do_not_depend_on_drafts(folder)

@@ -4,16 +4,20 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.cli.fake_llm import make_output
-from tests.server.fake_llm import STATE, STATS, FakeLLM
+from tests.server.fake_llm import FAILING_PROMPT, FAILURES, MODEL, STATE, STATS, FakeLLM
+from tests.server.http_answers import CHAT, wait_for
 from tllm_spec import __version__
+from tllm_spec.outputs import RequestMetrics, RequestOutput
+from tllm_spec.server import app as server_app
 from tllm_spec.server.app import OpenAIServer
-from tllm_spec.server.histograms import HISTOGRAMS, Histograms
+from tllm_spec.server.histograms import HISTOGRAMS, Histograms, perf_record
 from tllm_spec.server.metrics import EngineMetrics
 from tllm_spec.server.options import ServerOptions
 
@@ -213,3 +217,129 @@ def test_the_grafana_dashboard_asks_for_documented_metrics_only() -> None:
     documented = DOCUMENT.read_text("utf-8")
     assert len(asked) > 12
     assert not [name for name in asked if f"`{name.removesuffix('_bucket')}`" not in documented]
+
+
+# `/perf_metrics` has TensorRT-LLM's timings of finished requests; `/health_generate` runs the
+# engine.
+
+
+@pytest.fixture
+def perf_metrics_client(llm: FakeLLM) -> Iterator[TestClient]:
+    with TestClient(OpenAIServer(llm, MODEL).app()) as perf_metrics_client:
+        yield perf_metrics_client
+
+
+def complete(perf_metrics_client: TestClient, **body: Any) -> int:
+    return perf_metrics_client.post(
+        "/v1/completions", json={"model": MODEL, "prompt": "a", **body}
+    ).status_code
+
+
+def test_every_finished_request_has_its_times_and_draft_counts(
+    perf_metrics_client: TestClient,
+) -> None:
+    complete(perf_metrics_client)
+    complete(perf_metrics_client, stream=True)
+    perf_metrics_client.post("/v1/chat/completions", json={"model": MODEL, "messages": CHAT})
+    records = perf_metrics_client.get("/perf_metrics").json()
+    assert [record["request_id"] for record in records] == [0, 1, 2]
+    for record in records:
+        times = record["perf_metrics"]["timing_metrics"]
+        assert 0 < times["arrival_time"] <= times["first_scheduled_time"]
+        assert times["first_scheduled_time"] <= times["first_token_time"]
+        assert times["first_token_time"] <= times["last_token_time"]
+        assert record["perf_metrics"]["speculative_decoding"] == {
+            "acceptance_rate": STATS.draft_acceptance_rate,
+            "total_accepted_draft_tokens": STATS.num_accepted_tokens,
+            "total_draft_tokens": STATS.num_drafted_tokens,
+        }
+
+
+def test_reading_the_records_removes_them(perf_metrics_client: TestClient) -> None:
+    complete(perf_metrics_client, prompt=["a", "b"])
+    assert len(perf_metrics_client.get("/perf_metrics").json()) == 2
+    assert perf_metrics_client.get("/perf_metrics").json() == []
+
+
+def test_failed_requests_have_no_record(perf_metrics_client: TestClient) -> None:
+    assert complete(perf_metrics_client, prompt=FAILING_PROMPT) == 500
+    assert perf_metrics_client.get("/perf_metrics").json() == []
+
+
+def test_a_request_without_drafts_has_no_draft_counts() -> None:
+    output = RequestOutput(7, None, [1], [], RequestMetrics(1.0, 2.0, 3.0, 4.0), finished=True)
+    times = {"arrival_time": 1.0, "first_scheduled_time": 2.0}
+    times |= {"first_token_time": 3.0, "last_token_time": 4.0}
+    expected = {"request_id": 7, "perf_metrics": {"timing_metrics": times}}
+    assert perf_record(output) == expected
+
+
+def test_only_the_latest_records_are_kept(monkeypatch: pytest.MonkeyPatch, llm: FakeLLM) -> None:
+    monkeypatch.setattr(server_app, "MAX_RECORDS", 3)
+    with TestClient(OpenAIServer(llm, MODEL).app()) as perf_metrics_client:
+        for _ in range(5):
+            complete(perf_metrics_client)
+        kept = [record["request_id"] for record in perf_metrics_client.get("/perf_metrics").json()]
+    assert kept == [2, 3, 4]
+
+
+def test_health_generate_runs_one_token_through_the_engine(
+    perf_metrics_client: TestClient, llm: FakeLLM
+) -> None:
+    assert perf_metrics_client.get("/health_generate").status_code == 200
+    (params,) = llm.sampling
+    assert params.max_tokens == 1
+    wait_for(lambda: not llm.running)
+    assert perf_metrics_client.get("/perf_metrics").json() == [], (
+        "the probe is not a user's request"
+    )
+
+
+def test_health_generate_reports_an_engine_that_fails_or_has_ended(
+    perf_metrics_client: TestClient, llm: FakeLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(FAILURES, "hi", "the logits are not numbers")
+    assert perf_metrics_client.get("/health_generate").status_code == 500
+    llm.is_healthy = False
+    assert perf_metrics_client.get("/health_generate").status_code == 503
+
+
+# `/iteration_stats` has TensorRT-LLM's JSON list of statistics, one entry for each round.
+
+
+ROUND = {"iter": 0, "iterLatencyMS": 1.5, "numActiveRequests": 2}
+
+
+@pytest.fixture
+def iteration_stats_llm() -> FakeLLM:
+    return FakeLLM(enable_iter_perf_stats=True)
+
+
+@pytest.fixture
+def iteration_stats_client(iteration_stats_llm: FakeLLM) -> Iterator[TestClient]:
+    with TestClient(OpenAIServer(iteration_stats_llm, MODEL).app()) as iteration_stats_client:
+        yield iteration_stats_client
+
+
+def test_the_rounds_since_the_last_call_are_listed(
+    iteration_stats_client: TestClient, iteration_stats_llm: FakeLLM
+) -> None:
+    iteration_stats_llm.rounds = [ROUND]
+    assert iteration_stats_client.get("/iteration_stats").json() == [ROUND]
+    assert iteration_stats_client.get("/iteration_stats").json() == []
+
+
+def test_without_the_option_the_answer_names_it(
+    iteration_stats_client: TestClient, iteration_stats_llm: FakeLLM
+) -> None:
+    iteration_stats_llm.args = FakeLLM().args
+    response = iteration_stats_client.get("/iteration_stats")
+    assert response.status_code == 404
+    assert "enable_iter_perf_stats = false" in response.json()["error"]["message"]
+
+
+def test_an_engine_that_has_ended_is_answered_with_503(
+    iteration_stats_client: TestClient, iteration_stats_llm: FakeLLM
+) -> None:
+    iteration_stats_llm.is_healthy = False
+    assert iteration_stats_client.get("/iteration_stats").status_code == 503
