@@ -165,7 +165,7 @@ def test_drafts_leave_the_text_alone(
 @pytest.mark.parametrize("drafter", ["head", "draft model", "ngram"])
 @pytest.mark.thinned(3)
 def test_adaptive_tiers_leave_the_text_alone(drafter: str, models: Models) -> None:
-    config = models.config("gpt-oss", drafter) | {"adaptive": TIERS}
+    config = models.config("gpt-oss", drafter) | TIERS
     options = SETTINGS["prefix_reuse"]
     found, _ = texts(models.folder("gpt-oss"), speculative_config=config, **options)
     assert found == models.plain("gpt-oss")
