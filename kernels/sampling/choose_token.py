@@ -212,12 +212,7 @@ def _best_of_parts(
     _choose_part[(num_rows, num_parts)](
         logits,
         logits.stride(0),
-        temperature,
-        _stride(temperature),
-        seeds,
-        _stride(seeds),
-        positions,
-        _stride(positions),
+        *strided(temperature, seeds, positions),
         cut,
         token_map,
         part_values,
@@ -231,8 +226,9 @@ def _best_of_parts(
     return part_values, part_tokens
 
 
-def _stride(column: torch.Tensor | None) -> int:
-    return 0 if column is None else column.stride(0)
+def strided(*columns: torch.Tensor | None) -> list[torch.Tensor | int | None]:
+    """A kernel's arguments: each column, and its stride between rows."""
+    return [each for x in columns for each in (x, 0 if x is None else x.stride(0))]
 
 
 def gumbel_noise_triton(
@@ -241,10 +237,7 @@ def gumbel_noise_triton(
     """See `gumbel_noise`. seeds, positions: `[R]` int64. Returns `[R, num_tokens]` float32."""
     noise = torch.empty((seeds.numel(), num_tokens), dtype=torch.float32, device=seeds.device)
     _write_noise[(seeds.numel(), triton.cdiv(num_tokens, _BLOCK))](
-        seeds,
-        seeds.stride(0),
-        positions,
-        positions.stride(0),
+        *strided(seeds, positions),
         noise,
         num_tokens,
         domain,

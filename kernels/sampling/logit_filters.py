@@ -6,6 +6,7 @@ import torch
 
 from tllm_spec.kernels.dispatch import tl, triton, with_kernel
 from tllm_spec.kernels.launch import begin, programmatic_launch
+from tllm_spec.kernels.sampling.choose_token import strided
 
 # top_k, top_p and min_p as one number per row: the smallest value of logits / temperature that
 # they keep.
@@ -115,7 +116,7 @@ def filter_cut_triton(
     # The greatest key of each row follows the counts of all rows.
     counts = torch.zeros(num_rows * (_NUM_KEYS + 1), dtype=torch.int32, device=logits.device)
     cut = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
-    parameters = [item for x in (temperature, top_k, top_p, min_p) for item in (x, x.stride(0))]
+    parameters = strided(temperature, top_k, top_p, min_p)
     bits = logits.view(torch.int16)
     grid = (num_rows, triton.cdiv(vocab_size, _BLOCK))
     sizes = (vocab_size, _BLOCK, _NUM_KEYS)

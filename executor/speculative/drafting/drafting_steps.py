@@ -16,12 +16,11 @@ from tllm_spec.executor.speculative.drafting.suffix_match import DraftChoice
 from tllm_spec.kernels.attention.visible_keys import MAX_TREE_KEYS, TreeMask
 from tllm_spec.kernels.drafts.draft_beams import (
     BeamPool,
-    add_last,
     first_beams,
     grow,
     select,
 )
-from tllm_spec.kernels.drafts.draft_layout import DraftLayout, StaticStep, static_steps
+from tllm_spec.kernels.drafts.draft_layout import HostTree, StaticStep, static_steps
 from tllm_spec.kernels.slots.accept import Drafts, DraftTree
 from tllm_spec.kernels.slots.row_copies import gather_rows
 from tllm_spec.models.draft_head import Masks
@@ -220,10 +219,7 @@ class DraftSteps:
             state = growth.read(step, beams.tokens, beams.bits, num_before, state, parents)
             probs, tokens = growth.candidates(step, state)
             children = probs.view(-1, topk, topk), tokens.view(-1, topk, topk)
-            if step + 1 == shape.depth:
-                add_last(pool, step, beams, *children)
-            else:
-                beams = grow(pool, step, beams, *children)
+            beams = grow(pool, step, beams, *children)
         return select(pool, shape.num_nodes, self._choice is not None)
 
     def _draft_static(self, growth: "_Growth", shape: DraftShape, state: torch.Tensor) -> DraftTree:
@@ -232,10 +228,11 @@ class DraftSteps:
         scores, before = list[torch.Tensor](), state.new_ones((), dtype=torch.float32)
         for index, step in enumerate(steps):
             probs, tokens = growth.candidates(index, state)
-            own = step.take(tokens.view(batch, -1, shape.topk))
+            own = tokens.view(batch, -1).index_select(1, step.candidates)
             found.append(own)
             if self._choice is not None:
-                scores.append(step.take(probs.view(batch, -1, shape.topk) * before))
+                worth = (probs.view(batch, -1, shape.topk) * before).flatten(1)
+                scores.append(worth.index_select(1, step.candidates))
                 before = scores[-1].index_select(1, step.runs).unsqueeze(2)
             if index + 1 < len(steps):
                 num_rows, num_parents = len(step.runs), len(state) // batch
@@ -250,16 +247,11 @@ class DraftSteps:
         rows = {"parents": parents, "depths": depths, "bits": bits}
         return DraftTree(tokens, **rows, scores=of_nodes)
 
-    def _static_tree(
-        self, shape: DraftShape
-    ) -> tuple[list[StaticStep], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    def _static_tree(self, shape: DraftShape) -> tuple[list[StaticStep], list[torch.Tensor]]:
         """The steps of a static tree, and its parents, depths and bits."""
-        layout, device = DraftLayout.from_paths(shape.choices), self._slots.device
-        parents, depths, bits = (
-            torch.tensor(each, dtype=torch.int64, device=device)
-            for each in (layout.parents, layout.depths, layout.bits)
-        )
-        return static_steps(layout, device), (parents, depths, bits)
+        tree, device = HostTree.of_paths(shape.choices), self._slots.device
+        rows = [torch.tensor(each, device=device) for each in tree[1:]]
+        return static_steps(tree, shape.topk, device), rows
 
 
 class _Growth:
