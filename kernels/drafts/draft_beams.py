@@ -165,8 +165,7 @@ def first_beams_triton(pool: BeamPool, probs: torch.Tensor, tokens: torch.Tensor
         bits,
         topk,
         triton.next_power_of_2(topk),
-        **programmatic_launch(probs.device),
-        num_warps=1,
+        **programmatic_launch(probs.device, 1),
     )
     return Beams(tokens, probs, rows, bits)
 
@@ -194,8 +193,7 @@ def grow_triton(
         triton.next_power_of_2(topk),
         triton.next_power_of_2(topk**2),
         is_last,
-        **programmatic_launch(probs.device),
-        num_warps=1,
+        **programmatic_launch(probs.device, 1),
     )
     return grown
 
@@ -219,8 +217,7 @@ def select_triton(pool: BeamPool, num_drafts: int, with_scores: bool = False) ->
         num_drafts,
         topk,
         block,
-        **programmatic_launch(tokens.device),
-        num_warps=4,
+        **programmatic_launch(tokens.device, 4),
     )
     return DraftTree(tokens, parents=parents, depths=depths, bits=bits, scores=scores)
 

@@ -8,7 +8,7 @@ import torch
 from tllm_spec.config.draft_shape import END, NOTHING, OFF_CHAIN
 from tllm_spec.kernels.dispatch import tl, triton, with_kernel
 from tllm_spec.kernels.drafts.draft_layout import HostTree
-from tllm_spec.kernels.launch import begin, programmatic_launch
+from tllm_spec.kernels.launch import begin, programmatic_launch, strided
 from tllm_spec.kernels.slots.accept import DraftTree
 
 # Makes draft trees of paths: equal beginnings become one. On CUDA a Triton kernel, elsewhere the
@@ -75,8 +75,7 @@ def path_trees_triton(
         max_nodes,
         topk,
         triton.next_power_of_2(max_nodes + 1),
-        **programmatic_launch(paths.device),
-        num_warps=1,
+        **programmatic_launch(paths.device, 1),
     )
     return DraftTree(tokens, num_nodes, parents=parents, depths=depths, bits=bits)
 
@@ -186,8 +185,7 @@ def path_ranks_triton(
     assert parents.stride(1) == 1
     found = torch.empty_like(rows)
     _path_ranks[(len(slots),)](
-        parents,
-        parents.stride(0),
+        *strided(parents),
         slots,
         num_drafts,
         rows,
@@ -199,8 +197,7 @@ def path_ranks_triton(
         END,
         OFF_CHAIN,
         NOTHING,
-        **programmatic_launch(slots.device),
-        num_warps=1,
+        **programmatic_launch(slots.device, 1),
     )
     return found
 

@@ -12,8 +12,8 @@ chosen, which the target will choose as well, below a more common one."""
 import torch
 
 from tllm_spec.kernels.dispatch import tl, triton, with_kernel
-from tllm_spec.kernels.launch import begin, programmatic_launch
-from tllm_spec.kernels.sampling.choose_token import drawn, drawn_values, strided
+from tllm_spec.kernels.launch import begin, programmatic_launch, strided
+from tllm_spec.kernels.sampling.choose_token import drawn, drawn_values
 
 MAX_TOPK = 16
 _LAST_COLUMN = 2**31 - 1
@@ -97,9 +97,7 @@ def top_tokens_triton(
     num_requests = num_rows if temperature is None else len(temperature)
     assert num_rows % num_requests == 0
     inputs = [
-        logits,
-        logits.stride(0),
-        *strided(temperature, seeds, positions),
+        *strided(logits, temperature, seeds, positions),
         num_rows // num_requests,
         cut,
         token_map,

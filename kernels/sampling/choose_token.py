@@ -9,7 +9,7 @@ definition."""
 import torch
 
 from tllm_spec.kernels.dispatch import tl, triton, with_kernel
-from tllm_spec.kernels.launch import begin, programmatic_launch
+from tllm_spec.kernels.launch import begin, programmatic_launch, strided
 from tllm_spec.kernels.sampling.gumbel import TARGET_DOMAIN, gumbel_noise
 
 
@@ -171,8 +171,7 @@ def _chosen(
         *(*parts, token_map, chosen if offers is None else None, offers, first, num_parts),
         triton.next_power_of_2(num_parts),
         nothing,
-        **programmatic_launch(device),
-        num_warps=1,
+        **programmatic_launch(device, 1),
     )
     return chosen
 
@@ -210,9 +209,7 @@ def _best_of_parts(
     # Fused multiply-adds would change the last bit of the logarithms.
     options = {**programmatic_launch(device), "enable_fp_fusion": False}
     _choose_part[(num_rows, num_parts)](
-        logits,
-        logits.stride(0),
-        *strided(temperature, seeds, positions),
+        *strided(logits, temperature, seeds, positions),
         cut,
         token_map,
         part_values,
@@ -224,11 +221,6 @@ def _best_of_parts(
         **options,
     )
     return part_values, part_tokens
-
-
-def strided(*columns: torch.Tensor | None) -> list[torch.Tensor | int | None]:
-    """A kernel's arguments: each column, and its stride between rows."""
-    return [each for x in columns for each in (x, 0 if x is None else x.stride(0))]
 
 
 def gumbel_noise_triton(

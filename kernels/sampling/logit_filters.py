@@ -5,8 +5,7 @@ import numpy as np
 import torch
 
 from tllm_spec.kernels.dispatch import tl, triton, with_kernel
-from tllm_spec.kernels.launch import begin, programmatic_launch
-from tllm_spec.kernels.sampling.choose_token import strided
+from tllm_spec.kernels.launch import begin, programmatic_launch, strided
 
 # top_k, top_p and min_p as one number per row: the smallest value of logits / temperature that
 # they keep.
@@ -311,16 +310,14 @@ def mask_tokens_triton(
     assert logits.stride(1) == 1 and mask_of_row.is_contiguous() and bitmasks.is_contiguous()
     num_tokens = logits.shape[1]
     mask_tokens_kernel[(len(logits), triton.cdiv(num_tokens, _MASK_BLOCK))](
-        logits,
-        logits.stride(0),
+        *strided(logits),
         mask_of_row,
         bitmasks,
         bitmasks.shape[1],
         first,
         num_tokens,
         BLOCK=_MASK_BLOCK,
-        **programmatic_launch(logits.device),
-        num_warps=4,
+        **programmatic_launch(logits.device, 4),
     )
 
 

@@ -21,6 +21,8 @@ from tllm_spec.config.config_base import ConfigError, ConfigModel, PathText, che
 from tllm_spec.config.draft_shape import (
     MAX_BUDGETS,
     MAX_DRAFT_LEN,
+    NO_DRAFTS,
+    DraftShape,
     DraftShapes,
     checked_schedule,
     with_lower_bounds,
@@ -321,9 +323,17 @@ class DecodingBaseConfig(ConfigModel):
         """Whether rounds choose between chains and trees."""
         return False
 
+    def tree_of(self, depth: int) -> DraftShape:
+        """The largest tree of this depth, where drafts are trees."""
+        nodes = self.max_total_draft_tokens or depth
+        return DraftShape(depth, nodes, nodes)
+
     @cached_property
     def shapes(self) -> DraftShapes:
         """What a round's drafts look like, by tier."""
+        if self.drafts_trees:
+            trees = map(self.tree_of, range(1, self.max_draft_len + 1))
+            return DraftShapes([NO_DRAFTS, *trees], narrows=self.runs_users_code)
         if self.enable_adaptive_verification and self.adaptive is not None:
             return DraftShapes.with_budgets(self.max_draft_len, self.adaptive.draft_lens)
         return DraftShapes.chains(self.max_draft_len, self.verify_budget)
