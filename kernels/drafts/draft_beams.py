@@ -122,9 +122,8 @@ def select(pool: BeamPool, num_drafts: int, with_scores: bool = False) -> DraftT
     in the order of the pool: by depth, siblings from the most probable on. Raises nothing: the pool
     has at least so many candidates (`K + (S-1) K^2`)."""
     (batch, size), topk, device = pool.scores.shape, pool.topk, pool.scores.device
-    chosen = (
-        best_columns(pool.scores, num_drafts).sort(dim=1).values
-    )  # node j + 1 is candidate chosen[j]
+    # Node j + 1 is candidate chosen[j].
+    chosen = best_columns(pool.scores, num_drafts).sort(dim=1).values
     nodes = torch.zeros((batch, size), dtype=torch.int64, device=device)
     numbers = torch.arange(1, num_drafts + 1, device=device).expand(batch, num_drafts)
     nodes.scatter_(1, chosen, numbers)

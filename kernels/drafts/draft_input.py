@@ -154,11 +154,8 @@ def draft_input_kernel(
                 source = tl.load(wanted + row)
             copy_part(hidden + source * hidden_stride, total + row * SIZE, 0, SIZE, BLOCK)
     else:
-        source, output = (
-            rotary + tl.load(positions + row) * ROTARY_SIZE,
-            cos_sin + row * ROTARY_SIZE,
-        )
-        copy_part(source, output, 0, ROTARY_SIZE, ROTARY_BLOCK)
+        source = rotary + tl.load(positions + row) * ROTARY_SIZE
+        copy_part(source, cos_sin + row * ROTARY_SIZE, 0, ROTARY_SIZE, ROTARY_BLOCK)
 
 
 @triton.jit

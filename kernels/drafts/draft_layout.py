@@ -43,37 +43,6 @@ class HostTree(NamedTuple):
                     children.append({})
                 node = child
         _check_number(len(tokens))
-        return cls._in_rows(tokens, parents, depths)
-
-    @classmethod
-    def of_parents(cls, tokens: Sequence[Any], parents: Sequence[Any]) -> HostTree:
-        """parents: of each token, 0 for the root and n for the n-th token. Raises TypeError for
-        what is no number, and ValueError for more rows than there are bits, a parent that is not
-        an earlier node, and equal children of a node."""
-        if len(tokens) != len(parents):
-            raise ValueError(f"{len(tokens)} tokens have {len(parents)} parents")
-        _check_number(len(tokens))
-        tokens, parents = list(map(index, tokens)), list(map(index, parents))
-        depths = [0]
-        for node, parent in enumerate(parents, 1):
-            if not 0 <= parent < node:
-                raise ValueError(
-                    f"parents: node {node} has the parent {parent}; accepted are 0 to {node - 1}"
-                )
-            depths.append(depths[parent] + 1)
-        children = list(zip(parents, tokens, strict=True))
-        if len(set(children)) < len(children):
-            repeated = next(i for i, child in enumerate(children) if child in children[:i])
-            raise ValueError(
-                f"nodes {1 + children.index(children[repeated])} and {1 + repeated} are both "
-                f"{tokens[repeated]} after node {parents[repeated]}"
-            )
-        return cls._in_rows(tokens, parents, depths)
-
-    @classmethod
-    def _in_rows(cls, tokens: list[int], parents: list[int], depths: list[int]) -> HostTree:
-        """A tree whose nodes are in any order, parents before their children. depths: of the root,
-        too."""
         ordered = sorted(depths)
         if ordered != depths:
             nodes = sorted(range(len(depths)), key=depths.__getitem__)
@@ -86,6 +55,28 @@ class HostTree(NamedTuple):
         if len(bits) == MAX_NODES:
             bits[-1] -= 1 << 64
         return cls(tokens, [-1, *parents], ordered, bits)
+
+    @classmethod
+    def of_parents(cls, tokens: Sequence[Any], parents: Sequence[Any]) -> HostTree:
+        """parents: of each token, 0 for the root and n for the n-th token. Raises TypeError for
+        what is no number, and ValueError for more rows than there are bits, a parent that is not
+        an earlier node, and equal children of a node."""
+        if len(tokens) != len(parents):
+            raise ValueError(f"{len(tokens)} tokens have {len(parents)} parents")
+        _check_number(len(tokens))
+        paths: list[tuple[int, ...]] = [()]
+        for node, (token, parent) in enumerate(zip(tokens, map(index, parents), strict=True), 1):
+            if not 0 <= parent < node:
+                raise ValueError(
+                    f"parents: node {node} has the parent {parent}; accepted are 0 to {node - 1}"
+                )
+            path = (*paths[parent], index(token))
+            if path in paths:
+                raise ValueError(
+                    f"nodes {paths.index(path)} and {node} are both {token} after node {parent}"
+                )
+            paths.append(path)
+        return cls.of_paths(paths)
 
     @property
     def depth(self) -> int:

@@ -368,9 +368,7 @@ def _write_noise(
 ) -> None:  # fmt: skip
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     tokens = part * block + tl.arange(0, block)
-    seed, position = (
-        tl.load(seeds + row * seeds_stride),
-        tl.load(positions + row * positions_stride),
-    )
+    seed = tl.load(seeds + row * seeds_stride)
+    position = tl.load(positions + row * positions_stride)
     values = part_noise(seed, position, part, domain, block)
     tl.store(noise + row * num_tokens + tokens, values, mask=tokens < num_tokens)

@@ -153,9 +153,8 @@ def _count_keys(
     if filters & (tl.load(temperatures + row * temperatures_stride) > 0):
         tokens = tl.program_id(1) * block + tl.arange(0, block)
         exists = tokens < vocab_size
-        word = (
-            tl.load(bits + row * bits_stride + tokens, mask=exists, other=0).to(tl.int32) & 0xFFFF
-        )
+        word = tl.load(bits + row * bits_stride + tokens, mask=exists, other=0)
+        word = word.to(tl.int32) & 0xFFFF
         keys = tl.where(word >= 0x8000, 0xFFFF - word, word + 0x8000)
         tl.atomic_add(counts + row * num_keys + keys, 1, mask=exists, sem="relaxed")
         greatest = tl.max(tl.where(exists, keys, 0), axis=0)

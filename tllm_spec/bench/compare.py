@@ -68,10 +68,8 @@ def run_in_turn(
     """Appends `repeat` runs to every contestant's `runs`, after `warmup` runs that are
     discarded. bar: counts requests; None: one of its own."""
     total = len(contestants) * (warmup + repeat) * len(requests)
-    own = (
-        progress("compare", total, "requests", has_parts=True) if bar is None else nullcontext(bar)
-    )
-    with own as shown:
+    own = progress("compare", total, "requests", has_parts=True)
+    with own if bar is None else nullcontext(bar) as shown:
         for number in range(warmup + repeat):
             for each in contestants[:: -1 if number % 2 else 1]:
                 run_of = f"run {number + 1} of {warmup + repeat}"

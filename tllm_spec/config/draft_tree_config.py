@@ -227,10 +227,8 @@ class DraftTreeDecodingConfig(TreeDecodingConfig):
             yield f"{NODES} = {nodes} is fewer than max_draft_len = {steps}, the depth of the tree"
         room = DraftShape(steps, nodes, topk)
         for tree in self.adaptive.trees if self.adaptive is not None else ():
-            named, most = (
-                f"adaptive.candidate_trees has {_shown(tree)}",
-                self.most_nodes(tree.topk, tree.depth),
-            )
+            named = f"adaptive.candidate_trees has {_shown(tree)}"
+            most = self.most_nodes(tree.topk, tree.depth)
             if tree.depth > steps or tree.topk > topk or tree.num_nodes > nodes:
                 yield f"{named}, and {_shown(room)} is the most that there is room for"
             elif not tree.depth <= tree.num_nodes <= most:

@@ -388,6 +388,29 @@ class DraftModelDecodingConfig(DecodingBaseConfig):
         if self.draft_sink_size is not None and self.draft_window_size is None:
             yield f"draft_sink_size = {self.draft_sink_size} needs draft_window_size"
 
+    @check
+    def _check_draft_backend(self) -> Iterator[str]:
+        """Why the backend does not draft."""
+        backend: str = getattr(self, "draft_backend", "torch")
+        if backend == "torch":
+            return
+        reasons, is_model = [], hasattr(self, "draft_target_one_model")
+        one_model = "draft_target_one_model" if is_model else "eagle3_one_model"
+        if getattr(self, one_model):
+            reasons.append(f"{one_model} = True drafts in the target's own round")
+        if self.drafts_trees:
+            reasons.append("its network drafts chains, not trees")
+        if self.speculative_token_map is not None:
+            reasons.append("its network has no token map")
+        if getattr(self, "kv_cache_dtype", None) == "fp8":
+            reasons.append("its network reads no FP8 KV cache")
+        if is_model and getattr(self, "sa_config", None) is not None:
+            reasons.append(
+                "its network reads two tokens to draft, and sa_config needs all new ones"
+            )
+        if reasons:
+            yield f"draft_backend = {backend!r} is refused: {'; '.join(reasons)}; accepted: 'torch'"
+
 
 def _rate_problem(rates: Rates, *, is_tree: bool) -> str | None:
     """What is wrong with synthetic acceptance rates; None: nothing."""

@@ -1,7 +1,8 @@
 """The steps of a draft network: chains, trees, and all drafts at once from mask rows."""
 
 from collections.abc import Sequence
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, cached_property
 
 import torch
 from torch.nn import functional as F
@@ -254,32 +255,29 @@ class DraftSteps:
         return static_steps(tree, shape.topk, device), rows
 
 
+@dataclass
 class _Growth:
     """What the steps of one round's trees share: N requests, with their lengths kv_lens `[N]`.
     `states`: of each step, `[N, H]`, where they are known before; None: each is read."""
 
+    net: DraftNet
+    sampling: DraftSampling
+    group: RowGroup
+    kv_lens: torch.Tensor
+    topk: int
+    bound: int
     states: Sequence[torch.Tensor] | None = None
 
-    def __init__(
-        self,
-        net: DraftNet,
-        sampling: DraftSampling,
-        group: RowGroup,
-        kv_lens: torch.Tensor,
-        topk: int,
-        bound: int,
-    ) -> None:
-        self.kv_lens = kv_lens
-        self._net, self._sampling = net, sampling
-        self._group, self._topk, self._bound = group, topk, bound
-        # See DraftNet.lookahead: a head's entry of a draft is at the position before it.
-        self._first = kv_lens if net.lookahead else kv_lens + 1
+    @cached_property
+    def first(self) -> torch.Tensor:
+        """See DraftNet.lookahead: a head's entry of a draft is at the position before it."""
+        return self.kv_lens if self.net.lookahead else self.kv_lens + 1
 
     def candidates(self, step: int, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The best next tokens after each row and their probabilities, `[N * n, K]`, best first.
         state `[N * n, H]`: after `step` drafts."""
-        logits = self._net.compute_logits(state)
-        return self._sampling.best(self._group, logits, self.kv_lens + (1 + step), self._topk)
+        logits = self.net.compute_logits(state)
+        return self.sampling.best(self.group, logits, self.kv_lens + (1 + step), self.topk)
 
     def read(
         self,
@@ -298,14 +296,14 @@ class _Growth:
         if self.states is not None:
             return self.states[depth].repeat_interleave(tokens.shape[1], dim=0)
         length = num_before + tokens.shape[1]
-        if self._net.spec is not None:
+        if self.net.spec is not None:
             state = gather_rows(state, parents)
         depths = torch.full_like(tokens, depth - 1)
         windows = Windows(
-            self._group.slots,
-            self._first,
+            self.group.slots,
+            self.first,
             tokens,
-            min(self._bound + length, self._net.rows.max_len),
+            min(self.bound + length, self.net.rows.max_len),
             tree=TreeRows(depths, TreeMask(bits, length)),
         )
-        return self._net.forward([], windows, state, step=depth)
+        return self.net.forward([], windows, state, step=depth)
