@@ -162,7 +162,7 @@ def write_drafts_triton(
     rows, strides = stored, (0, 0)
     if isinstance(drafts, DraftTree):
         assert tables.trees is not None
-        stored = tuple(vars(tables.trees).values())
+        stored = (tables.trees.parents, tables.trees.depths, tables.trees.bits)
         rows = (drafts.parents, drafts.depths, drafts.bits)
         assert all(each.stride() == tables.trees.parents.stride() for each in stored)
         assert all(each.stride() == drafts.parents.stride() for each in rows)
