@@ -27,13 +27,19 @@ from tllm_spec.kernels.dispatch import tl, triton
 
 
 @functools.cache
-def programmatic_launch(device: torch.device) -> dict[str, Any]:
+def programmatic_launch(device: torch.device, num_warps: int | None = None) -> dict[str, Any]:
     """Keyword arguments of a launch: the kernel's constant PDL, Triton's option where the device
-    supports it, and fused multiply-adds, for which Triton's default differs by release."""
-    fusion = {"enable_fp_fusion": True}
+    supports it, fused multiply-adds, for which Triton's default differs by release, and the warps
+    of a program."""
+    own = {"enable_fp_fusion": True} | ({} if num_warps is None else {"num_warps": num_warps})
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0):
-        return {"PDL": False, **fusion}
-    return {"PDL": True, "launch_pdl": True, **fusion}
+        return {"PDL": False, **own}
+    return {"PDL": True, "launch_pdl": True, **own}
+
+
+def strided(*tensors: torch.Tensor | None) -> list[torch.Tensor | int | None]:
+    """A kernel's arguments: each tensor, and its stride between rows; 0 for None."""
+    return [each for x in tensors for each in (x, 0 if x is None else x.stride(0))]
 
 
 # The first statement of a Triton kernel with programmatic dependent launch

@@ -13,6 +13,13 @@ from dataclasses import dataclass
 import torch
 
 from tllm_spec.kernels.dispatch import tl, triton, with_kernel
+from tllm_spec.kernels.drafts.top_tokens import (
+    NO_KEY,
+    best_columns,
+    key_indices,
+    largest_keys,
+    ordered_keys,
+)
 from tllm_spec.kernels.launch import begin, programmatic_launch
 from tllm_spec.kernels.slots.accept import DraftTree
 
@@ -85,15 +92,18 @@ def first_beams(pool: BeamPool, probs: torch.Tensor, tokens: torch.Tensor) -> Be
 def grow(
     pool: BeamPool, step: int, beams: Beams, probs: torch.Tensor, tokens: torch.Tensor
 ) -> Beams:
-    """Step `step` >= 1: adds the children of all beams to the pool, and returns the K best.
+    """Step `step` >= 1: adds the children of all beams to the pool, and returns the K best; after
+    the last step, whose children the draft model does not run, `beams`.
 
     probs, tokens `[B, K, K]`: of each beam's K best next tokens, best first. The steps up to this
     one have at most 64 beams."""
-    add_last.reference(pool, step, beams, probs, tokens)
     batch, topk = beams.tokens.shape
-    start = pool.start(step)
-    scores = pool.scores[:, start : start + topk**2]
-    best = _best(scores, topk)
+    start, end = pool.start(step), pool.start(step + 1)
+    scores = pool.scores[:, start:end] = (beams.scores.unsqueeze(2) * probs).flatten(1)
+    pool.tokens[:, start:end] = tokens.flatten(1)
+    if end == pool.scores.shape[1]:
+        return beams
+    best = best_columns(scores, topk)
     pool.beams[:, step * topk : (step + 1) * topk] = best + start
     rows = best // topk
     columns = torch.arange(topk, device=best.device)
@@ -106,23 +116,14 @@ def grow(
     )
 
 
-@with_kernel("add_last_triton")
-def add_last(
-    pool: BeamPool, step: int, beams: Beams, probs: torch.Tensor, tokens: torch.Tensor
-) -> None:
-    """`grow` for the last step, after which the draft model runs no beams."""
-    start, number = pool.start(step), pool.topk**2
-    pool.scores[:, start : start + number] = (beams.scores.unsqueeze(2) * probs).flatten(1)
-    pool.tokens[:, start : start + number] = tokens.flatten(1)
-
-
 @with_kernel("select_triton")
 def select(pool: BeamPool, num_drafts: int, with_scores: bool = False) -> DraftTree:
     """The best `num_drafts` (W-1, 1 to 63) candidates of a full pool, with their scores or without,
     in the order of the pool: by depth, siblings from the most probable on. Raises nothing: the pool
     has at least so many candidates (`K + (S-1) K^2`)."""
     (batch, size), topk, device = pool.scores.shape, pool.topk, pool.scores.device
-    chosen = _best(pool.scores, num_drafts).sort(dim=1).values  # node j + 1 is candidate chosen[j]
+    # Node j + 1 is candidate chosen[j].
+    chosen = best_columns(pool.scores, num_drafts).sort(dim=1).values
     nodes = torch.zeros((batch, size), dtype=torch.int64, device=device)
     numbers = torch.arange(1, num_drafts + 1, device=device).expand(batch, num_drafts)
     nodes.scatter_(1, chosen, numbers)
@@ -144,22 +145,10 @@ def select(pool: BeamPool, num_drafts: int, with_scores: bool = False) -> DraftT
     )
 
 
-def _best(scores: torch.Tensor, number: int) -> torch.Tensor:
-    """Indices `[B, number]` of the best scores `[B, N]`, best first, equal ones by index, NaN
-    last."""
-    ordered = scores.nan_to_num(nan=-1.0).sort(dim=1, descending=True, stable=True)
-    return ordered.indices[:, :number]
-
-
 # A step of growth is one launch instead of about 15, selection one instead of about 30. Growth
 # finds K maxima of K^2 keys, one after the other. A key is a score's bits, which order scores from
 # 0 on, then the index. Selection needs no order, and finds the bits that the last chosen score
 # has.
-
-
-_NO_KEY = tl.constexpr(-(2**63))
-_LAST_INDEX = tl.constexpr(2**31 - 1)
-_INDEX_STEP = tl.constexpr(2**32)
 
 
 def first_beams_triton(pool: BeamPool, probs: torch.Tensor, tokens: torch.Tensor) -> Beams:
@@ -175,8 +164,7 @@ def first_beams_triton(pool: BeamPool, probs: torch.Tensor, tokens: torch.Tensor
         bits,
         topk,
         triton.next_power_of_2(topk),
-        **programmatic_launch(probs.device),
-        num_warps=1,
+        **programmatic_launch(probs.device, 1),
     )
     return Beams(tokens, probs, rows, bits)
 
@@ -185,47 +173,28 @@ def grow_triton(
     pool: BeamPool, step: int, beams: Beams, probs: torch.Tensor, tokens: torch.Tensor
 ) -> Beams:
     """See `grow`."""
-    assert step > 0 and (step + 1) * pool.topk <= min(64, pool.beams.shape[1])
-    rows, scores = beams.tokens, beams.scores
-    grown = Beams(*(torch.empty_like(each) for each in (rows, scores, rows, rows)))
-    _add_children(pool, step, beams, probs, tokens, grown)
-    return grown
-
-
-def add_last_triton(
-    pool: BeamPool, step: int, beams: Beams, probs: torch.Tensor, tokens: torch.Tensor
-) -> None:
-    """See `add_last`."""
-    assert step > 0 and pool.start(step + 1) == pool.scores.shape[1]
-    _add_children(pool, step, beams, probs, tokens, None)
-
-
-def _add_children(
-    pool: BeamPool,
-    step: int,
-    beams: Beams,
-    probs: torch.Tensor,
-    tokens: torch.Tensor,
-    grown: Beams | None,
-) -> None:
-    """grown: is filled; None after the last step."""
+    is_last = pool.start(step + 1) == pool.scores.shape[1]
+    assert step > 0 and (is_last or (step + 1) * pool.topk <= min(64, pool.beams.shape[1]))
     assert probs.is_contiguous() and tokens.is_contiguous()
-    batch, topk = beams.tokens.shape
+    (batch, topk), rows, scores = beams.tokens.shape, beams.tokens, beams.scores
+    grown = beams
+    if not is_last:
+        grown = Beams(*(torch.empty_like(each) for each in (rows, scores, rows, rows)))
     _grow[(batch,)](
-        beams.scores,
+        scores,
         beams.bits,
         probs,
         tokens,
         *_pool(pool),
-        *((grown.tokens, grown.scores, grown.rows, grown.bits) if grown else (None,) * 4),
+        *((None,) * 4 if is_last else (grown.tokens, grown.scores, grown.rows, grown.bits)),
         step,
         topk,
         triton.next_power_of_2(topk),
         triton.next_power_of_2(topk**2),
-        grown is None,
-        **programmatic_launch(probs.device),
-        num_warps=1,
+        is_last,
+        **programmatic_launch(probs.device, 1),
     )
+    return grown
 
 
 def select_triton(pool: BeamPool, num_drafts: int, with_scores: bool = False) -> DraftTree:
@@ -247,8 +216,7 @@ def select_triton(pool: BeamPool, num_drafts: int, with_scores: bool = False) ->
         num_drafts,
         topk,
         block,
-        **programmatic_launch(tokens.device),
-        num_warps=4,
+        **programmatic_launch(tokens.device, 4),
     )
     return DraftTree(tokens, parents=parents, depths=depths, bits=bits, scores=scores)
 
@@ -318,15 +286,9 @@ def _grow(
     tl.store(pool_scores + request * pool_size + start + children, score, mask=exists)
     tl.store(pool_tokens + request * pool_size + start + children, token, mask=exists)
     if not is_last:
-        bits_of_scores = _score_bits(score).to(tl.int64)
-        keys = bits_of_scores * _INDEX_STEP + (_LAST_INDEX - children)
-        keys = tl.where(exists, keys, _NO_KEY)
-        beams = tl.arange(0, topk_block)
-        best = tl.zeros([topk_block], tl.int64)
-        for beam in tl.range(0, topk):
-            key = tl.max(keys, axis=0)
-            best = tl.where(beams == beam, (key & 0x7FFFFFFF) ^ 0x7FFFFFFF, best)
-            keys = tl.where(keys == key, _NO_KEY, keys)
+        keys = ordered_keys(tl.where(score != score, -1.0, score), children)
+        kept = largest_keys(tl.where(exists, keys, NO_KEY), topk, topk_block)
+        beams, best = tl.arange(0, topk_block), key_indices(kept)
         is_beam = beams < topk
         row = best // topk
         child = request * topk * topk + best

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from tllm_spec.kernels.attention.rotary_write import Rotary
 from tllm_spec.kernels.dispatch import tl, triton, with_kernel
 from tllm_spec.kernels.gemm.norms import norm_row, rms_norm
-from tllm_spec.kernels.launch import begin, programmatic_launch
+from tllm_spec.kernels.launch import begin, programmatic_launch, strided
 from tllm_spec.kernels.slots.row_copies import copy_part
 
 
@@ -99,8 +99,7 @@ def draft_input_triton(
     draft_input_kernel[(num_rows, _PARTS)](
         token_ids,
         table,
-        hidden,
-        hidden.stride(0),
+        *strided(hidden),
         *((None, None) if norms is None else (norms.embedding, norms.hidden)),
         wanted,
         rotary.table,
@@ -155,11 +154,8 @@ def draft_input_kernel(
                 source = tl.load(wanted + row)
             copy_part(hidden + source * hidden_stride, total + row * SIZE, 0, SIZE, BLOCK)
     else:
-        source, output = (
-            rotary + tl.load(positions + row) * ROTARY_SIZE,
-            cos_sin + row * ROTARY_SIZE,
-        )
-        copy_part(source, output, 0, ROTARY_SIZE, ROTARY_BLOCK)
+        source = rotary + tl.load(positions + row) * ROTARY_SIZE
+        copy_part(source, cos_sin + row * ROTARY_SIZE, 0, ROTARY_SIZE, ROTARY_BLOCK)
 
 
 @triton.jit

@@ -1,120 +1,123 @@
-"""The shape of a draft tree that is known before a round: each node's parent and rank. A chain is a
-tree without branches. Pure Python."""
+"""Draft trees on the host, and drafting a static tree, which is one that is known before a round.
+A chain is a tree without branches."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from operator import index
+from typing import Any, NamedTuple
 
 import torch
 
 MAX_NODES = 64  # of a window, the root included: ancestors are bits of an int64
+_ROW_BITS = [1 << row for row in range(1, MAX_NODES)]
+# Rows of padding follow the root and are never accepted.
+_PADDING_BITS = [1 | 1 << row for row in range(MAX_NODES - 1)] + [1 - (1 << 63)]
 
 
-@dataclass(frozen=True)
-class DraftLayout:
-    """Node 0 is the root (the bonus token), nodes 1 to W-1 are drafts. A parent comes before its
-    children."""
+class HostTree(NamedTuple):
+    """A draft tree of one request. `tokens` of the drafts, by depth. The others are of the window's
+    rows, of which the first is the root: `parents` (-1 for the root), `depths`, and `bits`: bit j
+    of row r: r is j or descends from j, as int64. A static tree has ranks as tokens: a node is its
+    parent's child number r, from the most probable one (0) on."""
 
-    parents: tuple[int, ...]
-    """-1 for the root."""
-    ranks: tuple[int, ...]
-    """A node is its parent's child number r, from the most probable child (0) on. 0 for the
-    root."""
-
-    def __post_init__(self) -> None:
-        assert len(self.parents) == len(self.ranks) and self.parents[0] == -1
-        assert all(0 <= parent < node for node, parent in enumerate(self.parents) if node)
-        if len(self.parents) > MAX_NODES:
-            raise ValueError(
-                f"a draft tree has at most {MAX_NODES - 1} drafts, not {len(self.parents) - 1}"
-            )
+    tokens: list[int]
+    parents: list[int]
+    depths: list[int]
+    bits: list[int]
 
     @classmethod
-    def chain(cls, num_drafts: int) -> DraftLayout:
-        return cls(tuple(range(-1, num_drafts)), (0,) * (num_drafts + 1))
+    def of_paths(cls, paths: Iterable[Sequence[Any]]) -> HostTree:
+        """Equal beginnings of paths become one. Raises TypeError for what is no token id."""
+        tokens, parents, depths, children = list[int](), list[int](), [0], [dict[int, int]()]
+        for path in paths:
+            node = 0
+            for token in map(index, path):
+                child = children[node].get(token)
+                if child is None:
+                    tokens.append(token)
+                    parents.append(node)
+                    depths.append(depths[node] + 1)
+                    child = children[node][token] = len(tokens)
+                    children.append({})
+                node = child
+        _check_number(len(tokens))
+        ordered = sorted(depths)
+        if ordered != depths:
+            nodes = sorted(range(len(depths)), key=depths.__getitem__)
+            row_of = dict(zip(nodes, range(len(nodes)), strict=True))
+            tokens = [tokens[node - 1] for node in nodes[1:]]
+            parents = [row_of[parents[node - 1]] for node in nodes[1:]]
+        bits = [1]
+        for parent, own in zip(parents, _ROW_BITS, strict=False):
+            bits.append(bits[parent] | own)
+        if len(bits) == MAX_NODES:
+            bits[-1] -= 1 << 64
+        return cls(tokens, [-1, *parents], ordered, bits)
 
     @classmethod
-    def from_paths(cls, paths: Sequence[Sequence[int]]) -> DraftLayout:
-        """paths: for each draft the child ranks that lead from the root to it, as Medusa's and
-        EAGLE's `eagle_choices`. Nodes are ordered by depth, then by path.
-
-        Raises ValueError if a path is empty, has a negative rank, is listed twice, or continues a
-        path that is not listed."""
-        nodes: dict[tuple[int, ...], int] = {(): 0}
-        ordered = sorted((tuple(path) for path in paths), key=lambda path: (len(path), path))
-        parents, ranks = [-1], [0]
-        for node, path in enumerate(ordered, 1):
-            shown = f"eagle_choices: the path {list(path)}"
-            if not path or path[-1] < 0:
-                raise ValueError(f"{shown} must have one or more ranks, from 0 on")
-            if path in nodes:
-                raise ValueError(f"{shown} is listed twice")
-            if path[:-1] not in nodes:
-                raise ValueError(f"{shown} continues {list(path[:-1])}, which is not listed")
-            nodes[path] = node
-            parents.append(nodes[path[:-1]])
-            ranks.append(path[-1])
-        return cls(tuple(parents), tuple(ranks))
-
-    @property
-    def num_nodes(self) -> int:
-        """W: rows of a window, the root included."""
-        return len(self.parents)
-
-    @cached_property
-    def depths(self) -> tuple[int, ...]:
-        depths = [0]
-        for parent in self.parents[1:]:
-            depths.append(depths[parent] + 1)
-        return tuple(depths)
+    def of_parents(cls, tokens: Sequence[Any], parents: Sequence[Any]) -> HostTree:
+        """parents: of each token, 0 for the root and n for the n-th token. Raises TypeError for
+        what is no number, and ValueError for more rows than there are bits, a parent that is not
+        an earlier node, and equal children of a node."""
+        if len(tokens) != len(parents):
+            raise ValueError(f"{len(tokens)} tokens have {len(parents)} parents")
+        _check_number(len(tokens))
+        paths: list[tuple[int, ...]] = [()]
+        for node, (token, parent) in enumerate(zip(tokens, map(index, parents), strict=True), 1):
+            if not 0 <= parent < node:
+                raise ValueError(
+                    f"parents: node {node} has the parent {parent}; accepted are 0 to {node - 1}"
+                )
+            path = (*paths[parent], index(token))
+            if path in paths:
+                raise ValueError(
+                    f"nodes {paths.index(path)} and {node} are both {token} after node {parent}"
+                )
+            paths.append(path)
+        return cls.of_paths(paths)
 
     @property
-    def max_depth(self) -> int:
-        """D: drafts on the longest path."""
-        return max(self.depths)
-
-    @property
-    def topk(self) -> int:
-        """Candidates that a node needs: its largest child rank + 1."""
-        return max(self.ranks) + 1
+    def depth(self) -> int:
+        return self.depths[-1]
 
     @property
     def is_chain(self) -> bool:
-        return self.max_depth == self.num_nodes - 1
+        return self.depth == len(self.tokens)
 
-    @cached_property
-    def bits(self) -> tuple[int, ...]:
-        """Bit j of node r: r is j or descends from j. As int64 in two's complement."""
-        bits = [1]
-        for node, parent in enumerate(self.parents[1:], 1):
-            bits.append(bits[parent] | 1 << node)
-        return tuple(value - (1 << 64) if value >> 63 else value for value in bits)
+    def up_to(self, depth: int) -> HostTree:
+        """The tree without deeper drafts."""
+        rows = bisect_right(self.depths, depth)
+        if rows == len(self.depths):
+            return self
+        parents, depths, bits = (each[:rows] for each in self[1:])
+        return HostTree(self.tokens[: rows - 1], parents, depths, bits)
 
-    @cached_property
-    def children(self) -> tuple[tuple[int, ...], ...]:
-        """The children of each node, in node order."""
-        children: list[list[int]] = [[] for _ in self.parents]
-        for node, parent in enumerate(self.parents[1:], 1):
-            children[parent].append(node)
-        return tuple(map(tuple, children))
-
-
-# Drafting a tree whose layout is known: which candidates become nodes, and which nodes the draft
-# model runs next. Indices are constants on the device, so that a step is one gather.
+    def padded(self, width: int, token: int) -> tuple[list[int], ...]:
+        """The tree in `width` rows. Those of padding have this token, follow the root and are never
+        accepted."""
+        rows = len(self.parents)
+        more, bits = width - rows, _PADDING_BITS[rows:width]
+        added = [token] * more, [0] * more, [1] * more, bits
+        return tuple(own + rest for own, rest in zip(self, added, strict=True))
 
 
-@dataclass(frozen=True)
-class StaticStep:
-    """Draft step s of a layout: the candidates of its P parents become the n nodes of depth s + 1.
-    The parents are the root in step 0, and then the nodes that the draft model has just run."""
+def _check_number(num_tokens: int) -> None:
+    if num_tokens >= MAX_NODES:
+        raise ValueError(f"a tree has at most {MAX_NODES - 1} tokens, not {num_tokens}")
 
-    topk: int
+
+# Drafting a tree that is known: which candidates become nodes, and which nodes the draft model runs
+# next. Indices are constants on the device, so that a step is one gather.
+
+
+class StaticStep(NamedTuple):
+    """Draft step s: the candidates of its P parents become the n nodes of depth s + 1. The parents
+    are the root in step 0, and then the nodes that the draft model has just run."""
+
     candidates: torch.Tensor
     """`[n]` int64: node i is candidate `parent row * topk + rank`."""
-    nodes: torch.Tensor
-    """`[n]` int64: the nodes' numbers in the layout."""
     runs: torch.Tensor
     """`[R]` int64: those of the n nodes that have children. The draft model runs them next."""
     parent_rows: torch.Tensor
@@ -123,36 +126,23 @@ class StaticStep:
     """`[R]` int64: which rows each of them sees among all rows that the draft model has run in
     this round, in order, its own step's R rows included: bit j is row j."""
 
-    def take(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Node tokens `[B, n]` of candidates `[B, P, topk]`, best first."""
-        return tokens.flatten(1).index_select(1, self.candidates)
 
-
-def static_steps(layout: DraftLayout, device: torch.device) -> list[StaticStep]:
-    """The steps of a layout, `layout.max_depth` of them. The last one runs nothing."""
-    steps, parents, rows_run = [], [0], dict[int, int]()
-    for depth in range(1, layout.max_depth + 1):
-        nodes = [node for node, own in enumerate(layout.depths) if own == depth]
-        row_of = {parent: row for row, parent in enumerate(parents)}
-        running = [node for node in nodes if layout.children[node]]
-        rows_run |= {node: len(rows_run) + row for row, node in enumerate(running)}
+def static_steps(tree: HostTree, topk: int, device: torch.device) -> list[StaticStep]:
+    """The steps of a tree of ranks, `tree.depth` of them. topk: candidates of a parent, more than
+    the highest rank. The last step runs nothing."""
+    steps, parents, seen = list[StaticStep](), [0], {0: 0}
+    for depth in range(1, tree.depth + 1):
+        nodes = [node for node, own in enumerate(tree.depths) if own == depth]
+        running = [node for node in nodes if node in tree.parents]
+        for node in running:  # one with children is never the 64th row, so bit 63 is not needed
+            seen[node] = seen[tree.parents[node]] | 1 << len(seen) - 1
+        rows = {node: parents.index(tree.parents[node]) for node in nodes}
         tables = (
-            [row_of[layout.parents[node]] * layout.topk + layout.ranks[node] for node in nodes],
-            nodes,
+            [rows[node] * topk + tree.tokens[node - 1] for node in nodes],
             [nodes.index(node) for node in running],
-            [row_of[layout.parents[node]] for node in running],
-            [_row_bits(layout, node, rows_run) for node in running],
+            [rows[node] for node in running],
+            [seen[node] for node in running],
         )
-        tensors = (torch.tensor(table, dtype=torch.int64, device=device) for table in tables)
-        steps.append(StaticStep(layout.topk, *tensors))
+        steps.append(StaticStep(*(torch.tensor(each, device=device).long() for each in tables)))
         parents = running
     return steps
-
-
-def _row_bits(layout: DraftLayout, node: int, rows_run: dict[int, int]) -> int:
-    """A node that has children is never the 64th row, so bit 63 is not needed."""
-    bits = 0
-    while node > 0:
-        bits |= 1 << rows_run[node]
-        node = layout.parents[node]
-    return bits

@@ -93,11 +93,19 @@ def choose_drafts(
     draft_len = network.shape[1]
     classes = lengths.clamp_max(len(sources.takes_match) - 1)
     chosen = sources.takes_match[:, draft_len][classes]
-    both = torch.stack((network, match.where(lengths.unsqueeze(1) > 0, -1)), dim=1)
-    sources.pending[slots, :, :draft_len] = both.to(torch.int32)
-    sources.pending[slots, :, draft_len:] = -1
+    await_drafts(sources, slots, network, match.where(lengths.unsqueeze(1) > 0, -1))
     sources.choices[slots] = torch.stack((classes.to(torch.int32), chosen), dim=1)
     return match.where(chosen.unsqueeze(1) > 0, network)
+
+
+def await_drafts(
+    sources: DraftSources, slots: torch.Tensor, network: torch.Tensor, match: torch.Tensor
+) -> None:
+    """The drafts of both sources `[B, D]` become pending; -1: none."""
+    draft_len = match.shape[1]
+    both = torch.stack((network, match), dim=1).to(torch.int32)
+    sources.pending[slots, :, :draft_len] = both
+    sources.pending[slots, :, draft_len:] = -1
 
 
 def observe_drafts_triton(
@@ -111,12 +119,7 @@ def observe_drafts_triton(
     assert tokens.is_contiguous() and slots.is_contiguous() and lens.is_contiguous()
     num_slots, _, max_draft_len = sources.pending.shape
     _observe[(len(sources.counts),)](
-        sources.pending,
-        sources.choices,
-        sources.counts,
-        sources.priors,
-        sources.takes_match,
-        sources.totals,
+        *vars(sources).values(),
         slots,
         tokens,
         lens,
@@ -128,8 +131,7 @@ def observe_drafts_triton(
         MAX_COUNT,
         PRIOR,
         triton.next_power_of_2(len(slots)),
-        **programmatic_launch(slots.device),
-        num_warps=4,
+        **programmatic_launch(slots.device, 4),
     )
 
 
@@ -156,8 +158,7 @@ def choose_drafts_triton(
         network.shape[1],
         max_draft_len,
         triton.next_power_of_2(max_draft_len),
-        **programmatic_launch(slots.device),
-        num_warps=1,
+        **programmatic_launch(slots.device, 1),
     )
     return chosen
 

@@ -9,7 +9,7 @@ chosen node's parent is always chosen."""
 import torch
 
 from tllm_spec.kernels.dispatch import tl, triton, with_kernel
-from tllm_spec.kernels.drafts.draft_sources import MATCH, PRIOR, DraftSources
+from tllm_spec.kernels.drafts.draft_sources import MATCH, PRIOR, DraftSources, await_drafts
 from tllm_spec.kernels.launch import begin, programmatic_launch
 from tllm_spec.kernels.slots.accept import DraftTree
 
@@ -67,7 +67,8 @@ def add_match(
     chosen = best.gather(1, by_depth)
     has_branch = (chosen >= width).any(dim=1)
     sources.choices[slots] = torch.stack((classes, has_branch), dim=1).to(torch.int32)
-    _await(sources, slots, best_path, match, lens)
+    is_draft = torch.arange(depth, device=match.device) < lens.unsqueeze(1)
+    await_drafts(sources, slots, best_path, match.where(is_draft, -1))
     return _tree_of(chosen, tokens, parents, depths, depth)
 
 
@@ -92,20 +93,6 @@ def _first_children(tree: DraftTree, depth: int) -> torch.Tensor:
         node = torch.where(tree.parents == node, nodes, width).amin(dim=1, keepdim=True)
         path.append(tokens.gather(1, node - 1))
     return torch.cat(path, dim=1)
-
-
-def _await(
-    sources: DraftSources,
-    slots: torch.Tensor,
-    network: torch.Tensor,
-    match: torch.Tensor,
-    lens: torch.Tensor,
-) -> None:
-    depth = match.shape[1]
-    is_draft = torch.arange(depth, device=match.device) < lens.unsqueeze(1)
-    both = torch.stack((network, match.where(is_draft, -1)), dim=1)
-    sources.pending[slots, :, :depth] = both.to(torch.int32)
-    sources.pending[slots, :, depth:] = -1
 
 
 def _tree_of(

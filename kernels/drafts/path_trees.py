@@ -7,7 +7,8 @@ import torch
 
 from tllm_spec.config.draft_shape import END, NOTHING, OFF_CHAIN
 from tllm_spec.kernels.dispatch import tl, triton, with_kernel
-from tllm_spec.kernels.launch import begin, programmatic_launch
+from tllm_spec.kernels.drafts.draft_layout import HostTree
+from tllm_spec.kernels.launch import begin, programmatic_launch, strided
 from tllm_spec.kernels.slots.accept import DraftTree
 
 # Makes draft trees of paths: equal beginnings become one. On CUDA a Triton kernel, elsewhere the
@@ -27,34 +28,14 @@ def path_trees(paths: torch.Tensor, lens: torch.Tensor, max_nodes: int, topk: in
         max_nodes, topk: a path ends before a node or child for which there is no room.
     """
     found = [
-        _nodes_of(*each, max_nodes, topk)
+        HostTree.of_paths(_nodes_of(*each, max_nodes, topk))
         for each in zip(paths.tolist(), lens.tolist(), strict=True)
     ]
     paddings = paths[:, 0, 0].tolist()
-    trees = [_rows_of(*each, max_nodes) for each in zip(found, paddings, strict=True)]
-    tokens, parents, depths, bits = map(torch.tensor, zip(*trees, strict=True))
-    number = torch.tensor(list(map(len, found)))
+    rows = (tree.padded(max_nodes + 1, own) for tree, own in zip(found, paddings, strict=True))
+    tokens, parents, depths, bits = map(torch.tensor, zip(*rows, strict=True))
+    number = torch.tensor([len(tree.tokens) for tree in found])
     return DraftTree(tokens, number, parents=parents, depths=depths, bits=bits)
-
-
-def _rows_of(nodes: list[Path], padding: int, max_nodes: int) -> tuple[list[int], ...]:
-    """Tokens, parents, depths and bits. padding: the token of rows after the tree."""
-    rows: dict[Path, int] = {(): 0}
-    tokens: list[int] = []
-    parents, depths, bits = [-1], [0], [1]
-    for row, node in enumerate(nodes, 1):
-        rows[node], parent = row, rows[node[:-1]]
-        tokens.append(node[-1])
-        parents.append(parent)
-        depths.append(len(node))
-        bits.append(bits[parent] | 1 << row)
-    left = range(len(bits), max_nodes + 1)
-    tokens += [padding] * len(left)
-    parents += [0] * len(left)
-    depths += [1] * len(left)
-    bits += [1 | 1 << row for row in left]
-    bits[-1] -= (bits[-1] >> 63) << 64  # as int64
-    return tokens, parents, depths, bits
 
 
 def _nodes_of(paths: list[list[int]], lens: list[int], max_nodes: int, topk: int) -> list[Path]:
@@ -94,8 +75,7 @@ def path_trees_triton(
         max_nodes,
         topk,
         triton.next_power_of_2(max_nodes + 1),
-        **programmatic_launch(paths.device),
-        num_warps=1,
+        **programmatic_launch(paths.device, 1),
     )
     return DraftTree(tokens, num_nodes, parents=parents, depths=depths, bits=bits)
 
@@ -205,8 +185,7 @@ def path_ranks_triton(
     assert parents.stride(1) == 1
     found = torch.empty_like(rows)
     _path_ranks[(len(slots),)](
-        parents,
-        parents.stride(0),
+        *strided(parents),
         slots,
         num_drafts,
         rows,
@@ -218,8 +197,7 @@ def path_ranks_triton(
         END,
         OFF_CHAIN,
         NOTHING,
-        **programmatic_launch(slots.device),
-        num_warps=1,
+        **programmatic_launch(slots.device, 1),
     )
     return found
 

@@ -10,7 +10,7 @@ import torch
 
 from tllm_spec.config.text_search import SHARED_WIDTH
 from tllm_spec.kernels.dispatch import tl, triton, with_kernel
-from tllm_spec.kernels.launch import begin, programmatic_launch
+from tllm_spec.kernels.launch import begin, programmatic_launch, strided
 
 NO_TOKEN = -1
 EVERYONE = -2  # the salt of rows that all slots share
@@ -220,8 +220,7 @@ def append_tokens_triton(
     assert tokens.is_contiguous() and texts.stride(1) == 1
     width = tokens.shape[1]
     _append[(len(slots),)](
-        texts,
-        texts.stride(0),
+        *strided(texts),
         texts.shape[1],
         slots,
         kv_lens,
@@ -229,8 +228,7 @@ def append_tokens_triton(
         lens,
         width,
         triton.next_power_of_2(width),
-        **programmatic_launch(slots.device),
-        num_warps=1,
+        **programmatic_launch(slots.device, 1),
     )
 
 

@@ -12,7 +12,7 @@ chosen, which the target will choose as well, below a more common one."""
 import torch
 
 from tllm_spec.kernels.dispatch import tl, triton, with_kernel
-from tllm_spec.kernels.launch import begin, programmatic_launch
+from tllm_spec.kernels.launch import begin, programmatic_launch, strided
 from tllm_spec.kernels.sampling.choose_token import drawn, drawn_values
 
 MAX_TOPK = 16
@@ -75,7 +75,7 @@ def best_columns(values: torch.Tensor, topk: int) -> torch.Tensor:
 
 
 _BLOCK = 512  # tokens of a part
-_NO_KEY = tl.constexpr(-(2**63))
+NO_KEY = tl.constexpr(-(2**63))
 _LAST_INDEX = tl.constexpr(2**31 - 1)
 _INDEX_STEP = tl.constexpr(2**32)
 
@@ -97,13 +97,7 @@ def top_tokens_triton(
     num_requests = num_rows if temperature is None else len(temperature)
     assert num_rows % num_requests == 0
     inputs = [
-        logits,
-        logits.stride(0),
-        *(
-            item
-            for column in (temperature, seeds, positions)
-            for item in (column, 0 if column is None else column.stride(0))
-        ),
+        *strided(logits, temperature, seeds, positions),
         num_rows // num_requests,
         cut,
         token_map,
@@ -131,7 +125,7 @@ def top_tokens_triton(
 
 
 @triton.jit
-def _keys(values: tl.tensor, indices: tl.tensor) -> tl.tensor:
+def ordered_keys(values: tl.tensor, indices: tl.tensor) -> tl.tensor:
     """values without NaN."""
     bits = tl.where(values == 0, 0.0, values).to(tl.int32, bitcast=True)  # -0 is 0
     bits = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
@@ -139,19 +133,19 @@ def _keys(values: tl.tensor, indices: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _indices(keys: tl.tensor) -> tl.tensor:
+def key_indices(keys: tl.tensor) -> tl.tensor:
     return (keys & 0x7FFFFFFF) ^ 0x7FFFFFFF
 
 
 @triton.jit
-def _keep_best(keys: tl.tensor, topk: tl.constexpr, block: tl.constexpr) -> tl.tensor:
+def largest_keys(keys: tl.tensor, topk: tl.constexpr, block: tl.constexpr) -> tl.tensor:
     """The `topk` largest of distinct keys, largest first, `[block]`."""
     ranks = tl.arange(0, block)
-    kept = tl.full([block], _NO_KEY, tl.int64)
+    kept = tl.full([block], NO_KEY, tl.int64)
     for rank in tl.range(0, topk):
         best = tl.max(keys, axis=0)
         kept = tl.where(ranks == rank, best, kept)
-        keys = tl.where(keys == best, _NO_KEY, keys)
+        keys = tl.where(keys == best, NO_KEY, keys)
     return kept
 
 
@@ -204,24 +198,24 @@ def _best_of_row(
     top = tl.max(tops, axis=0)
     shift = tl.where(top > float("-inf"), top, 0.0)
     total = tl.sum(part_sums * tl.exp(tops - shift), axis=0)
-    best = _keep_best(tl.where(is_part, _keys(tops, part), _NO_KEY), topk, topk_block)
-    best_part = tl.where(best != _NO_KEY, _indices(best), 0).to(tl.int32)
+    best = largest_keys(tl.where(is_part, ordered_keys(tops, part), NO_KEY), topk, topk_block)
+    best_part = tl.where(best != NO_KEY, key_indices(best), 0).to(tl.int32)
     columns = best_part[:, None] * block + tl.arange(0, block)[None, :]
-    exists = (best != _NO_KEY)[:, None] & (columns < vocab_size)
+    exists = (best != NO_KEY)[:, None] & (columns < vocab_size)
     values = drawn(
         logits, logits_stride, temperatures, temperatures_stride, seeds, seeds_stride, positions,
         positions_stride, rows_per_request, cuts, token_map, row, columns, exists, None, 0,
         block,
     )  # fmt: skip
     values = tl.where(values != values, float("-inf"), values)
-    keys = tl.where(exists, _keys(values, columns), _NO_KEY)
-    kept = _keep_best(tl.reshape(keys, [topk_block * block]), topk, topk_block)
+    keys = tl.where(exists, ordered_keys(values, columns), NO_KEY)
+    kept = largest_keys(tl.reshape(keys, [topk_block * block]), topk, topk_block)
     rank = tl.arange(0, topk_block)
     bits = (kept >> 32).to(tl.int32)
     values = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.float32, bitcast=True)
     prob = tl.div_rn(tl.exp(values - shift), total)
     tl.store(probs + row * topk + rank, prob, mask=rank < topk)
-    token = _indices(kept)
+    token = key_indices(kept)
     if token_map is not None:
         token = tl.load(token_map + token, mask=rank < topk, other=0)
     tl.store(tokens + row * topk + rank, token, mask=rank < topk)

@@ -9,7 +9,7 @@ definition."""
 import torch
 
 from tllm_spec.kernels.dispatch import tl, triton, with_kernel
-from tllm_spec.kernels.launch import begin, programmatic_launch
+from tllm_spec.kernels.launch import begin, programmatic_launch, strided
 from tllm_spec.kernels.sampling.gumbel import TARGET_DOMAIN, gumbel_noise
 
 
@@ -171,8 +171,7 @@ def _chosen(
         *(*parts, token_map, chosen if offers is None else None, offers, first, num_parts),
         triton.next_power_of_2(num_parts),
         nothing,
-        **programmatic_launch(device),
-        num_warps=1,
+        **programmatic_launch(device, 1),
     )
     return chosen
 
@@ -210,14 +209,7 @@ def _best_of_parts(
     # Fused multiply-adds would change the last bit of the logarithms.
     options = {**programmatic_launch(device), "enable_fp_fusion": False}
     _choose_part[(num_rows, num_parts)](
-        logits,
-        logits.stride(0),
-        temperature,
-        _stride(temperature),
-        seeds,
-        _stride(seeds),
-        positions,
-        _stride(positions),
+        *strided(logits, temperature, seeds, positions),
         cut,
         token_map,
         part_values,
@@ -231,20 +223,13 @@ def _best_of_parts(
     return part_values, part_tokens
 
 
-def _stride(column: torch.Tensor | None) -> int:
-    return 0 if column is None else column.stride(0)
-
-
 def gumbel_noise_triton(
     seeds: torch.Tensor, positions: torch.Tensor, num_tokens: int, domain: int = TARGET_DOMAIN
 ) -> torch.Tensor:
     """See `gumbel_noise`. seeds, positions: `[R]` int64. Returns `[R, num_tokens]` float32."""
     noise = torch.empty((seeds.numel(), num_tokens), dtype=torch.float32, device=seeds.device)
     _write_noise[(seeds.numel(), triton.cdiv(num_tokens, _BLOCK))](
-        seeds,
-        seeds.stride(0),
-        positions,
-        positions.stride(0),
+        *strided(seeds, positions),
         noise,
         num_tokens,
         domain,
@@ -383,9 +368,7 @@ def _write_noise(
 ) -> None:  # fmt: skip
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     tokens = part * block + tl.arange(0, block)
-    seed, position = (
-        tl.load(seeds + row * seeds_stride),
-        tl.load(positions + row * positions_stride),
-    )
+    seed = tl.load(seeds + row * seeds_stride)
+    position = tl.load(positions + row * positions_stride)
     values = part_noise(seed, position, part, domain, block)
     tl.store(noise + row * num_tokens + tokens, values, mask=tokens < num_tokens)

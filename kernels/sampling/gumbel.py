@@ -106,13 +106,5 @@ def gumbel_noise(
     The logarithms are computed in float64 and rounded once, so that devices agree on the float32
     value. A Triton kernel computes the same values in one pass."""
     bits = philox_bits(seeds, positions, num_tokens, domain)
-    return (
-        bits.to(torch.float64)
-        .add_(0.5)
-        .mul_(2.0**-32)
-        .log_()
-        .neg_()
-        .log_()
-        .neg_()
-        .to(torch.float32)
-    )
+    numbers = bits.to(torch.float64).add_(0.5).mul_(2.0**-32)
+    return numbers.log_().neg_().log_().neg_().to(torch.float32)

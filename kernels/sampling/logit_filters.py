@@ -5,7 +5,7 @@ import numpy as np
 import torch
 
 from tllm_spec.kernels.dispatch import tl, triton, with_kernel
-from tllm_spec.kernels.launch import begin, programmatic_launch
+from tllm_spec.kernels.launch import begin, programmatic_launch, strided
 
 # top_k, top_p and min_p as one number per row: the smallest value of logits / temperature that
 # they keep.
@@ -115,7 +115,7 @@ def filter_cut_triton(
     # The greatest key of each row follows the counts of all rows.
     counts = torch.zeros(num_rows * (_NUM_KEYS + 1), dtype=torch.int32, device=logits.device)
     cut = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
-    parameters = [item for x in (temperature, top_k, top_p, min_p) for item in (x, x.stride(0))]
+    parameters = strided(temperature, top_k, top_p, min_p)
     bits = logits.view(torch.int16)
     grid = (num_rows, triton.cdiv(vocab_size, _BLOCK))
     sizes = (vocab_size, _BLOCK, _NUM_KEYS)
@@ -153,9 +153,8 @@ def _count_keys(
     if filters & (tl.load(temperatures + row * temperatures_stride) > 0):
         tokens = tl.program_id(1) * block + tl.arange(0, block)
         exists = tokens < vocab_size
-        word = (
-            tl.load(bits + row * bits_stride + tokens, mask=exists, other=0).to(tl.int32) & 0xFFFF
-        )
+        word = tl.load(bits + row * bits_stride + tokens, mask=exists, other=0)
+        word = word.to(tl.int32) & 0xFFFF
         keys = tl.where(word >= 0x8000, 0xFFFF - word, word + 0x8000)
         tl.atomic_add(counts + row * num_keys + keys, 1, mask=exists, sem="relaxed")
         greatest = tl.max(tl.where(exists, keys, 0), axis=0)
@@ -310,16 +309,14 @@ def mask_tokens_triton(
     assert logits.stride(1) == 1 and mask_of_row.is_contiguous() and bitmasks.is_contiguous()
     num_tokens = logits.shape[1]
     mask_tokens_kernel[(len(logits), triton.cdiv(num_tokens, _MASK_BLOCK))](
-        logits,
-        logits.stride(0),
+        *strided(logits),
         mask_of_row,
         bitmasks,
         bitmasks.shape[1],
         first,
         num_tokens,
         BLOCK=_MASK_BLOCK,
-        **programmatic_launch(logits.device),
-        num_warps=4,
+        **programmatic_launch(logits.device, 4),
     )
 
 

@@ -193,8 +193,7 @@ def choose_rows_triton(
         OFFERED_ROUNDS,
         OFFERED,
         EXPECTED_SCALE,
-        **programmatic_launch(slots.device),
-        num_warps=NUM_WARPS,
+        **programmatic_launch(slots.device, NUM_WARPS),
     )
     return ChosenRows(offsets, num_verified, expected)
 
@@ -214,8 +213,7 @@ def learn_values_triton(
         SLOT_RATE,
         PRIOR_DRAFTS,
         MAX_SLOT_NUMBER,
-        **programmatic_launch(slots.device),
-        num_warps=NUM_WARPS,
+        **programmatic_launch(slots.device, NUM_WARPS),
     )
 
 

@@ -7,7 +7,7 @@ from functools import cached_property
 import torch
 
 from tllm_spec.kernels.dispatch import tl, triton, with_kernel
-from tllm_spec.kernels.launch import begin, programmatic_launch
+from tllm_spec.kernels.launch import begin, programmatic_launch, strided
 
 # Which rows of a round's forward belong to which request.
 
@@ -148,8 +148,7 @@ def window_rows_triton(
     # Not from num_pages, because each block size compiles another kernel.
     block = min(_BLOCK, triton.next_power_of_2(table.shape[1]))
     _rows[(batch, triton.cdiv(num_pages, block))](
-        table,
-        table.stride(0),
+        *strided(table),
         slots,
         first,
         positions,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from tllm_spec.kernels.dispatch import tl, triton, with_kernel
-from tllm_spec.kernels.launch import begin, programmatic_launch
+from tllm_spec.kernels.launch import begin, programmatic_launch, strided
 
 # Copies of rows: a gather from a table or from a slice of one, a copy between buffers of different
 # widths, and writes into ring buffers.
@@ -105,8 +105,7 @@ def gather_slice_rows_triton(table: torch.Tensor, rows: torch.Tensor, first: int
             table.numel(),
             SIZE=size,
             BLOCK=block,
-            **programmatic_launch(table.device),
-            num_warps=_WARPS,
+            **programmatic_launch(table.device, _WARPS),
         )
     return output
 
@@ -125,15 +124,12 @@ def _copy(
         return
     block = _block(size, source.element_size())
     copy_rows_kernel[(len(destination), triton.cdiv(size, block))](
-        source,
-        source.stride(0),
+        *strided(source),
         rows,
-        destination,
-        destination.stride(0),
+        *strided(destination),
         SIZE=size,
         BLOCK=block,
-        **programmatic_launch(source.device),
-        num_warps=_WARPS,
+        **programmatic_launch(source.device, _WARPS),
     )
 
 
@@ -158,17 +154,13 @@ def store_in_rings_triton(
     store_in_rings_kernel[(len(slots), max(1, triton.cdiv(size, block)))](
         slots,
         positions,
-        tokens,
-        tokens.stride(0),
-        states,
-        0 if states is None else states.stride(0),
+        *strided(tokens, states),
         rings.tokens,
         rings.states,
         LENGTH=rings.length,
         SIZE=size,
         BLOCK=block,
-        **programmatic_launch(slots.device),
-        num_warps=_WARPS,
+        **programmatic_launch(slots.device, _WARPS),
     )
 
 
@@ -278,8 +270,7 @@ def send_results_triton(
     assert ring.shape[1] > new_lens.numel() + new_tokens.numel() and ring.stride(1) == 1
     width = new_tokens.shape[1]
     _send[(1,)](
-        ring,
-        ring.stride(0),
+        *strided(ring),
         number,
         new_lens.contiguous(),
         new_tokens.contiguous(),
@@ -287,8 +278,7 @@ def send_results_triton(
         width,
         len(ring),
         BLOCK,
-        **programmatic_launch(number.device),
-        num_warps=1,
+        **programmatic_launch(number.device, 1),
     )
 
 

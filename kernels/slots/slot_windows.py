@@ -5,7 +5,7 @@ references. Chains and trees are two compilations of the same kernels."""
 import torch
 
 from tllm_spec.kernels.dispatch import tl, triton, with_kernel
-from tllm_spec.kernels.launch import begin, programmatic_launch
+from tllm_spec.kernels.launch import begin, programmatic_launch, strided
 from tllm_spec.kernels.sampling.gumbel import COIN_DOMAIN, uniform
 from tllm_spec.kernels.slots.accept import (
     Accepted,
@@ -126,18 +126,15 @@ def accept_windows_triton(
         num_ranks = synthetic.bounds.shape[1]
     _accept[(batch,)](
         tables.kv_lens,
-        tables.window,
-        tables.window.stride(0),
+        *strided(tables.window),
         tables.num_drafts,
         tables.previous_token,
-        parents,
-        0 if parents is None else parents.stride(0),
+        *strided(parents),
         slots,
         kv_lens,
         targets,
         synthetic.bounds if synthetic else None,
-        synthetic.seeds if synthetic else None,
-        synthetic.seeds.stride(0) if synthetic else 0,
+        *strided(synthetic.seeds if synthetic else None),
         rows,
         tokens,
         lens,
@@ -149,8 +146,7 @@ def accept_windows_triton(
         block if depth is None else triton.next_power_of_2(num_ranks),
         COIN_DOMAIN,
         depth is not None,
-        **programmatic_launch(slots.device),
-        num_warps=1,
+        **programmatic_launch(slots.device, 1),
     )
     return Accepted(tokens, lens, rows)
 
@@ -174,8 +170,7 @@ def write_drafts_triton(
         strides = tables.trees.parents.stride(0), drafts.parents.stride(0)
     batch, length = drafts.tokens.shape
     _write[(batch,)](
-        tables.window,
-        tables.window.stride(0),
+        *strided(tables.window),
         tables.num_drafts,
         *stored,
         strides[0],
@@ -190,8 +185,7 @@ def write_drafts_triton(
         length,
         triton.next_power_of_2(length),
         is_tree,
-        **programmatic_launch(slots.device),
-        num_warps=1,
+        **programmatic_launch(slots.device, 1),
     )
 
 

@@ -20,7 +20,7 @@ from tllm_spec.config.speculative_config import (
     SADecodingConfig,
     UserProvidedDecodingConfig,
 )
-from tllm_spec.config.text_search import CorpusFile, TextSearch
+from tllm_spec.config.text_search import TextSearch
 from tllm_spec.llm import LLM
 
 
@@ -78,7 +78,7 @@ def test_a_corpus_has_sglangs_names() -> None:
         for options, limit in (({}, 1_000_000), ({most: 9}, 9)):
             config = own(max_draft_len=4, **{path: "texts.jsonl"}, **options)
             search = config.text_search(8)
-            assert search is not None and search.corpus == CorpusFile("texts.jsonl", limit)
+            assert search is not None and search.corpus == ("texts.jsonl", limit)
         with pytest.raises(ValueError, match="max_tokens = 9 needs external_corpus_path"):
             own(max_draft_len=4, **{most: 9})
 

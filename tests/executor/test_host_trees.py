@@ -17,8 +17,7 @@ from tllm_spec.executor.building.plan import BuildPlan
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.interface import ResourceManager
 from tllm_spec.executor.speculative.drafting.drafter import Drafter
-from tllm_spec.executor.speculative.drafting.host_drafter import HostTree
-from tllm_spec.kernels.drafts.draft_layout import DraftLayout
+from tllm_spec.kernels.drafts.draft_layout import HostTree
 
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8], [9] * 11]
 DEPTH, NUM_NODES = 3, 10
@@ -133,9 +132,8 @@ def test_paths_with_equal_beginnings_become_one_tree_ordered_by_depth() -> None:
 
 
 def test_the_bits_of_63_drafts_fill_a_signed_number() -> None:
-    layout = DraftLayout.chain(63)
-    tree = HostTree.of_parents(range(63), layout.parents[1:])
-    assert tuple(tree.bits) == layout.bits and tree.is_chain
+    tree = HostTree.of_parents(range(63), range(63))
+    assert tree.bits == [2**row - 1 for row in range(1, 64)] + [-1] and tree.is_chain
 
 
 @pytest.mark.parametrize(

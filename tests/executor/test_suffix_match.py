@@ -16,7 +16,7 @@ from tests.executor.hooks import before_launch
 from tests.kernels.test_suffix_match import paths_of
 from tllm_spec.config.draft_shape import DraftShapes
 from tllm_spec.config.llm_args import LlmArgs
-from tllm_spec.config.text_search import SHARED_WIDTH, CorpusFile
+from tllm_spec.config.text_search import SHARED_WIDTH
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.building.memory import reserved_bytes
 from tllm_spec.executor.building.plan import BuildPlan
@@ -277,7 +277,7 @@ def test_a_line_of_a_corpus_that_no_tokenizer_reads_is_refused_by_its_number(
     path = tmp_path / "corpus.jsonl"
     path.write_text(line)
     with pytest.raises(ValueError, match=f"corpus.jsonl.*{sentence}"):
-        read_corpus(CorpusFile(str(path), 9), load_tokenizer("zoo:llama"), 2048)
+        read_corpus((str(path), 9), load_tokenizer("zoo:llama"), 2048)
 
 
 def test_the_host_learns_how_many_drafts_a_request_really_had(tiny: Path) -> None:

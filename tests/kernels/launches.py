@@ -136,10 +136,10 @@ def launches_of(
     device = torch.device("cuda", 0)
     shared_bytes = shared_memory_bytes.__wrapped__(device)
     has_tensors = has_tensor_memory.__wrapped__(device)
-    launch = programmatic_launch.__wrapped__(device)
-    replaced: dict[str, Callable[[Any], Any]] = {
+    launch = programmatic_launch.__wrapped__
+    replaced: dict[str, Callable[..., Any]] = {
         "has_kernels": lambda device: True,
-        "programmatic_launch": lambda device: launch,
+        "programmatic_launch": lambda _, *warps: launch(device, *warps),
         "shared_memory_bytes": lambda device: shared_bytes,
         "has_tensor_memory": lambda device: has_tensors,
     }

@@ -16,7 +16,6 @@ from tllm_spec.kernels.attention.rotary_write import HeadWeights, Rotary, rotary
 from tllm_spec.kernels.drafts.draft_beams import (
     BeamPool,
     Beams,
-    add_last,
     first_beams,
     grow,
     select,
@@ -100,7 +99,7 @@ def trees() -> None:
         children = float32(*more), int64(*more)
         if topk > 1:
             grow(pool, 2, beams, *children)
-        add_last(pool, steps - 1, beams, *children)
+        grow(pool, steps - 1, beams, *children)
         for with_scores in (False, True):
             select(pool, drafts, with_scores)
     own = TreeTables(*(int64(64, 64) for _ in range(3)))

@@ -6,29 +6,29 @@ import random
 import pytest
 import torch
 
-from tests.kernels.tree_layouts import layout_of
-from tllm_spec.kernels.drafts.draft_layout import DraftLayout
+from tests.kernels.tree_layouts import chain_layout, layout_of
+from tllm_spec.kernels.drafts.draft_layout import HostTree
 from tllm_spec.kernels.slots.accept import accept_by_rates, accept_path
 
 
-def parents_of(layout: DraftLayout, batch: int) -> torch.Tensor:
-    return torch.tensor(layout.parents).expand(batch, layout.num_nodes)
+def parents_of(layout: HostTree, batch: int) -> torch.Tensor:
+    return torch.tensor(layout.parents).expand(batch, -1)
 
 
-def random_layout(generator: random.Random, num_nodes: int) -> DraftLayout:
+def random_layout(generator: random.Random, num_nodes: int) -> HostTree:
     return layout_of(
         [-1, *(generator.randrange(max(0, node - 6), node) for node in range(1, num_nodes))]
     )
 
 
-def walk(layout: DraftLayout, targets: list[int], tokens: list[int], valid: int) -> list[int]:
+def walk(layout: HostTree, targets: list[int], tokens: list[int], valid: int) -> list[int]:
     """The accepted rows."""
     rows = [0]
     while True:
         equal = [
             child
-            for child in layout.children[rows[-1]]
-            if child <= valid and tokens[child] == targets[rows[-1]]
+            for child, parent in enumerate(layout.parents)
+            if parent == rows[-1] and child <= valid and tokens[child] == targets[rows[-1]]
         ]
         if not equal:
             return rows
@@ -56,10 +56,10 @@ def test_random_trees_are_walked_from_the_root(num_nodes: int, seed: int) -> Non
         [[generator.randrange(-1, 3) for _ in range(num_nodes)] for _ in range(batch)]
     )
     valid = torch.tensor([generator.choice((0, num_nodes // 2, 99)) for _ in range(batch)])
-    found = accept_path(targets, tokens, parents_of(layout, batch), layout.max_depth, valid)
+    found = accept_path(targets, tokens, parents_of(layout, batch), layout.depth, valid)
     for row in range(batch):
         path = walk(layout, targets[row].tolist(), tokens[row].tolist(), int(valid[row]))
-        padded = path + path[-1:] * (layout.max_depth + 1 - len(path))
+        padded = path + path[-1:] * (layout.depth + 1 - len(path))
         assert found.rows is not None
         assert found.rows[row].tolist() == padded and found.lens[row] == len(path)
         assert found.tokens[row].tolist() == [int(targets[row, node]) for node in padded]
@@ -71,7 +71,7 @@ def test_a_chain_is_a_tree_with_one_child(length: int) -> None:
     tokens = torch.randint(0, 2, (64, length + 1), generator=generator)
     targets = torch.randint(-1, 2, (64, length + 1), generator=generator)
     num_drafts = torch.randint(0, length + 2, (64,), generator=generator)
-    parents = parents_of(DraftLayout.chain(length), 64)
+    parents = parents_of(chain_layout(length), 64)
     for number in (num_drafts, None):
         tree, chain = (accept_path(targets, tokens, own, length, number) for own in (parents, None))
         assert [each.tolist() for each in chain] == [each.tolist() for each in tree]
@@ -104,7 +104,7 @@ def test_synthetic_acceptance_of_a_chain_is_that_of_a_tree_with_one_child(length
     num_drafts = torch.randint(0, length + 1, (500,), generator=generator)
     coins = torch.rand(500, generator=generator, dtype=torch.float64)
     rates = torch.tensor([[0.8], [0.7], [0.5], [0.9]], dtype=torch.float64)
-    parents = parents_of(DraftLayout.chain(length), 500)
+    parents = parents_of(chain_layout(length), 500)
     tree, chain = (
         accept_by_rates(targets, tokens, own, length, num_drafts, rates, coins)
         for own in (parents, None)

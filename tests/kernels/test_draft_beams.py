@@ -9,7 +9,6 @@ from tests.kernels.interpreter import INTERPRETED, on_each_kernel_device
 from tests.kernels.tree_growth import Candidates, Draft, Path, grow_tree, random_draft, slow_tree
 from tllm_spec.kernels.drafts.draft_beams import (
     BeamPool,
-    add_last,
     first_beams,
     grow,
     select,
@@ -169,9 +168,8 @@ def chained_tree(inputs: torch.Tensor, probs: torch.Tensor, tokens: torch.Tensor
     """Four steps by a draft model that is a table: the next tokens after each token."""
     pool = BeamPool.allocate(len(inputs), 4, 4, inputs.device)
     beams = first_beams(pool, probs[inputs], tokens[inputs])
-    for step in (1, 2):
+    for step in (1, 2, 3):
         beams = grow(pool, step, beams, probs[beams.tokens], tokens[beams.tokens])
-    add_last(pool, 3, beams, probs[beams.tokens], tokens[beams.tokens])
     return select(pool, 15)
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tests.kernels.interpreter import on_each_kernel_device
-from tests.kernels.tree_layouts import layout_of
-from tllm_spec.kernels.drafts.draft_layout import DraftLayout
+from tests.kernels.tree_layouts import chain_layout, layout_of
+from tllm_spec.kernels.drafts.draft_layout import HostTree
 from tllm_spec.kernels.slots.accept import (
     Accepted,
     Drafts,
@@ -72,7 +72,7 @@ def random_parents(seed: int, width: int) -> tuple[torch.Tensor, int]:
         layout_of([-1, *(generator.randrange(max(0, node - 5), node) for node in range(1, width))])
         for _ in range(NUM_SLOTS)
     ]
-    depth = max(layout.max_depth for layout in layouts)
+    depth = max(layout.depth for layout in layouts)
     return torch.tensor([layout.parents for layout in layouts]), depth
 
 
@@ -221,7 +221,7 @@ def test_chains_are_accepted_and_advance_like_trees_with_one_child(
 ) -> None:
     length, slots = 4, torch.arange(NUM_SLOTS, device=device)
     tables, expected = (moved(random_tables(1, length + 1), device) for _ in range(2))
-    parents = torch.tensor(DraftLayout.chain(length).parents).expand(NUM_SLOTS, -1).to(device)
+    parents = torch.tensor(chain_layout(length).parents).expand(NUM_SLOTS, -1).to(device)
     targets = tables.window[:, 1 : length + 2].clone()
     targets[::3, 1] += 1
     rates = torch.tensor([0.9, 0.6, 1.0, 0.8], dtype=torch.float64, device=device)[:, None]
@@ -248,8 +248,8 @@ def test_one_layout_serves_all_slots(device: str) -> None:
     assert_equal(there, tables)
 
 
-def tree_of(layout: DraftLayout, batch: int, device: str = "cpu") -> DraftTree:
-    tokens = torch.arange(100, 100 + batch * (layout.num_nodes - 1)).view(batch, -1)
+def tree_of(layout: HostTree, batch: int, device: str = "cpu") -> DraftTree:
+    tokens = torch.arange(100, 100 + batch * (len(layout.tokens))).view(batch, -1)
     rows = {name: torch.tensor(getattr(layout, name)).repeat(batch, 1).to(device) for name in ROWS}
     return DraftTree(tokens.to(device), **rows)
 
@@ -269,8 +269,8 @@ def test_drafts_deeper_than_a_requests_limit_do_not_count() -> None:
     assert tables.window[2, 1:6].tolist() == [105, 106, 107, 108, 109]
     assert torch.equal(tables.window[slots, 0], roots)
     assert trees.parents[9].tolist() == [-7, 0, 0, 1, 2, 3, -7, -7], "the root's row stays"
-    assert trees.depths[9, 1:6].tolist() == list(layout.depths[1:])
-    assert trees.bits[9, 1:6].tolist() == list(layout.bits[1:])
+    assert trees.depths[9, 1:6].tolist() == layout.depths[1:]
+    assert trees.bits[9, 1:6].tolist() == layout.bits[1:]
     assert (trees.parents[0] == -7).all()
 
 
@@ -287,7 +287,7 @@ def test_the_kernel_writes_trees_like_the_reference(
     while len(paths) < width:
         path = (*generator.choice(paths), generator.randrange(3))
         paths += [] if path in paths else [path]
-    layout = DraftLayout.from_paths(paths[1:])
+    layout = HostTree.of_paths(paths)
     slots = torch.randperm(NUM_SLOTS, generator=torch.Generator().manual_seed(1))[:9]
     limits = torch.arange(NUM_SLOTS) % 4
     trees, trees_there = empty_trees(width + 1, "cpu"), empty_trees(width + 1, device)

@@ -11,7 +11,6 @@ import torch
 from tllm_spec.kernels.drafts.draft_beams import (
     BeamPool,
     Beams,
-    add_last,
     first_beams,
     grow,
     select,
@@ -101,10 +100,9 @@ def grow_tree(
     all_paths = [list(own) for own in paths]
     for step in range(1, num_steps):
         probs, tokens = candidates_after(drafts, paths, device)
-        if step == num_steps - 1:
-            add_last(pool, step, beams, probs, tokens)
-            break
         beams = grow(pool, step, beams, probs, tokens)
+        if step == num_steps - 1:
+            break
         paths = next_paths(paths, beams)
         for own, new in zip(all_paths, paths, strict=True):
             own += new

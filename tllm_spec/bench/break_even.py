@@ -17,11 +17,10 @@ from tllm_spec.bench.dataset import BenchRequest, normal_lengths, synthetic_requ
 from tllm_spec.bench.report import total_stats
 from tllm_spec.bench.runner import run_requests, sampling_for
 from tllm_spec.bench.tune import WITHOUT_LIMITS
-from tllm_spec.bench.tune_report import adaptive_options, timed_executor
+from tllm_spec.bench.tune_report import adaptive_options, drafter_of, timed_executor
 from tllm_spec.config.draft_shape import DraftShape, chain_of
 from tllm_spec.config.draft_tree_config import DraftTreeDecodingConfig
 from tllm_spec.config.llm_args import LlmArgs
-from tllm_spec.config.speculative_config import DecodingBaseConfig, speculative_config_from
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.resources.interface import ResourceManager
 from tllm_spec.executor.speculative.draft_length.estimates import by_rank, expected_accepted
@@ -189,13 +188,6 @@ def run_with_luck(
         ]
         counted = min(1, number)
         run_in_turn(contestants, requests, sampling, counted, 1 - counted, False, bar)
-
-
-def drafter_of(spec: Mapping[str, Any]) -> DecodingBaseConfig:
-    """Raises ConfigError for a drafter's mistakes."""
-    config = speculative_config_from(spec)
-    assert isinstance(config, DecodingBaseConfig)
-    return config
 
 
 def without_shape(spec: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,16 +12,8 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from tllm_spec.bench.dataset import BenchRequest
-from tllm_spec.bench.report import (
-    MS,
-    latency_s,
-    percentiles,
-    speculation_section,
-    time_per_output_token_s,
-    time_to_first_token_s,
-    total_stats,
-)
-from tllm_spec.bench.runner import Run, num_output_tokens, run_requests
+from tllm_spec.bench.report import speculation_section, times_section, total_stats
+from tllm_spec.bench.runner import Run, run_requests
 from tllm_spec.outputs import Logprob, RequestOutput
 from tllm_spec.progress import Progress, progress
 from tllm_spec.sampling_params import SamplingParams
@@ -76,10 +68,8 @@ def run_in_turn(
     """Appends `repeat` runs to every contestant's `runs`, after `warmup` runs that are
     discarded. bar: counts requests; None: one of its own."""
     total = len(contestants) * (warmup + repeat) * len(requests)
-    own = (
-        progress("compare", total, "requests", has_parts=True) if bar is None else nullcontext(bar)
-    )
-    with own as shown:
+    own = progress("compare", total, "requests", has_parts=True)
+    with own if bar is None else nullcontext(bar) as shown:
         for number in range(warmup + repeat):
             for each in contestants[:: -1 if number % 2 else 1]:
                 run_of = f"run {number + 1} of {warmup + repeat}"
@@ -139,24 +129,13 @@ def comparison(contestants: Sequence[Contestant], streaming: bool) -> list[dict[
                 "output_tokens_per_s": median(speeds),
                 "output_tokens_per_s_range": [min(speeds), max(speeds)],
                 "speedup": median(speeds) / baseline,
-                **_times(outputs, streaming),
+                **times_section(outputs, streaming=streaming),
                 "acceptance_length": stats.acceptance_length if stats.rounds else None,
                 "draft_acceptance_rate": stats.draft_acceptance_rate if stats.rounds else None,
                 "per_position_acceptance": list(stats.per_position_acceptance),
             }
         )
     return rows
-
-
-def _times(outputs: Sequence[RequestOutput], streaming: bool) -> dict[str, Any]:
-    """Percentiles under the names of `tllm-bench serve`. Only streamed requests know when their
-    first token came."""
-    times = {"e2el_ms": percentiles([latency_s(output) * MS for output in outputs])}
-    if streaming:
-        decoded = [output for output in outputs if num_output_tokens(output) > 1]
-        times["ttft_ms"] = percentiles([time_to_first_token_s(output) * MS for output in outputs])
-        times["tpot_ms"] = percentiles([time_per_output_token_s(output) * MS for output in decoded])
-    return times
 
 
 # How close a model is to another one, such as a quantised copy to the original: equal tokens of

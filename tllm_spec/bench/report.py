@@ -132,11 +132,24 @@ def performance_section(run: Run) -> dict[str, Any]:
     }
 
 
+def times_section(
+    outputs: Sequence[RequestOutput], *, streaming: bool
+) -> dict[str, dict[str, float]]:
+    """Percentiles under the names of `tllm-bench serve`. Only streamed requests know when their
+    first token came."""
+    times = {"e2el_ms": percentiles([latency_s(output) * MS for output in outputs])}
+    if streaming:
+        decoded = [output for output in outputs if num_output_tokens(output) > 1]
+        times["ttft_ms"] = percentiles([time_to_first_token_s(output) * MS for output in outputs])
+        times["tpot_ms"] = percentiles([time_per_output_token_s(output) * MS for output in decoded])
+    return times
+
+
 def streaming_section(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+    times = times_section(outputs, streaming=True)
     decoded = [output for output in outputs if num_output_tokens(output) > 1]
-    tpot = percentiles([time_per_output_token_s(output) * MS for output in decoded])
-    ttft = percentiles([time_to_first_token_s(output) * MS for output in outputs])
     gen_tps = percentiles([1 / time_per_output_token_s(output) for output in decoded])
+    ttft, tpot = times["ttft_ms"], times["tpot_ms"]
     return {
         "token_output_speed_tok_s": gen_tps["average"],
         "avg_ttft_ms": ttft["average"],
@@ -298,23 +311,11 @@ def output_records(outputs: Sequence[RequestOutput]) -> list[dict[str, Any]]:
 
 
 PROMPT_LINES = 6
-RANKS = {
-    "minimum": "min",
-    "maximum": "max",
-    "average": "avg",
-    "p50": "p50",
-    "p90": "p90",
-    "p95": "p95",
-    "p99": "p99",
-}
-TITLES = {
-    "engine": "ENGINE",
-    "machine": "MACHINE",
+RANKS = {"minimum": "min", "maximum": "max", "average": "avg"}
+TITLES = {  # of sections that are not named by their key
     "world_info": "WORLD AND RUNTIME",
     "request_info": "REQUESTS",
-    "performance": "PERFORMANCE",
     "streaming_metrics": "STREAMING",
-    "speculation": "SPECULATION",
     "decoding_stats": "DECODING STATISTICS",
     "draft_lens": "DRAFT LENGTHS",
     "dataset": "DATA SET",
@@ -324,7 +325,8 @@ TITLES = {
 def format_report(report: dict[str, dict[str, Any]]) -> str:
     """A block for each section: first the single figures, then a table of those with several
     values."""
-    return "\n\n".join(_format_section(TITLES[name], section) for name, section in report.items())
+    titles = {name: TITLES.get(name, name.upper()) for name in report}
+    return "\n\n".join(_format_section(titles[name], report[name]) for name in report)
 
 
 def _format_section(title: str, section: dict[str, Any]) -> str:

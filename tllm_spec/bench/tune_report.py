@@ -313,11 +313,16 @@ def best_yaml(scores: Sequence[Score]) -> str:
     why += [f"# Simulated: {cause}." for cause in best.simulated]
     spec, drafter = best.candidate.spec, None
     if spec is not None:
-        config = speculative_config_from(spec)
-        assert isinstance(config, DecodingBaseConfig)
-        drafter = _without_nulls(spec, config)
+        drafter = _without_nulls(spec, drafter_of(spec))
     options = {**best.candidate.options, "speculative_config": drafter}
     return "\n".join(why) + "\n" + yaml.safe_dump(options, sort_keys=False)
+
+
+def drafter_of(spec: Mapping[str, Any]) -> DecodingBaseConfig:
+    """Raises ConfigError for a drafter's mistakes."""
+    config = speculative_config_from(spec)
+    assert isinstance(config, DecodingBaseConfig)
+    return config
 
 
 def _without_nulls(options: Mapping[str, Any], config: ConfigModel) -> dict[str, Any]:

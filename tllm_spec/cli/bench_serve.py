@@ -153,12 +153,8 @@ def text(
 
     if (folder is None) != heldout:
         raise ValueError("prepare-dataset text reads either --folder FOLDER or --heldout")
-    found = (
-        (path for path in sorted(folder.rglob("*")) if path.is_file())
-        if folder
-        else heldout_files()
-    )
-    files = [path for path in found if path.match(pattern)]
+    found = sorted(folder.rglob("*")) if folder else heldout_files()
+    files = [path for path in found if path.is_file() and path.match(pattern)]
     # It warns of texts longer than the model's context; these are cut after tokenisation.
     logging.getLogger("transformers.tokenization_utils_base").setLevel(logging.ERROR)
     encode = load_tokenizer(target.model.path).encode

@@ -3,7 +3,7 @@
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -156,9 +156,8 @@ def adaptive_replay(
     trace: Path,
     config: Path,
     round_times: Path | None,
-    graph_batch_sizes: list[int] | None,
-    initial_steps: int | None,
     every_round: bool,
+    **given: Any,
 ) -> None:
     """Print the draft lengths that would have been chosen for the rounds in TRACE.
 
@@ -169,12 +168,8 @@ def adaptive_replay(
     from tllm_spec.bench import adaptive_replay as replays
     from tllm_spec.recording.traffic_folder import read_lines
 
-    controller = replays.read_controller(
-        config,
-        graph_batch_sizes=graph_batch_sizes,
-        initial_steps=initial_steps,
-        round_times=replays.read_round_times(round_times) if round_times else None,
-    )
+    given["round_times"] = replays.read_round_times(round_times) if round_times else None
+    controller = replays.read_controller(config, **given)
     is_recorded = trace.is_dir()
     rounds = replays.recorded_trace(trace) if is_recorded else replays.read_trace(read_lines(trace))
     for line in replays.replay(controller, rounds, every_round=every_round):

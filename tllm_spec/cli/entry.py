@@ -2,28 +2,19 @@
 without a traceback."""
 
 import signal
+from functools import partial
+from importlib import import_module
 
 
-def serve() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    from tllm_spec.cli.serve import main  # takes a moment
-
-    main()
-
-
-def bench() -> None:
+def _run(command: str) -> None:
     after_imports = signal.signal(signal.SIGINT, signal.SIG_DFL)
-    from tllm_spec.cli.bench import main  # takes a moment
-
-    signal.signal(signal.SIGINT, after_imports)
+    main = import_module(f"tllm_spec.cli.{command}").main  # takes a moment
+    if command == "bench":
+        signal.signal(signal.SIGINT, after_imports)
     main()
 
 
-def train() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    from tllm_spec.cli.train import main  # takes a moment
-
-    main()
+serve, bench, train = (partial(_run, command) for command in ("serve", "bench", "train"))
 
 
 if __name__ == "__main__":

@@ -56,10 +56,8 @@ class LlmCommand(click.Command):
         unknown: list[str] = []
         while words:
             word = words.pop(0)
-            name, equals, text = (
-                either_spelling(word[2:].partition("=")[0]),
-                *word.partition("=")[1:],
-            )
+            given_name, equals, text = word[2:].partition("=")
+            name = either_spelling(given_name)
             if word == "--":
                 rest += [word, *words]
                 break

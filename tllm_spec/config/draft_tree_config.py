@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, PositiveInt
 
 from tllm_spec.config.config_base import check
-from tllm_spec.config.draft_shape import NO_DRAFTS, DraftShape, DraftShapes, chain_of
+from tllm_spec.config.draft_shape import DraftShape, DraftShapes, chain_of
 from tllm_spec.config.neighbours import NUM_CHILDREN
 from tllm_spec.config.option_checks import find_class, make_object
 from tllm_spec.config.speculative_base import DecodingBaseConfig
@@ -78,12 +78,6 @@ def _shown(tree: DraftShape) -> str:
         f"{{max_draft_len: {tree.depth}, dynamic_tree_max_topK: {tree.topk}, "
         f"max_total_draft_tokens: {tree.num_nodes}}}"
     )
-
-
-def _static(choices: Choices, depth: int) -> DraftShape:
-    """The tree's nodes up to a depth."""
-    paths = tuple(path for path in choices if len(path) <= depth)
-    return DraftShape(depth, len(paths), 1 + max(map(max, paths)), paths)
 
 
 def default_trees(largest: DraftShape) -> list[DraftShape]:
@@ -154,14 +148,9 @@ class TreeDecodingConfig(DecodingBaseConfig):
         """Candidates of a dynamic tree, without the root."""
         return topk + (depth - 1) * topk**2
 
-    @cached_property
-    def shapes(self) -> DraftShapes:
-        topk, nodes = self.dynamic_tree_max_topK, self.max_total_draft_tokens
-        if not self.drafts_trees or topk is None or nodes is None:
-            return super().shapes
-        depths = range(1, self.max_draft_len + 1)
-        trees = [DraftShape(n, min(nodes, self.most_nodes(topk, n)), topk) for n in depths]
-        return DraftShapes([NO_DRAFTS, *trees])
+    def tree_of(self, depth: int) -> DraftShape:
+        topk, nodes = self.dynamic_tree_max_topK or 1, self.max_total_draft_tokens or depth
+        return DraftShape(depth, min(nodes, self.most_nodes(topk, depth)), topk)
 
 
 class DraftTreeDecodingConfig(TreeDecodingConfig):
@@ -238,10 +227,8 @@ class DraftTreeDecodingConfig(TreeDecodingConfig):
             yield f"{NODES} = {nodes} is fewer than max_draft_len = {steps}, the depth of the tree"
         room = DraftShape(steps, nodes, topk)
         for tree in self.adaptive.trees if self.adaptive is not None else ():
-            named, most = (
-                f"adaptive.candidate_trees has {_shown(tree)}",
-                self.most_nodes(tree.topk, tree.depth),
-            )
+            named = f"adaptive.candidate_trees has {_shown(tree)}"
+            most = self.most_nodes(tree.topk, tree.depth)
             if tree.depth > steps or tree.topk > topk or tree.num_nodes > nodes:
                 yield f"{named}, and {_shown(room)} is the most that there is room for"
             elif not tree.depth <= tree.num_nodes <= most:
@@ -258,17 +245,19 @@ class DraftTreeDecodingConfig(TreeDecodingConfig):
         is_adaptive = self.adaptive is not None and self.adaptive.is_cost_model
         return is_adaptive and super().drafts_trees
 
+    def tree_of(self, depth: int) -> DraftShape:
+        if self.eagle_choices is None:
+            return super().tree_of(depth)
+        paths = tuple(path for path in self.eagle_choices if len(path) <= depth)
+        return DraftShape(depth, len(paths), 1 + max(map(max, paths)), paths)
+
     @cached_property
     def shapes(self) -> DraftShapes:
-        if self.eagle_choices is not None:
-            own = [_static(self.eagle_choices, n) for n in range(1, self.max_draft_len + 1)]
-            return DraftShapes([NO_DRAFTS, *own])
-        topk, nodes = self.dynamic_tree_max_topK, self.max_total_draft_tokens
-        if not self.mixes_trees or self.adaptive is None or topk is None or nodes is None:
+        if not self.mixes_trees or self.adaptive is None or self.eagle_choices is not None:
             return super().shapes
-        tree = DraftShape(self.max_draft_len, nodes, topk)
-        chains = [chain_of(length) for length in range(self.max_draft_len + 1)]
-        return DraftShapes(chains, self.adaptive.trees or default_trees(tree), tree)
+        tree = self.tree_of(self.max_draft_len)
+        chains = map(chain_of, range(self.max_draft_len + 1))
+        return DraftShapes([*chains], self.adaptive.trees or default_trees(tree), tree)
 
 
 # The options of NGram and of the user's own drafter.
@@ -358,14 +347,6 @@ class UserProvidedDecodingConfig(DecodingBaseConfig):
     @property
     def drafts_trees(self) -> bool:
         return (self.max_total_draft_tokens or 0) > self.max_draft_len
-
-    @cached_property
-    def shapes(self) -> DraftShapes:
-        nodes, lengths = self.max_total_draft_tokens or 0, range(1, self.max_draft_len + 1)
-        if not self.drafts_trees:
-            return super().shapes
-        trees = [DraftShape(depth, nodes, nodes) for depth in lengths]
-        return DraftShapes([NO_DRAFTS, *trees], narrows=True)
 
     @check
     def _check_tree(self) -> Iterator[str]:

@@ -21,6 +21,8 @@ from tllm_spec.config.config_base import ConfigError, ConfigModel, PathText, che
 from tllm_spec.config.draft_shape import (
     MAX_BUDGETS,
     MAX_DRAFT_LEN,
+    NO_DRAFTS,
+    DraftShape,
     DraftShapes,
     checked_schedule,
     with_lower_bounds,
@@ -321,9 +323,17 @@ class DecodingBaseConfig(ConfigModel):
         """Whether rounds choose between chains and trees."""
         return False
 
+    def tree_of(self, depth: int) -> DraftShape:
+        """The largest tree of this depth, where drafts are trees."""
+        nodes = self.max_total_draft_tokens or depth
+        return DraftShape(depth, nodes, nodes)
+
     @cached_property
     def shapes(self) -> DraftShapes:
         """What a round's drafts look like, by tier."""
+        if self.drafts_trees:
+            trees = map(self.tree_of, range(1, self.max_draft_len + 1))
+            return DraftShapes([NO_DRAFTS, *trees], narrows=self.runs_users_code)
         if self.enable_adaptive_verification and self.adaptive is not None:
             return DraftShapes.with_budgets(self.max_draft_len, self.adaptive.draft_lens)
         return DraftShapes.chains(self.max_draft_len, self.verify_budget)
@@ -377,6 +387,29 @@ class DraftModelDecodingConfig(DecodingBaseConfig):
     def _check_sink(self) -> Iterator[str]:
         if self.draft_sink_size is not None and self.draft_window_size is None:
             yield f"draft_sink_size = {self.draft_sink_size} needs draft_window_size"
+
+    @check
+    def _check_draft_backend(self) -> Iterator[str]:
+        """Why the backend does not draft."""
+        backend: str = getattr(self, "draft_backend", "torch")
+        if backend == "torch":
+            return
+        reasons, is_model = [], hasattr(self, "draft_target_one_model")
+        one_model = "draft_target_one_model" if is_model else "eagle3_one_model"
+        if getattr(self, one_model):
+            reasons.append(f"{one_model} = True drafts in the target's own round")
+        if self.drafts_trees:
+            reasons.append("its network drafts chains, not trees")
+        if self.speculative_token_map is not None:
+            reasons.append("its network has no token map")
+        if getattr(self, "kv_cache_dtype", None) == "fp8":
+            reasons.append("its network reads no FP8 KV cache")
+        if is_model and getattr(self, "sa_config", None) is not None:
+            reasons.append(
+                "its network reads two tokens to draft, and sa_config needs all new ones"
+            )
+        if reasons:
+            yield f"draft_backend = {backend!r} is refused: {'; '.join(reasons)}; accepted: 'torch'"
 
 
 def _rate_problem(rates: Rates, *, is_tree: bool) -> str | None:

@@ -77,27 +77,6 @@ RELAXED_OPTIONS = frozenset(
 )
 
 
-def _backend_mistakes(
-    config: DraftModelDecodingConfig, backend: DraftBackend, one_model: str
-) -> Iterator[str]:
-    """Why the backend does not draft. one_model: the option that chooses the path."""
-    if backend == "torch":
-        return
-    reasons = []
-    if getattr(config, one_model):
-        reasons.append(f"{one_model} = True drafts in the target's own round")
-    if config.drafts_trees:
-        reasons.append("its network drafts chains, not trees")
-    if config.speculative_token_map is not None:
-        reasons.append("its network has no token map")
-    if getattr(config, "kv_cache_dtype", None) == "fp8":
-        reasons.append("its network reads no FP8 KV cache")
-    if isinstance(config, DraftTargetDecodingConfig) and config.sa_config is not None:
-        reasons.append("its network reads two tokens to draft, and sa_config needs all new ones")
-    if reasons:
-        yield f"draft_backend = {backend!r} is refused: {'; '.join(reasons)}; accepted: 'torch'"
-
-
 class DraftTargetDecodingConfig(DraftTreeDecodingConfig, DraftModelDecodingConfig):
     """Drafts from a smaller model, best with the target's tokenizer."""
 
@@ -112,10 +91,6 @@ class DraftTargetDecodingConfig(DraftTreeDecodingConfig, DraftModelDecodingConfi
     it on disk; `onnxruntime` is for CPUs."""
     kv_cache_dtype: KVCacheType | None = None
     """Type of the draft model's own KV cache, as `kv_cache_config.dtype`, which null stands for."""
-
-    @check
-    def _check_draft_backend(self) -> Iterator[str]:
-        return _backend_mistakes(self, self.draft_backend, "draft_target_one_model")
 
 
 class EagleHeadDecodingConfig(DraftTreeDecodingConfig, DraftModelDecodingConfig):
@@ -145,10 +120,6 @@ class EagleHeadDecodingConfig(DraftTreeDecodingConfig, DraftModelDecodingConfig)
                 "captured, and null means a low, a middle and a high one"
             )
         return tuple(sorted(set(layers)))
-
-    @check
-    def _check_draft_backend(self) -> Iterator[str]:
-        return _backend_mistakes(self, self.draft_backend, "eagle3_one_model")
 
 
 class EagleDecodingConfig(EagleHeadDecodingConfig):
@@ -207,14 +178,9 @@ class MTPDecodingConfig(DraftTreeDecodingConfig):
 
     @check
     def _check_relaxed(self) -> Iterator[str]:
-        given = sorted(RELAXED_OPTIONS & self.model_fields_set)
         if not self.use_relaxed_acceptance_for_thinking:
-            changed = [
-                name
-                for name in given
-                if getattr(self, name) != type(self).model_fields[name].default
-            ]
-            if changed:
+            usual = {name: type(self).model_fields[name].default for name in RELAXED_OPTIONS}
+            if changed := sorted(name for name in usual if getattr(self, name) != usual[name]):
                 yield (
                     f"{', '.join(changed)}: for relaxed acceptance only; set "
                     "use_relaxed_acceptance_for_thinking: true or leave them out"

@@ -15,23 +15,16 @@ MIN_SHARED = 64  # rows of finished texts, as many as TensorRT-LLM keeps
 
 
 @dataclass(frozen=True)
-class CorpusFile:
-    """A file of texts, of at most `max_tokens` tokens."""
-
-    path: str
-    max_tokens: int
-
-
-@dataclass(frozen=True)
 class TextSearch:
     """max_match: tokens of a text's end that are compared, at most. oldest: of equally long matches
     the first is taken, not the last. num_shared: rows of finished texts that requests share; 0:
-    they share none, and no texts of running requests either. corpus: texts for every request."""
+    they share none, and no texts of running requests either. corpus: the file of texts for every
+    request, and how many tokens it has at most."""
 
     max_match: int
     oldest: bool = False
     num_shared: int = 0
-    corpus: CorpusFile | None = None
+    corpus: tuple[str, int] | None = None
 
 
 class CorpusConfig(ConfigModel):
@@ -57,10 +50,9 @@ class CorpusConfig(ConfigModel):
             )
 
     @property
-    def corpus(self) -> CorpusFile | None:
-        if self.external_corpus_path is None:
-            return None
-        return CorpusFile(self.external_corpus_path, self.external_corpus_max_tokens)
+    def corpus(self) -> tuple[str, int] | None:
+        path = self.external_corpus_path
+        return None if path is None else (path, self.external_corpus_max_tokens)
 
 
 class GlobalPoolConfig(CorpusConfig):

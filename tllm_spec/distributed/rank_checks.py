@@ -32,7 +32,7 @@ def checkpoints(args: LlmArgs) -> dict[str, str]:
     drafts = [getattr(spec, name, None) for name in of_draft]
     search = spec.text_search(args.max_batch_size) if spec is not None else None
     if search is not None and search.corpus is not None:
-        drafts.append(search.corpus.path)
+        drafts.append(search.corpus[0])
     return {name: fingerprint(name) for name in (args.model, args.tokenizer, *drafts) if name}
 
 

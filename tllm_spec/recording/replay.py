@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tllm_spec.config.engine_config import SchedulerConfig
 from tllm_spec.config.llm_args import LlmArgs
@@ -44,9 +44,6 @@ from tllm_spec.recording.traffic_record import TrafficRecord
 from tllm_spec.sampling_params import SamplingParams
 from tllm_spec.text.tokenizer import tokenizer_of
 from tllm_spec.zoo.registry import resolve_model
-
-if TYPE_CHECKING:
-    from tllm_spec.executor.request import Response
 
 # Of a replay, whatever was served: they change no count.
 MAX_BATCH_SIZE = 64
@@ -112,7 +109,7 @@ def replay(
         record.check_tokens(vocab_size)
     with _target_of(_replayable(args, spec, longest)) as built_args:
         tokenizer = tokenizer_of(args)
-        built = build_executor(built_args, tokenizer, _ignore, texts=texts)
+        built = build_executor(built_args, tokenizer, lambda responses: None, texts=texts)
     requests = [request_of(number, each, built.limits) for number, each in enumerate(records)]
     built.executor.enter_thread()
     engine = built.executor.parts.runner.engine
@@ -339,7 +336,3 @@ def _most_at_once(records: Sequence[TrafficRecord]) -> int:
         now += change
         most = max(most, now)
     return most
-
-
-def _ignore(responses: list[Response]) -> None:
-    """The counts are read from the requests."""

@@ -97,7 +97,7 @@ class TrafficFolder:
         with self._locked():
             for file in files_of(self.path):
                 lines = file.read_bytes().splitlines(keepends=True)
-                kept = [line for line in lines if _is_header(line) or not _is(is_unwanted, line)]
+                kept = [line for line in lines if not _is(is_unwanted, line)]
                 if len(kept) < len(lines):
                     _replace(file, b"".join(kept))
                     number += len(lines) - len(kept)
@@ -281,14 +281,12 @@ def _record_of(file: Path) -> bytes:
         return b""
 
 
-def _is_header(line: bytes) -> bool:
-    return "format" in _object_of(line)
-
-
 def _is(is_unwanted: Callable[[RecordName], bool], line: bytes) -> bool:
-    """Also where a line does not say whose it is. Records of other versions do."""
+    """Also where a line does not say whose it is. Records of other versions do; no header is."""
     found = _object_of(line)
     names = [found[name] for name in RecordName._fields if isinstance(found.get(name), str)]
+    if "format" in found:
+        return False
     return len(names) < len(RecordName._fields) or is_unwanted(RecordName(*names))
 
 

@@ -118,11 +118,8 @@ def write_self_text(
     texts: list[Tensor] = []
     while len(texts) < 2 or time.monotonic() < deadline:
         prompts = data.sample(batch, PROMPT_LEN)
-        texts.append(
-            continuations(model, prompts, new_tokens, do_sample=len(texts) % 2 == 1)
-            .flatten()
-            .short()
-        )
+        text = continuations(model, prompts, new_tokens, do_sample=len(texts) % 2 == 1)
+        texts.append(text.flatten().short())
     tokens = torch.cat(texts).clone()
     print(f"the target wrote {len(texts) * batch * new_tokens} tokens", flush=True)
     return TokenData(tokens, num_bytes=0)

@@ -151,7 +151,9 @@ class Settings:
 def add_dropout(layer: Any, probability: float) -> None:
     """On both outputs that a layer adds to the residual stream."""
     for part in (layer.self_attn.o_proj, layer.mlp):
-        part.register_forward_hook(_dropout(probability))
+        part.register_forward_hook(
+            lambda module, _, output: F.dropout(output, probability, module.training)
+        )
 
 
 def train(
@@ -279,10 +281,3 @@ def _set_learning_rate(
     cosine = 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
     for group in optimizer.param_groups:
         group["lr"] = settings.learning_rate * warmup * cosine
-
-
-def _dropout(probability: float) -> Callable[[nn.Module, Any, Tensor], Tensor]:
-    def hook(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
-        return F.dropout(output, probability, module.training)
-
-    return hook

@@ -17,6 +17,7 @@ import click
 import torch
 from torch import Tensor
 
+from tllm_spec.cli.version import Decorator, flag, option, together
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.draft_head import head_kind
 from tllm_spec.models.registry import model_config
@@ -55,60 +56,44 @@ from tllm_spec.zoo.registry import resolve_model
 
 FOLDER = click.Path(path_type=Path, file_okay=False)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-Decorator = Callable[[Callable[..., None]], Callable[..., None]]
 
 
 def training_options(
     shape: str, minutes: float, learning_rate: float, dropout: float, windows: int = 64
 ) -> Decorator:
     """The options of every training run; `Settings` has the same names."""
-    return all_of(
-        click.option(
-            "--data", type=FOLDER, required=True, help="Folder with training.npz and heldout.npz."
-        ),
-        click.option(
-            "--output", type=FOLDER, required=True, help="Folder for the best weights so far."
-        ),
-        click.option("--shape", default=shape, help="Model whose config.json to use."),
+    return together(
+        option("--data", FOLDER, "Folder with training.npz and heldout.npz.", required=True),
+        option("--output", FOLDER, "Folder for the best weights so far.", required=True),
+        option("--shape", str, "Model whose config.json to use.", default=shape),
         click.option("--device", default=DEVICE),
         click.option("--seed", default=Settings.seed),
-        click.option("--minutes", default=minutes, help="Time budget."),
-        click.option("--steps", default=10**9, help="Step budget."),
-        click.option("--windows", default=windows, help="Sequences a step."),
-        click.option("--length", default=1024, help="Tokens a sequence."),
+        option("--minutes", float, "Time budget.", default=minutes),
+        option("--steps", int, "Step budget.", default=10**9),
+        option("--windows", int, "Sequences a step.", default=windows),
+        option("--length", int, "Tokens a sequence.", default=1024),
         click.option("--learning-rate", default=learning_rate),
         click.option("--weight-decay", default=Settings.weight_decay),
         click.option("--dropout", default=dropout),
         click.option("--warmup-steps", default=Settings.warmup_steps),
         click.option("--compile/--no-compile", default=False, help="torch.compile the layers."),
         click.option("--checkpoint-steps", default=Settings.checkpoint_steps),
-        click.option("--resume", is_flag=True, help="Go on from the checkpoint in --output."),
+        flag("--resume", "Go on from the checkpoint in --output."),
     )
 
 
 def self_text_options(minutes: float) -> Decorator:
     """As `write_self_text` has them, one after the other."""
-    return all_of(
-        click.option(
-            "--self-text-minutes", default=minutes, help="How long the target generates text."
-        ),
+    return together(
+        option("--self-text-minutes", float, "How long the target writes text.", default=minutes),
         click.option("--self-text-batch", default=4096),
-        click.option("--self-text-tokens", default=384, help="New tokens a text."),
+        option("--self-text-tokens", int, "New tokens a text.", default=384),
     )
 
 
-def all_of(*options: Decorator) -> Decorator:
-    def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        for option in reversed(options):
-            command = option(command)
-        return command
-
-    return decorate
-
-
 # The trained target, and the text that it generates for the draft.
-teacher_options = all_of(
-    click.option("--target", "target_name", default="zoo:llama", help="The trained target."),
+teacher_options = together(
+    option("--target target_name", str, "The trained target.", default="zoo:llama"),
     self_text_options(0.8),
 )
 

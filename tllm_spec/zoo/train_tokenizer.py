@@ -14,6 +14,7 @@ import click
 import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from tllm_spec.cli.version import option
 from tllm_spec.zoo.corpus import heldout_files, read_source, training_files
 from tllm_spec.zoo.registry import resolve_model
 
@@ -110,15 +111,9 @@ def save_tokens(file: Path, tokenizer: Tokenizer, documents: list[str], num_byte
 
 
 @click.command()
-@click.option(
-    "--data", type=click.Path(path_type=Path), required=True, help="Folder for the token arrays."
-)
-@click.option(
-    "--stdlib", type=click.Path(path_type=Path, exists=True), help="Default: this interpreter's."
-)
-@click.option(
-    "--tests/--no-tests", default=True, help="Also train the models on CPython's test suite."
-)
+@option("--data", click.Path(path_type=Path), "Folder for the token arrays.", required=True)
+@option("--stdlib", click.Path(path_type=Path, exists=True), "Default: this interpreter's.")
+@option("--tests/--no-tests", bool, "Also train on CPython's test suite.", default=True)
 def main(data: Path, stdlib: Path | None, tests: bool) -> None:
     # The test suite has unusual text (other scripts, broken code), so the vocabulary is without it.
     tokenizer = train_tokenizer(read_source(path) for path in training_files(stdlib))

@@ -11,7 +11,7 @@ from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -73,7 +73,7 @@ class DraftLenTable:
         self._rows = sorted(by_batch_size.items())
         self._max_num_tokens, self._max_batch_size = max_num_tokens, max_batch_size
         self._tier_within = tier_within
-        self._most: dict[int, int] = {}  # by batch size: results of `max_tier_open`
+        self.max_tier_open = cache(self._most_open)  # it is asked in every round
         self.has_gate, (self._threshold, self._window_size) = gate is not None, gate or (0.0, 0)
         self._window: deque[tuple[int, int]] = deque(maxlen=self._window_size)
         self._closed_rounds = 0
@@ -87,19 +87,16 @@ class DraftLenTable:
         """The largest tier of a round with `batch_size` generating requests."""
         return 0 if self._closed_rounds else self.max_tier_open(batch_size)
 
-    def max_tier_open(self, batch_size: int) -> int:
+    def _most_open(self, batch_size: int) -> int:
         """The same while the gate is open."""
-        most = self._most.get(batch_size)
-        if most is None:
-            room = NO_LIMIT
-            if self._max_num_tokens != NO_LIMIT:
-                rows = self._max_num_tokens
-                if batch_size < self._max_batch_size:
-                    rows = rows_with_contexts(rows)
-                room = self._tier_within(rows // batch_size)
-            found = [most for size, most in self._rows if size <= batch_size]
-            most = self._most[batch_size] = min([room, *found[-1:]])
-        return most
+        room = NO_LIMIT
+        if self._max_num_tokens != NO_LIMIT:
+            rows = self._max_num_tokens
+            if batch_size < self._max_batch_size:
+                rows = rows_with_contexts(rows)
+            room = self._tier_within(rows // batch_size)
+        found = [most for size, most in self._rows if size <= batch_size]
+        return min([room, *found[-1:]])
 
     def observe(self, num_accepted: Sequence[int], num_drafted: int) -> None:
         """num_drafted: drafts of the whole round. Rounds without drafts count only while the gate

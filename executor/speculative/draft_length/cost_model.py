@@ -84,8 +84,10 @@ class CostModelSlot:
                 share = len(observed.num_accepted) / observed.num_alive
                 self._drafted_share += (share - self._drafted_share) / SHARE_ROUNDS
         row, chosen = self._times.row(batch_size), self._tiers[batch_size]
-        if self._probe is not None and before != chosen:
-            self._pay(self._probe, self._probe_seconds(row, chosen, before), tier)
+        if (probe := self._probe) is not None and before != chosen:
+            self._saved_seconds -= self._probe_seconds(row, chosen, before)
+            probe.rounds_left -= 1
+            probe.rounds_to_see -= tier == probe.tier
         else:
             saved = self._saved_seconds + self._probe_share * row.get(chosen, 0.0)
             self._saved_seconds = min(saved, MAX_SAVED_ROUNDS * row.get(chosen, 0.0))
@@ -129,11 +131,6 @@ class CostModelSlot:
             names = self._shapes.name(present), self._shapes.name(tier)
             self._record(self.lower_bound, batch_size, *names, reason)
         return tier
-
-    def _pay(self, probe: _Probe, extra_seconds: float, tier: int) -> None:
-        self._saved_seconds -= extra_seconds
-        probe.rounds_left -= 1
-        probe.rounds_to_see -= tier == probe.tier
 
     def _start_or_end_probe(self, row: dict[int, float], batch_size: int, max_tier: int) -> None:
         tier, probe = self._tiers[batch_size], self._probe

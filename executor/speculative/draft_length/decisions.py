@@ -50,14 +50,8 @@ class DecisionLog:
         reason: str,
         context_len: int = 0,
     ) -> None:
-        """A draft length of one batch size was replaced.
-
-        Args:
-            slot: its smallest batch size.
-            batch_size: as padded to a graph.
-            old_steps, new_steps: see `DraftShapes.name`.
-            context_len: of the bucket that the switch belongs to.
-        """
+        """A draft length (`DraftShapes.name`) of one batch size, as padded to a graph, was
+        replaced. slot: its smallest batch size. context_len: of the bucket of the switch."""
         if context_len:
             reason = f"contexts of {context_len} tokens or more; {reason}"
         self.num_switches += 1

@@ -139,14 +139,10 @@ class AcceptanceEstimate:
         self, num_requests: int, num_accepted: Sequence[int], draft_len: int
     ) -> None:
         """num_accepted: of every request that was drafted for, with `draft_len` drafts each."""
-        has_drafts = draft_len > 0 and len(num_accepted) > 0
-        if has_drafts:
-            self._age(num_requests, max(PRIOR_TRIALS, UNSEEN_SHARE * self._window))
+        if draft_len > 0 and num_accepted:
+            self._observe_counts(num_requests, length_counts(num_accepted, draft_len))
         else:
             self._age(max(num_requests, IDLE_REQUESTS), PRIOR_TRIALS)
-        if has_drafts and self.rates:
-            self._count(num_accepted, min(draft_len, len(self.rates)))
-            self._combine()
 
     def _observe_counts(self, num_requests: int, counts: Sequence[tuple[int, int]]) -> None:
         """counts: by position, requests that reached it and those whose draft was accepted."""
@@ -163,17 +159,6 @@ class AcceptanceEstimate:
                 factor = max(keep, least / reached)
                 self._reached[position] *= factor
                 self._accepted[position] *= factor
-
-    def _count(self, num_accepted: Sequence[int], draft_len: int) -> None:
-        # `bytes.count` takes a tenth of a list's time; a byte holds at most 255.
-        lengths = bytes(num_accepted) if max(num_accepted) < 256 else num_accepted
-        reached = len(num_accepted)
-        for position in range(draft_len):
-            if not reached:
-                break
-            self._reached[position] += reached
-            reached -= lengths.count(position)
-            self._accepted[position] += reached
 
     def _combine(self) -> None:
         trials = sum(self._reached) + PRIOR_TRIALS
@@ -242,6 +227,20 @@ class AcceptanceEstimate:
 def columns_of(ranks: Sequence[Sequence[int]]) -> list[Counter[int]]:
     """ranks: by request, as `path_ranks` shows them."""
     return [Counter(column) for column in zip(*ranks, strict=True)]
+
+
+def length_counts(num_accepted: Sequence[int], draft_len: int) -> list[tuple[int, int]]:
+    """As `chain_counts`, of chains of which so many drafts were accepted."""
+    # `bytes.count` takes a tenth of a list's time; a byte holds at most 255.
+    lengths = bytes(num_accepted) if max(num_accepted) < 256 else num_accepted
+    counts, reached = [], len(num_accepted)
+    for position in range(draft_len):
+        if not reached:
+            break
+        accepted = reached - lengths.count(position)
+        counts.append((reached, accepted))
+        reached = accepted
+    return counts
 
 
 def chain_counts(columns: Columns) -> list[tuple[int, int]]:

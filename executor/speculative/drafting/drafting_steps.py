@@ -1,7 +1,8 @@
 """The steps of a draft network: chains, trees, and all drafts at once from mask rows."""
 
 from collections.abc import Sequence
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, cached_property
 
 import torch
 from torch.nn import functional as F
@@ -16,12 +17,11 @@ from tllm_spec.executor.speculative.drafting.suffix_match import DraftChoice
 from tllm_spec.kernels.attention.visible_keys import MAX_TREE_KEYS, TreeMask
 from tllm_spec.kernels.drafts.draft_beams import (
     BeamPool,
-    add_last,
     first_beams,
     grow,
     select,
 )
-from tllm_spec.kernels.drafts.draft_layout import DraftLayout, StaticStep, static_steps
+from tllm_spec.kernels.drafts.draft_layout import HostTree, StaticStep, static_steps
 from tllm_spec.kernels.slots.accept import Drafts, DraftTree
 from tllm_spec.kernels.slots.row_copies import gather_rows
 from tllm_spec.models.draft_head import Masks
@@ -220,10 +220,7 @@ class DraftSteps:
             state = growth.read(step, beams.tokens, beams.bits, num_before, state, parents)
             probs, tokens = growth.candidates(step, state)
             children = probs.view(-1, topk, topk), tokens.view(-1, topk, topk)
-            if step + 1 == shape.depth:
-                add_last(pool, step, beams, *children)
-            else:
-                beams = grow(pool, step, beams, *children)
+            beams = grow(pool, step, beams, *children)
         return select(pool, shape.num_nodes, self._choice is not None)
 
     def _draft_static(self, growth: "_Growth", shape: DraftShape, state: torch.Tensor) -> DraftTree:
@@ -232,10 +229,11 @@ class DraftSteps:
         scores, before = list[torch.Tensor](), state.new_ones((), dtype=torch.float32)
         for index, step in enumerate(steps):
             probs, tokens = growth.candidates(index, state)
-            own = step.take(tokens.view(batch, -1, shape.topk))
+            own = tokens.view(batch, -1).index_select(1, step.candidates)
             found.append(own)
             if self._choice is not None:
-                scores.append(step.take(probs.view(batch, -1, shape.topk) * before))
+                worth = (probs.view(batch, -1, shape.topk) * before).flatten(1)
+                scores.append(worth.index_select(1, step.candidates))
                 before = scores[-1].index_select(1, step.runs).unsqueeze(2)
             if index + 1 < len(steps):
                 num_rows, num_parents = len(step.runs), len(state) // batch
@@ -250,44 +248,36 @@ class DraftSteps:
         rows = {"parents": parents, "depths": depths, "bits": bits}
         return DraftTree(tokens, **rows, scores=of_nodes)
 
-    def _static_tree(
-        self, shape: DraftShape
-    ) -> tuple[list[StaticStep], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    def _static_tree(self, shape: DraftShape) -> tuple[list[StaticStep], list[torch.Tensor]]:
         """The steps of a static tree, and its parents, depths and bits."""
-        layout, device = DraftLayout.from_paths(shape.choices), self._slots.device
-        parents, depths, bits = (
-            torch.tensor(each, dtype=torch.int64, device=device)
-            for each in (layout.parents, layout.depths, layout.bits)
-        )
-        return static_steps(layout, device), (parents, depths, bits)
+        tree, device = HostTree.of_paths(shape.choices), self._slots.device
+        rows = [torch.tensor(each, device=device) for each in tree[1:]]
+        return static_steps(tree, shape.topk, device), rows
 
 
+@dataclass
 class _Growth:
     """What the steps of one round's trees share: N requests, with their lengths kv_lens `[N]`.
     `states`: of each step, `[N, H]`, where they are known before; None: each is read."""
 
+    net: DraftNet
+    sampling: DraftSampling
+    group: RowGroup
+    kv_lens: torch.Tensor
+    topk: int
+    bound: int
     states: Sequence[torch.Tensor] | None = None
 
-    def __init__(
-        self,
-        net: DraftNet,
-        sampling: DraftSampling,
-        group: RowGroup,
-        kv_lens: torch.Tensor,
-        topk: int,
-        bound: int,
-    ) -> None:
-        self.kv_lens = kv_lens
-        self._net, self._sampling = net, sampling
-        self._group, self._topk, self._bound = group, topk, bound
-        # See DraftNet.lookahead: a head's entry of a draft is at the position before it.
-        self._first = kv_lens if net.lookahead else kv_lens + 1
+    @cached_property
+    def first(self) -> torch.Tensor:
+        """See DraftNet.lookahead: a head's entry of a draft is at the position before it."""
+        return self.kv_lens if self.net.lookahead else self.kv_lens + 1
 
     def candidates(self, step: int, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The best next tokens after each row and their probabilities, `[N * n, K]`, best first.
         state `[N * n, H]`: after `step` drafts."""
-        logits = self._net.compute_logits(state)
-        return self._sampling.best(self._group, logits, self.kv_lens + (1 + step), self._topk)
+        logits = self.net.compute_logits(state)
+        return self.sampling.best(self.group, logits, self.kv_lens + (1 + step), self.topk)
 
     def read(
         self,
@@ -306,14 +296,14 @@ class _Growth:
         if self.states is not None:
             return self.states[depth].repeat_interleave(tokens.shape[1], dim=0)
         length = num_before + tokens.shape[1]
-        if self._net.spec is not None:
+        if self.net.spec is not None:
             state = gather_rows(state, parents)
         depths = torch.full_like(tokens, depth - 1)
         windows = Windows(
-            self._group.slots,
-            self._first,
+            self.group.slots,
+            self.first,
             tokens,
-            min(self._bound + length, self._net.rows.max_len),
+            min(self.bound + length, self.net.rows.max_len),
             tree=TreeRows(depths, TreeMask(bits, length)),
         )
-        return self._net.forward([], windows, state, step=depth)
+        return self.net.forward([], windows, state, step=depth)

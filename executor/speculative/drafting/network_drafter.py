@@ -166,12 +166,9 @@ class DraftBacklog:
     def capture_graphs(self, target: SlotGraphs[Any], keys: Iterable[GraphKey]) -> None:
         """Captures the graphs that reading is run as where one of the keys' batch sizes fits."""
         sizes = {key.batch_size for key in keys if key.batch_size <= self.max_requests}
-        self._graphs = target.for_same_slots(self._catch_up_for)
+        max_len = self._net.rows.max_len
+        self._graphs = target.for_same_slots(lambda slots, *_: self._catch_up(slots, max_len))
         self._graphs.capture(GraphKey(size, NO_DRAFTS, False) for size in sizes)
-
-    def _catch_up_for(self, slot_ids: torch.Tensor, shape: DraftShape, is_sampled: bool) -> None:
-        """The work of a graph, for contexts of any length."""
-        self._catch_up(slot_ids, self._net.rows.max_len)
 
     def _catch_up(self, slot_ids: torch.Tensor, max_kv_len: int) -> None:
         """Reads the unread positions of slots `[B]` for their K and V only. They are the last rows

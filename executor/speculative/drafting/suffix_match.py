@@ -14,7 +14,7 @@ import torch
 
 from tllm_spec.config.draft_shape import NO_DRAFTS, DraftShape
 from tllm_spec.config.option_checks import check_text
-from tllm_spec.config.text_search import SHARED_WIDTH, CorpusFile, TextSearch
+from tllm_spec.config.text_search import SHARED_WIDTH, TextSearch
 from tllm_spec.executor.device.transfer import to_device
 from tllm_spec.executor.resources.interface import NO_SALT, SharedTexts
 from tllm_spec.executor.resources.slot_state import SlotState
@@ -50,14 +50,15 @@ from tllm_spec.text.tokenizer import Tokenizer
 
 
 def read_corpus(
-    corpus: CorpusFile | None, tokenizer: Tokenizer | None, vocab_size: int
+    corpus: tuple[str, int] | None, tokenizer: Tokenizer | None, vocab_size: int
 ) -> list[list[int]]:
-    """The tokens of each text; None has no texts. Raises ValueError if the file is missing or has
-    anything else, no text, or too many tokens."""
+    """The tokens of each text; corpus: as in `TextSearch`, None has no texts. Raises ValueError if
+    the file is missing or has anything else, no text, or too many tokens."""
     if corpus is None:
         return []
-    name, found, number = f"external_corpus_path = {corpus.path!r}", list[list[int]](), 0
-    for line, tokens in _texts(name, corpus.path, tokenizer):
+    path, max_tokens = corpus
+    name, found, number = f"external_corpus_path = {path!r}", list[list[int]](), 0
+    for line, tokens in _texts(name, path, tokenizer):
         outside = next((token for token in tokens if not 0 <= token < vocab_size), None)
         if outside is not None:
             raise ValueError(
@@ -65,9 +66,9 @@ def read_corpus(
             )
         found.append(tokens)
         number += len(tokens)
-        if number > corpus.max_tokens:
+        if number > max_tokens:
             raise ValueError(
-                f"{name} has more tokens than external_corpus_max_tokens = {corpus.max_tokens}"
+                f"{name} has more tokens than external_corpus_max_tokens = {max_tokens}"
             )
     if not number:
         raise ValueError(f"{name} has no text")

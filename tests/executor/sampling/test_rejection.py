@@ -8,13 +8,13 @@ import torch
 
 from tests.executor.harness import Harness, draft_target, output_of
 from tests.executor.sampling.chi_square import p_value
-from tests.kernels.tree_layouts import layout_of
+from tests.kernels.tree_layouts import chain_layout, layout_of
 from tllm_spec.executor.sampling.acceptance_rules import (
     reject_chain,
     reject_tree,
     synthetic_acceptance,
 )
-from tllm_spec.kernels.drafts.draft_layout import DraftLayout
+from tllm_spec.kernels.drafts.draft_layout import HostTree
 from tllm_spec.kernels.sampling.gumbel import DRAFT_DOMAIN, gumbel_noise
 from tllm_spec.kernels.slots.accept import Accepted, SlotTables, accept_path
 from tllm_spec.kernels.slots.slot_windows import accept_windows
@@ -144,7 +144,7 @@ TOKENS = torch.tensor([0, 1, 3, 0, 2])
 def emitted(
     probs: torch.Tensor,
     tokens: torch.Tensor = TOKENS,
-    layout: DraftLayout = LAYOUT,
+    layout: HostTree = LAYOUT,
     **options: float,
 ) -> Accepted:
     """Rejection for DRAWS requests with the distributions `[W, V]`."""
@@ -152,7 +152,7 @@ def emitted(
         probs.expand(DRAWS, *probs.shape),
         tokens.expand(DRAWS, -1),
         torch.tensor(layout.parents).expand(DRAWS, -1),
-        layout.max_depth,
+        layout.depth,
         None,
         torch.arange(DRAWS),
         torch.full((DRAWS,), 7),
@@ -187,7 +187,7 @@ def test_the_emitted_tokens_have_the_targets_distribution_at_every_depth() -> No
 
 
 def test_a_chain_is_rejected_like_reject_chain() -> None:
-    chain, number = DraftLayout.chain(2), torch.arange(DRAWS) % 3
+    chain, number = chain_layout(2), torch.arange(DRAWS) % 3
     generator = torch.Generator().manual_seed(2)
     probs = torch.rand(DRAWS, 3, 5, generator=generator).softmax(-1)
     tokens = torch.randint(0, 5, (DRAWS, 3), generator=generator)
@@ -227,8 +227,8 @@ def test_certain_distributions_give_the_greedy_path(valid: int) -> None:
     targets = torch.randint(0, 3, (64, 8), generator=generator)
     probs, number = torch.nn.functional.one_hot(targets, 5).float(), torch.full((64,), valid)
     seeds = torch.arange(64)
-    found = reject_tree(probs, tokens, parents, layout.max_depth, number, seeds, seeds)
-    expected = accept_path(targets, tokens, parents, layout.max_depth, number)
+    found = reject_tree(probs, tokens, parents, layout.depth, number, seeds, seeds)
+    expected = accept_path(targets, tokens, parents, layout.depth, number)
     assert [each.tolist() for each in found] == [each.tolist() for each in expected]
     assert valid == 0 or len(set(expected.lens.tolist())) > 1
 
