@@ -9,44 +9,18 @@ import torch
 import transformers
 
 from tests.models.helpers import load, save_checkpoint
+from tests.models.published import LLAMA3_ROPE, LLAMA_31_8B
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.registry import model_config
 
-LLAMA3 = {
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
-OLD: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "attention_bias": False,
-    "bos_token_id": 128000,
-    "eos_token_id": [128001, 128008, 128009],
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "max_position_embeddings": 131072,
-    "mlp_bias": False,
-    "num_attention_heads": 32,
-    "num_hidden_layers": 32,
-    "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-05,
-    "rope_scaling": LLAMA3 | {"rope_type": "llama3"},
-    "rope_theta": 500000.0,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "transformers_version": "4.55.0",
-    "vocab_size": 128256,
-}
+OLD = LLAMA_31_8B | {"bos_token_id": 128000, "head_dim": 128, "transformers_version": "4.55.0"}
 NEW = {
     key: value
     for key, value in OLD.items()
     if key not in ("rope_scaling", "rope_theta", "torch_dtype")
 } | {
     "dtype": "bfloat16",
-    "rope_parameters": LLAMA3 | {"rope_type": "llama3", "rope_theta": 500000.0},
+    "rope_parameters": LLAMA3_ROPE | {"rope_theta": 500000.0},
     "transformers_version": "5.0.0",
 }
 
@@ -118,7 +92,7 @@ def test_yarn_without_a_factor_uses_the_ratio_of_the_lengths(tmp_path: Path) -> 
         ({"rope_type": "yarn", "factor": 4.0}, 256),
         ({"type": "linear", "factor": 2.5}, 160),
         ({"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 16}, 64),
-        (LLAMA3 | {"rope_type": "llama3"}, 64),
+        (LLAMA3_ROPE, 64),
         (None, 64),
     ],
 )
