@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.attention.plain_prefill import PlainPrefill
+from tests.kernels.cuda_graphs import captured_graph, copy_all
 from tests.kernels.interpreter import INTERPRETED
 from tests.kernels.row_counts import rows_of
 from tests.kernels.tree_problem import bits_of, random_paths
@@ -198,8 +199,7 @@ def test_a_plan_reads_its_tensors_when_it_runs(span: str, device: str) -> None:
     other = Forward(replace(REPLAYED, span=SPANS[span]), device, seed=1)
     backend = other.backend(TritonAttention)
     plan = backend.plan(planned.metadata)
-    for mine, new in zip(planned.tensors(), other.tensors(), strict=True):
-        mine.copy_(new)
+    copy_all(planned.tensors(), other.tensors())
     other.check(planned.run(backend, plan), backend.pool)
 
 
@@ -214,14 +214,10 @@ def test_a_captured_forward_can_be_replayed_with_other_lengths_and_pages(
     own, others = replace(CAPTURED, span=SPANS[span]), replace(REPLAYED, span=SPANS[span])
     captured, replayed = Forward(own, "cuda"), Forward(others, "cuda", seed=1)
     backend = replayed.backend(kind)
-    captured.run(backend)  # compiles
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        output = captured.run(backend)
+    graph, output = captured_graph(lambda: captured.run(backend))
     for other in (replayed, Forward(own, "cuda", seed=2)):
         backend.pool.data.copy_(other.pool_data)
-        for mine, new in zip(captured.tensors(), other.tensors(), strict=True):
-            mine.copy_(new)
+        copy_all(captured.tensors(), other.tensors())
         graph.replay()
         other.check(output, backend.pool)
 
@@ -333,13 +329,9 @@ def test_a_captured_forward_can_be_replayed_with_other_trees(kind: type[Attentio
     captured, other = TreeForward(*batch, "cuda"), TreeForward(*batch, "cuda", seed=1)
     assert captured.paths != other.paths
     backend = other.backend(kind)
-    captured.run(backend)  # compiles
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        output = captured.run(backend)
+    graph, output = captured_graph(lambda: captured.run(backend))
     backend.pool.data.copy_(other.pool_data)
-    for mine, new in zip(captured.tensors(), other.tensors(), strict=True):
-        mine.copy_(new)
+    copy_all(captured.tensors(), other.tensors())
     graph.replay()
     other.check(output, backend.pool)
 

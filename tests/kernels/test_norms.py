@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.kernels.cuda_graphs import captured_graph, copy_all
 from tests.kernels.interpreter import (
     INTERPRETED,
     ROUNDING,
@@ -155,13 +156,9 @@ def test_a_tensor_on_the_cpu_runs_the_reference() -> None:
 @on_each_dtype
 def test_a_captured_graph_reads_its_inputs_at_replay(dtype: torch.dtype) -> None:
     static = arguments((6, 4096), dtype, "cuda")
-    rms_norm(*static, EPS)  # compiles
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        output = rms_norm(*static, EPS)
+    graph, output = captured_graph(lambda: rms_norm(*static, EPS))
     for seed in (1, 2):
-        for mine, new in zip(static, arguments((6, 4096), dtype, seed=seed), strict=True):
-            mine.copy_(new)
+        copy_all(static, arguments((6, 4096), dtype, seed=seed))
         graph.replay()
         check(output, *static)
 
@@ -274,10 +271,7 @@ def test_a_tensor_on_the_cpu_runs_the_reference_of_activations() -> None:
 @on_each_dtype
 def test_a_captured_graph_reads_its_input_at_replay(dtype: torch.dtype) -> None:
     static = gate_and_up((6, 14336), dtype, "cuda")
-    silu_and_mul(static)  # compiles
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        output = silu_and_mul(static)
+    graph, output = captured_graph(lambda: silu_and_mul(static))
     for seed in (1, 2):
         static.copy_(gate_and_up((6, 14336), dtype, seed=seed))
         graph.replay()
