@@ -6,7 +6,7 @@ from itertools import accumulate
 import pytest
 import torch
 
-from tests.attention.test_triton import on_each_device
+from tests.attention.batches import on_each_device
 from tests.kernels.row_counts import rows_of
 from tests.kernels.tree_problem import bits_of, random_paths
 from tllm_spec.attention import batch_invariant
