@@ -8,18 +8,12 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from tests.models.helpers import MAX_POSITIONS, VOCAB_SIZE
+from tests.models import helpers
 
 LINEAR, FULL = "linear_attention", "full_attention"
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 64,
-    "intermediate_size": 96,
+SIZES: dict[str, Any] = helpers.SIZES | {
     "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
     "head_dim": 16,
-    "max_position_embeddings": MAX_POSITIONS,
     "layer_types": [LINEAR, LINEAR, FULL, LINEAR],
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,

@@ -2,7 +2,6 @@
 quantised weights, and what is refused."""
 
 import json
-import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,15 @@ from safetensors.torch import load_file, save_file
 
 from tests.models.fp8_checkpoint import keeping_fp8, keeping_int4
 from tests.models.fp8_checkpoint import quantise as quantise_fp8
-from tests.models.helpers import MAX_POSITIONS, PagedRunner, load, random_tokens, reference_logits
+from tests.models.helpers import (
+    MAX_POSITIONS,
+    PagedRunner,
+    check_same_logits,
+    load,
+    quantised_pair,
+    random_tokens,
+    reference_logits,
+)
 from tests.models.published import Raw
 from tests.models.published_images import MISTRAL_SMALL_3_1, QWEN3_VL_30B, WITH_IMAGES
 from tests.models.test_gemma3 import LAYOUTS
@@ -93,18 +100,15 @@ def save_wide(folder: Path, family: str) -> None:
 def test_quantised_weights_of_a_dense_text_model_stay_quantised(
     family: str, method: str, tmp_path: Path
 ) -> None:
-    save_wide(tmp_path / "plain", family)
-    shutil.copytree(tmp_path / "plain", tmp_path / "quantised")
 
     def wants(name: str) -> bool:
         return is_projection(name) and ".layers." in name and "visual" not in name
 
-    values = QUANTISE[method](tmp_path / "quantised", wants=wants)
-    save_file(values, tmp_path / "plain" / "model.safetensors")
+    change = partial(QUANTISE[method], wants=wants)
+    paths = quantised_pair(tmp_path, partial(save_wide, family=family), change)
     with keeping_fp8(), keeping_int4():
-        models = [load(tmp_path / name) for name in ("quantised", "plain")]
-    found, expected = (PagedRunner(model).step({0: TOKENS})[0] for model in models)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+        models = [load(path) for path in paths]
+    check_same_logits(*models, tokens=TOKENS)
     slots = weight_table(models[0])
     assert {name for name in slots if slots[name].is_quantised} == set(filter(wants, slots))
 
