@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 
 from tests.models.helpers import load, save_checkpoint
 from tests.models.published import LLAMA3_ROPE, LLAMA_31_8B
@@ -45,32 +44,6 @@ def test_both_spellings_of_transformers_give_the_same_config(tmp_path: Path) -> 
 def test_the_oldest_spelling_of_a_rope_type_is_read(tmp_path: Path) -> None:
     rope = read(tmp_path, OLD | {"rope_scaling": {"type": "linear", "factor": 2.0}}).rope
     assert (rope.kind, rope.factor, rope.theta) == ("linear", 2.0, 500000.0)
-
-
-@pytest.mark.parametrize(
-    "architecture", ["Llama", "Mistral", "Qwen2", "Qwen3", "Mixtral", "Qwen2Moe", "Qwen3Moe"]
-)
-def test_a_missing_key_has_the_default_of_transformers(architecture: str, tmp_path: Path) -> None:
-    sizes = {"vocab_size": 128, "hidden_size": 256, "intermediate_size": 96, "num_hidden_layers": 2}
-    raw = sizes | {"architectures": [f"{architecture}ForCausalLM"], "num_attention_heads": 32}
-    config = read(tmp_path, raw)
-    theirs = getattr(transformers, f"{architecture}Config")(**sizes, num_attention_heads=32)
-    assert config.num_kv_heads == theirs.num_key_value_heads
-    assert config.head_dim == (getattr(theirs, "head_dim", None) or 8)
-    assert config.max_position_embeddings == theirs.max_position_embeddings
-    assert config.rms_norm_eps == theirs.rms_norm_eps
-    assert config.rope.theta == theirs.rope_parameters["rope_theta"]
-    assert config.sliding_window == (getattr(theirs, "sliding_window", None) or None)
-    if config.moe is not None:
-        experts = getattr(theirs, "num_local_experts", None) or theirs.num_experts
-        assert (config.moe.num_experts, config.moe.top_k) == (experts, theirs.num_experts_per_tok)
-        inner = getattr(theirs, "moe_intermediate_size", theirs.intermediate_size)
-        assert config.moe.intermediate_size == inner
-        shared = getattr(theirs, "shared_expert_intermediate_size", 0)
-        assert config.moe.shared_intermediate_size == shared
-        assert config.moe.normalise_top_k == getattr(theirs, "norm_topk_prob", True)
-    assert config.eos_token_ids == (() if theirs.eos_token_id is None else (theirs.eos_token_id,))
-    assert config.tie_word_embeddings == theirs.tie_word_embeddings
 
 
 def test_generation_config_names_further_end_tokens(tmp_path: Path) -> None:

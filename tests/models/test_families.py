@@ -94,6 +94,10 @@ DEFAULTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "Olmo2": ({}, {}),
 }
+SMALL = {"vocab_size": 128, "hidden_size": 256, "intermediate_size": 96, "num_hidden_layers": 2}
+SMALL |= {"num_attention_heads": 32}
+for _family in ("Llama", "Mistral", "Qwen2", "Qwen3", "Mixtral", "Qwen2Moe", "Qwen3Moe"):
+    DEFAULTS[_family] = (SMALL, {})
 
 
 @pytest.mark.parametrize("name", MODELS)

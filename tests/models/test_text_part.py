@@ -4,7 +4,6 @@ quantised weights, and what is refused."""
 import json
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -27,7 +26,6 @@ from tests.models.published_images import MISTRAL_SMALL_3_1, QWEN3_VL_30B, WITH_
 from tests.models.test_gemma3 import LAYOUTS
 from tests.models.test_gemma3 import with_images as save_gemma3_with_images
 from tests.models.with_images import FAMILIES, save_with_images, write_otherwise
-from tllm_spec.llm import LLM
 from tllm_spec.models.registry import model_config_of
 from tllm_spec.models.weights import weight_table
 from tllm_spec.zoo.quantise import Style, is_projection
@@ -69,13 +67,6 @@ def test_a_tensor_that_is_neither_of_texts_nor_of_images_is_refused(
         save_file(kept, file)
         with pytest.raises(ValueError, match=problem):
             load(tmp_path)
-
-
-def test_a_model_with_images_is_served_as_text_on_request_only(tmp_path: Path) -> None:
-    save_with_images(tmp_path, "Mistral3")
-    options: dict[str, Any] = {"skip_tokenizer_init": True, "max_seq_len": 60}
-    with pytest.raises(ValueError, match=r"is a Mistral3ForCond.*also sees images.*set language"):
-        LLM(str(tmp_path), **options)
 
 
 # With blocks of 128, of which the last is short.
