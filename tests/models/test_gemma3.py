@@ -164,16 +164,6 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_text_part_of_a_model_with_images_has_the_text_models_logits(
-    layout: str, tmp_path: Path
-) -> None:
-    tokens = random_tokens(MAX_POSITIONS, seed=3)
-    expected = reference_logits(with_images(tmp_path, *LAYOUTS[layout]), tokens)
-    found = PagedRunner(load(tmp_path)).step({0: tokens})[0]
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
-
-
 def test_a_model_with_images_is_served_as_text_on_request_only(tmp_path: Path) -> None:
     with_images(tmp_path, *LAYOUTS["as published"])
     options: dict[str, Any] = {"skip_tokenizer_init": True, "max_seq_len": 60}
