@@ -11,14 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.kernels.hopper import HOPPER
 from tests.kernels.interpreter import (
     INTERPRETED,
     ROUNDING,
     on_each_kernel_device,
-    only_with_the_compiler,
 )
-from tests.kernels.launches import META, launches_of
 from tllm_spec.kernels.dispatch import has_kernels
 from tllm_spec.kernels.gemm import batch_invariant_linear as plain_linear
 from tllm_spec.kernels.gemm import scaled_linear as scaled_linear_slices
@@ -495,17 +492,3 @@ def test_slices_in_a_captured_graph(float32_sums: None) -> None:
         graph.replay()
         check(part, source, source.total, sum_error=inputs * 2.0**-26)
         assert (total[:, outputs:] == 0).all()
-
-
-@only_with_the_compiler
-def test_the_compiler_adds_the_bias_after_the_gemm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If it knew that the inputs fit one block, it would start the accumulation with the bias."""
-
-    def call() -> None:
-        inputs = plain_linear.BLOCK_IN // 2
-        shapes = ((1, inputs), (48, inputs), (48,))
-        batch_invariant_linear(*(torch.empty(shape, device=META) for shape in shapes))
-
-    (made,) = launches_of(call, HOPPER, monkeypatch)
-    code = made.compiled(HOPPER).asm["ttir"]
-    assert code.count("tt.dot") == 1 and code.count("arith.addf") == 2
