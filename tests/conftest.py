@@ -89,12 +89,12 @@ def longest_first(items: list[pytest.Item], num_workers: int) -> list[pytest.Ite
 
 def mark_slow(items: list[pytest.Item]) -> None:
     """What LONG_ONLY and the marker `thinned` say; under Triton's interpreter, all but the first
-    combination of each test's parameters."""
+    combination of each test's parameters, or of each value that the marker `interpreted` names."""
     from tests.kernels.interpreter import INTERPRETED
     from tests.lossless.engines import LONG_ONLY
 
     seen: dict[tuple[str, str], list[str]] = {}  # the values of each parameter of each test
-    interpreted: set[str] = set()
+    interpreted: set[tuple[str, object]] = set()
     for item in items:
         if not isinstance(item, pytest.Function) or not hasattr(item, "callspec"):
             continue
@@ -113,9 +113,12 @@ def mark_slow(items: list[pytest.Item]) -> None:
             and not is_left_out
             and not item.get_closest_marker("slow")
         ):
-            name = item.nodeid.split("[")[0]
-            is_left_out = name in interpreted
-            interpreted.add(name)
+            marker = item.get_closest_marker("interpreted")
+            parameter, *values = ("", None) if marker is None else marker.args
+            value = item.callspec.params.get(parameter)
+            key = item.nodeid.split("[")[0], value
+            is_left_out = key in interpreted or value not in values
+            interpreted.add(key)
         if is_left_out:
             item.add_marker(pytest.mark.slow)
 

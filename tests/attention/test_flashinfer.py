@@ -1,43 +1,28 @@
 """FLASHINFER equals VANILLA: with the plain-torch reference of FlashInfer's prefill, and with
 FlashInfer on a CUDA device (`-m gpu`)."""
 
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import pytest
 import torch
 
+from tests.attention.batches import CUDA, LAYER, LAYERS, Batch, Forward
 from tests.attention.plain_prefill import PlainPrefill
-from tests.kernels.row_counts import rows_of
 from tllm_spec.attention.flashinfer import FlashInferAttention, FlashInferContexts
-from tllm_spec.attention.geometry import AttentionGeometry, KVFormat, KVPool
-from tllm_spec.attention.interface import AttentionMetadata, HeadsBackend
+from tllm_spec.attention.geometry import AttentionGeometry
+from tllm_spec.attention.interface import AttentionMetadata
 from tllm_spec.attention.vanilla import VanillaAttention
-from tllm_spec.kernels.attention.kv_codes import KVScales, encoded
+from tllm_spec.kernels.attention.kv_codes import KVScales
 from tllm_spec.kernels.attention.paged_prefill import PrefillLimits, PrefillRows
 from tllm_spec.kernels.attention.rotary_write import Rotary
 from tllm_spec.kernels.attention.visible_keys import KeySpan
 
-CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
 on_each_device = pytest.mark.parametrize("device", ["cpu", CUDA])
-LAYERS, LAYER = 2, 1
 SHAPES = [(8, 2, 128), (6, 6, 64), (8, 2, 64)]  # query heads, KV heads, head_dim
 ERROR = {"cpu": 1e-5, "cuda": 1e-2}  # of float32 and bfloat16
 
 
-@dataclass(frozen=True)
-class Batch:
-    """Chunks as (cached tokens, new tokens), then the lengths of requests with windows."""
-
-    chunks: tuple[tuple[int, int], ...]
-    kv_lens: tuple[int, ...] = ()
-    window: int = 1
-    span: KeySpan | None = None
-    scales: KVScales | None = None
-    """The scales of a pool of FP8 codes; None: it has numbers."""
-    has_sinks: bool = False
-
-
+SLIDING_100 = KeySpan(100, slides=True)
 BATCHES = {
     "one token": Batch(((0, 1),)),
     "a prompt": Batch(((0, 129),)),
@@ -46,7 +31,7 @@ BATCHES = {
     "page ends": Batch(((31, 1), (32, 32), (0, 64), (63, 65))),
     "chunks and windows": Batch(((0, 7), (250, 129)), (40, 5, 200), window=4),
     "a chunk and single tokens": Batch(((33, 5),), (64, 65)),
-    "a sliding window": Batch(((0, 300), (250, 129)), (40, 5, 200), 4, KeySpan(100, slides=True)),
+    "a sliding window": Batch(((0, 300), (250, 129)), (40, 5, 200), 4, span=SLIDING_100),
     "a sliding window that ends in a page": Batch(((500, 7),), span=KeySpan(45, slides=True)),
     "codes": Batch(((0, 7), (250, 129)), (40, 5, 200), 4, scales=KVScales(0.013, 0.021)),
     "sinks": Batch(((0, 7), (250, 129)), (40, 5, 200), 4, has_sinks=True),
@@ -54,15 +39,15 @@ BATCHES = {
         ((0, 300), (250, 129)),
         (40, 5, 200),
         4,
-        KeySpan(100, slides=True),
-        KVScales(0.013, 0.021),
+        span=SLIDING_100,
+        scales=KVScales(0.013, 0.021),
         has_sinks=True,
     ),
 }
 
 
-class Forward:
-    """One batch on shuffled pages of a pool of random numbers; unwritten slots are NaN."""
+class FlashForward(Forward):
+    """Slots that no earlier token has written are NaN."""
 
     def __init__(
         self,
@@ -72,82 +57,18 @@ class Forward:
         page_size: int = 32,
         seed: int = 0,
     ) -> None:
-        self.device, generator = torch.device(device), torch.Generator().manual_seed(seed)
-        self.dtype = torch.float32 if device == "cpu" else torch.bfloat16
-        self.scales = batch.scales
-        heads, kv_heads, head_dim = shape
-        self.geometry, self.page_size = (
-            AttentionGeometry(
-                LAYERS, *shape, 0.7 * head_dim**-0.5, batch.span, has_sinks=batch.has_sinks
-            ),
-            page_size,
-        )
-        self.sinks = torch.linspace(-2, 6, heads, device=device) if batch.has_sinks else None
-        lengths = [sum(chunk) for chunk in batch.chunks] + list(batch.kv_lens)
-        new = [count for _, count in batch.chunks] + [batch.window] * len(batch.kv_lens)
-        width = -(-max(lengths) // page_size) + 1
-        self.num_pages = len(lengths) * width + 1
-        tables = (torch.randperm(self.num_pages - 1, generator=generator) + 1).view(-1, width)
-        slots = [
-            [int(table[i // page_size]) * page_size + i % page_size for i in range(length)]
-            for table, length in zip(tables, lengths, strict=True)
-        ]
-        ends = list(zip(slots, lengths, new, strict=True))
-        self.pool_data = torch.full(
-            (LAYERS, 2, self.num_pages * page_size, kv_heads, head_dim), torch.nan
-        )
-        for own, length, count in ends:
-            self.pool_data[:, :, own[: length - count]] = torch.randn(
-                LAYERS, 2, length - count, kv_heads, head_dim, generator=generator
-            )
-        self.metadata = AttentionMetadata(
-            context_lens=tuple(new[: len(batch.chunks)]),
-            context_kv_lens=tuple(lengths[: len(batch.chunks)]),
-            rows=rows_of(new[len(batch.chunks) :], device=device),
-            block_tables=tables.to(self.device, torch.int32),
-            kv_lens=torch.tensor(lengths, dtype=torch.int32, device=self.device),
-            positions=torch.tensor(
-                [i for _, n, c in ends for i in range(n - c, n)], device=self.device
-            ),
-            kv_slots=torch.tensor(
-                [s for own, n, c in ends for s in own[n - c :]], device=self.device
-            ),
-            max_kv_len=max(batch.kv_lens, default=0),
-        )
-        self.qkv = torch.randn(sum(new), heads + 2 * kv_heads, head_dim, generator=generator)
-        self.qkv = self.qkv.to(self.device, self.dtype)
-        angles = torch.rand(max(lengths), head_dim // 2, generator=generator).repeat(1, 2) * 7
-        sines = angles.sin() * torch.tensor([-1.0, 1.0]).repeat_interleave(head_dim // 2)
-        table = torch.stack((angles.cos(), sines), dim=1)[:, :, None].to(self.device, self.dtype)
-        self.rotary = Rotary(table, self.metadata.positions)
+        dtype = torch.float32 if device == "cpu" else torch.bfloat16
+        geometry = AttentionGeometry(LAYERS, *shape, 0.7 * shape[2] ** -0.5)
+        super().__init__(batch, device, seed, geometry, page_size, dtype)
+        self.poison()
 
-    def pool(self) -> KVPool:
-        pool = KVPool(
-            self.geometry,
-            num_pages=self.num_pages,
-            page_size=self.page_size,
-            kv_format=KVFormat(self.dtype, self.scales and (self.scales,) * LAYERS),
-            device=self.device,
-        )
-        data = self.pool_data.view_as(pool.data)
-        if self.scales is not None:
-            parts = zip(data.unbind(1), (self.scales.key, self.scales.value), strict=True)
-            data = torch.stack([encoded(*part) for part in parts], dim=1)
-        pool.data.copy_(data)
-        return pool
-
-    def backend(self) -> FlashInferAttention:
+    def flash(self) -> FlashInferAttention:
         if self.device.type == "cpu":
             return FlashInferAttention(self.geometry, self.pool(), PlainPrefill(self.geometry))
         pytest.importorskip("flashinfer")
         return FlashInferAttention(self.geometry, self.pool())
 
-    def run(self, backend: HeadsBackend, plan: Any = None) -> torch.Tensor:
-        plan = backend.plan(self.metadata) if plan is None else plan
-        qkv = self.qkv.clone()  # the rotation is in place
-        return backend.run(LAYER, qkv, self.rotary, plan, sinks=self.sinks)
-
-    def check(self, output: torch.Tensor) -> None:
+    def check_rows(self, output: torch.Tensor) -> None:
         """The output equals VANILLA's, row by row."""
         expected = self.run(VanillaAttention(self.geometry, self.pool()))
         assert output.shape == expected.shape
@@ -164,9 +85,9 @@ class Forward:
 def test_every_kind_of_batch_equals_vanilla(
     name: str, shape: tuple[int, int, int], page_size: int, device: str
 ) -> None:
-    forward = Forward(BATCHES[name], device, shape, page_size)
-    backend = forward.backend()
-    forward.check(forward.run(backend))
+    forward = FlashForward(BATCHES[name], device, shape, page_size)
+    backend = forward.flash()
+    forward.check_rows(forward.run(backend))
     vanilla = VanillaAttention(forward.geometry, forward.pool())
     forward.run(vanilla)
     # Keys up to a rounding; a code may be the next one.
@@ -184,20 +105,23 @@ def test_the_kernels_for_gpus_other_than_hopper_equal_vanilla(
 ) -> None:
     pytest.importorskip("flashinfer")
     monkeypatch.setattr("flashinfer.prefill.determine_attention_backend", lambda *arguments: "fa2")
-    forward = Forward(BATCHES[name], "cuda", shape)
-    forward.check(forward.run(forward.backend()))
+    forward = FlashForward(BATCHES[name], "cuda", shape)
+    forward.check_rows(forward.run(forward.flash()))
 
 
 @on_each_device
 @torch.inference_mode()
 def test_target_and_draft_layers_alternate_with_different_heads(device: str) -> None:
     batch = BATCHES["chunks and windows"]
-    target, draft = Forward(batch, device, (8, 2, 128)), Forward(batch, device, (6, 6, 64), seed=1)
-    backends = target.backend(), draft.backend()
+    target, draft = (
+        FlashForward(batch, device, (8, 2, 128)),
+        FlashForward(batch, device, (6, 6, 64), seed=1),
+    )
+    backends = target.flash(), draft.flash()
     plans = [b.plan(f.metadata) for b, f in zip(backends, (target, draft), strict=True)]
     for _ in range(2):
         for forward, backend, plan in zip((target, draft), backends, plans, strict=True):
-            forward.check(forward.run(backend, plan))
+            forward.check_rows(forward.run(backend, plan))
 
 
 class NoPrefill(PlainPrefill):
@@ -207,9 +131,9 @@ class NoPrefill(PlainPrefill):
 
 @torch.inference_mode()
 def test_a_forward_of_windows_only_does_not_call_flashinfer() -> None:
-    forward = Forward(Batch((), (40, 5, 200), window=4), "cpu")
+    forward = FlashForward(Batch((), (40, 5, 200), window=4), "cpu")
     backend = FlashInferAttention(forward.geometry, forward.pool(), NoPrefill(forward.geometry))
-    forward.check(forward.run(backend))
+    forward.check_rows(forward.run(backend))
     assert backend.supports_graphs
 
 
@@ -220,9 +144,9 @@ FLIGHT = (
 )
 
 
-def sharing_one_prefill(forwards: list[Forward]) -> list[FlashInferAttention]:
+def sharing_one_prefill(forwards: list[FlashForward]) -> list[FlashInferAttention]:
     """A backend with its own pool for each forward; the plans are those of one backend."""
-    backends = [forward.backend() for forward in forwards]
+    backends = [forward.flash() for forward in forwards]
     for backend in backends:
         backend._prefill, backend._wide = backends[0]._prefill, backends[0]._wide
     return backends
@@ -231,7 +155,7 @@ def sharing_one_prefill(forwards: list[Forward]) -> list[FlashInferAttention]:
 @pytest.mark.gpu
 @torch.inference_mode()
 def test_plans_in_flight_are_independent_and_two_of_them_do_not_wait() -> None:
-    forwards = [Forward(batch, "cuda", seed=i) for i, batch in enumerate(FLIGHT)]
+    forwards = [FlashForward(batch, "cuda", seed=i) for i, batch in enumerate(FLIGHT)]
     backends = sharing_one_prefill(forwards)
     for forward, backend in zip(forwards, backends, strict=True):
         forward.run(backend)  # compiles, and fills the caches of device and pinned memory
@@ -247,39 +171,27 @@ def test_plans_in_flight_are_independent_and_two_of_them_do_not_wait() -> None:
         torch.cuda.set_sync_debug_mode("default")
     outputs.append(forwards[2].run(backends[2]))
     for forward, output in zip(forwards, outputs, strict=True):
-        forward.check(output)
+        forward.check_rows(output)
 
 
 @pytest.mark.gpu
 @torch.inference_mode()
 def test_plans_made_before_the_first_run_keep_their_rows() -> None:
-    forwards = [Forward(batch, "cuda", seed=i) for i, batch in enumerate(FLIGHT[:2])]
+    forwards = [FlashForward(batch, "cuda", seed=i) for i, batch in enumerate(FLIGHT[:2])]
     backends = sharing_one_prefill(forwards)
     plans = [b.plan(f.metadata) for b, f in zip(backends, forwards, strict=True)]
     for forward, backend, plan in zip(forwards, backends, plans, strict=True):
-        forward.check(forward.run(backend, plan))
+        forward.check_rows(forward.run(backend, plan))
 
 
 @pytest.mark.gpu
 @torch.inference_mode()
 def test_a_row_does_not_depend_on_the_rest_of_the_batch() -> None:
     """Bit-equal: keys are never split, and each row reads its keys in the same order."""
-    together = Forward(BATCHES["three requests"], "cuda")
-    output = together.run(together.backend())
-    first = AttentionMetadata(
-        context_lens=together.metadata.context_lens[:1],
-        context_kv_lens=together.metadata.context_kv_lens[:1],
-        rows=rows_of([]),
-        block_tables=together.metadata.block_tables[:1],
-        kv_lens=together.metadata.kv_lens[:1],
-        positions=together.metadata.positions[:129],
-        kv_slots=together.metadata.kv_slots[:129],
-        max_kv_len=0,
-    )
-    backend = together.backend()
-    rotary = Rotary(together.rotary.table, first.positions)
-    alone = backend.run(LAYER, together.qkv[:129].clone(), rotary, backend.plan(first))
-    assert torch.equal(alone, output[:129])
+    together = FlashForward(BATCHES["three requests"], "cuda")
+    output = together.run(together.flash())
+    alone = together.only(0)
+    assert torch.equal(alone.run(together.flash()), output[:129])
 
 
 IN_PLACE = (Batch(((90, 40), (0, 200), (7, 2))), BATCHES["three requests"], Batch(((0, 1),)))
@@ -296,7 +208,7 @@ def test_a_plan_in_place_runs_what_was_planned_last(
     chunks."""
     if device == "cuda" and torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("Hopper's kernels")
-    forwards = [Forward(batch, device, seed=i) for i, batch in enumerate(batches)]
+    forwards = [FlashForward(batch, device, seed=i) for i, batch in enumerate(batches)]
     num_rows = max(len(forward.qkv) for forward in forwards)
     backends = sharing_one_prefill(forwards)
     plans = backends[0].context_plans(PrefillLimits(num_rows, 4, 50))
@@ -311,7 +223,7 @@ def test_a_plan_in_place_runs_what_was_planned_last(
         qkv = torch.cat((forward.qkv, forward.qkv[:1].expand(num_rows - own, -1, -1)))
         output = backend.run(LAYER, qkv, Rotary(forward.rotary.table, metadata.positions), plan)
         assert output.isfinite().all()  # padding too: other rows may read the page of its keys
-        forward.check(output[:own])
+        forward.check_rows(output[:own])
 
 
 def update(plans: FlashInferContexts, metadata: AttentionMetadata) -> None:
@@ -338,8 +250,8 @@ def padded_to(metadata: AttentionMetadata, num_rows: int) -> AttentionMetadata:
 
 @pytest.mark.gpu
 def test_memory_planning_knows_what_the_backend_allocates() -> None:
-    forward = Forward(BATCHES["a prompt"], "cuda")
-    forward.run(forward.backend())  # allocates what all backends share
+    forward = FlashForward(BATCHES["a prompt"], "cuda")
+    forward.run(forward.flash())  # allocates what all backends share
     pool = forward.pool()
     before = torch.cuda.memory_allocated()
     backend = FlashInferAttention(forward.geometry, pool)

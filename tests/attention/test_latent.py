@@ -6,7 +6,7 @@ from itertools import accumulate
 import pytest
 import torch
 
-from tests.attention.test_triton import on_each_device
+from tests.attention.batches import on_each_device
 from tests.kernels.row_counts import rows_of
 from tests.kernels.tree_problem import bits_of, random_paths
 from tllm_spec.attention import batch_invariant
@@ -33,6 +33,16 @@ KINDS: list[type[LatentBackend]] = [VanillaLatent, TritonLatent]
 ALL_KINDS = [*KINDS, BatchInvariantLatent]
 on_each_kind = pytest.mark.parametrize("kind", KINDS)
 NUM_DRAFTS, SEQ_LENS = 3, (10, 7)
+
+
+def pool_of(
+    num_pages: int,
+    kv_format: KVFormat = KVFormat(torch.float32),  # noqa: B008 - it is frozen
+    device: torch.device = torch.device("cpu"),  # noqa: B008 - it cannot change
+) -> KVPool:
+    return KVPool(
+        GEOMETRY, num_pages=num_pages, page_size=PAGE_SIZE, kv_format=kv_format, device=device
+    )
 
 
 class Problem:
@@ -110,13 +120,7 @@ class Problem:
         self.tables = self.tables.to("cuda")
 
     def run(self, kind: type[LatentBackend], tolerance: float = 1e-5) -> torch.Tensor:
-        pool = KVPool(
-            GEOMETRY,
-            num_pages=self.tables.numel(),
-            page_size=PAGE_SIZE,
-            kv_format=self.kv_format,
-            device=self.up.device,
-        )
+        pool = pool_of(self.tables.numel(), self.kv_format, self.up.device)
         pool.data.fill_(torch.nan)
         flat = pool.data[1].flatten(0, 1)
         for request, count in enumerate(self.new):
@@ -198,10 +202,7 @@ def test_every_phase_of_a_round_attends_as_the_planned_wrapper_would(
 ) -> None:
     num_rows, arguments = PHASES[phase]
     problem = Problem(arguments.kv_len_arr, [num_rows] * len(SEQ_LENS))
-    plan = kind(GEOMETRY, KVPool(
-        GEOMETRY, num_pages=16, page_size=PAGE_SIZE, kv_format=KVFormat(torch.float32),
-        device=torch.device("cpu"),
-    )).plan(problem.metadata())  # fmt: skip
+    plan = kind(GEOMETRY, pool_of(16)).plan(problem.metadata())
     windows = plan.windows
     assert windows is not None and plan.first == 0
     starts = [index * windows.rows.window for index in range(len(SEQ_LENS) + 1)]
@@ -211,35 +212,53 @@ def test_every_phase_of_a_round_attends_as_the_planned_wrapper_would(
     torch.testing.assert_close(problem.run(kind), expected, rtol=1e-4, atol=1e-5)
 
 
+SCALE = 0.0061  # numbers above 2.7 saturate
+
+
+@on_each_device
 @pytest.mark.parametrize("kind", ALL_KINDS)
-@pytest.mark.parametrize("counts", [(2, 2), (1, 3)], ids=["", "rows of their own"])
+@pytest.mark.parametrize(
+    ("counts", "scale"),
+    [((2, 2), None), ((1, 3), None), ((1, 3), SCALE)],
+    ids=["", "rows of their own", "codes"],
+)
 @pytest.mark.parametrize("bound", [5, 12, 1000])
 def test_chunks_with_and_without_earlier_tokens_and_windows_share_a_forward(
-    bound: int, counts: tuple[int, int], kind: type[LatentBackend], monkeypatch: pytest.MonkeyPatch
+    bound: int,
+    counts: tuple[int, int],
+    scale: float | None,
+    kind: type[LatentBackend],
+    device: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, "MAX_EXPANDED_TOKENS", bound)
     monkeypatch.setattr(batch_invariant, "MAX_ABSORBED_TOKENS", bound)
     kv_lens, new = [6, 17, 4, 9, 14], [6, 5, 4, *counts]
-    problem = Problem(kv_lens, new, num_contexts=3)
-    starts = [0, *accumulate(new)]
-    expected = ragged_attention(problem, PhaseArguments(starts, kv_lens, causal=True))
-    torch.testing.assert_close(problem.run(kind), expected, rtol=1e-4, atol=1e-5)
+    problem, plain = (Problem(kv_lens, new, num_contexts=3, scale=scale) for _ in range(2))
+    phases = PhaseArguments([0, *accumulate(new)], kv_lens, causal=True)
+    if device == "cuda":
+        problem.on_device(torch.float32)
+    found, expected = problem.run(kind).cpu(), ragged_attention(plain, phases)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
+@on_each_device
 @pytest.mark.parametrize("kind", ALL_KINDS)
-@pytest.mark.parametrize("offset", [0, 4])
+@pytest.mark.parametrize(("offset", "scale"), [(0, None), (4, None), (4, SCALE)])
 def test_rows_of_trees_attend_to_their_paths_and_chunks_stay_causal(
-    offset: int, kind: type[LatentBackend]
+    offset: int, scale: float | None, kind: type[LatentBackend], device: str
 ) -> None:
     kv_lens, new = [6, 17, 14, 9], [6, 5, 3, 3]
-    problem, generator = Problem(kv_lens, new, num_contexts=2), torch.Generator().manual_seed(4)
-    length = offset + new[-1]
+    problem, plain = (Problem(kv_lens, new, num_contexts=2, scale=scale) for _ in range(2))
+    length, generator = offset + new[-1], torch.Generator().manual_seed(4)
     paths = [random_paths(length, generator)[offset:] for _ in kv_lens[2:]]
-    problem.tree = TreeMask(torch.tensor([bits_of(own) for own in paths]), length)
+    bits = torch.tensor([bits_of(own) for own in paths], device=device)
+    problem.tree = TreeMask(bits, length)
+    if device == "cuda":
+        problem.on_device(torch.float32)
     output = problem.run(kind)
-    chunks = PhaseArguments([0, 6, 11], kv_lens[:2], causal=True)
-    plain = ragged_attention(Problem(kv_lens, new, num_contexts=2), chunks)
-    torch.testing.assert_close(output[:11], plain, rtol=1e-4, atol=1e-5)
+    chunks = ragged_attention(plain, PhaseArguments([0, 6, 11], kv_lens[:2], causal=True))
+    torch.testing.assert_close(output[:11].cpu(), chunks, rtol=1e-4, atol=1e-5)
     for request, own in enumerate(paths, 2):
         first = kv_lens[request] - length
         for row, path in enumerate(own):
@@ -283,14 +302,7 @@ def test_a_backend_expands_no_more_keys_at_a_time_than_its_bound(
 ) -> None:
     monkeypatch.setattr(module, "MAX_EXPANDED_TOKENS", 8)
     problem = Problem([3, 4, 2, 30, 7], [3, 4, 2, 6, 7], num_contexts=5)
-    pool = KVPool(
-        GEOMETRY,
-        num_pages=40,
-        page_size=PAGE_SIZE,
-        kv_format=KVFormat(torch.float32),
-        device=torch.device("cpu"),
-    )
-    parts = VanillaLatent(GEOMETRY, pool).plan(problem.metadata()).contexts
+    parts = VanillaLatent(GEOMETRY, pool_of(40)).plan(problem.metadata()).contexts
     assert [part.key_lens for part in parts] == [(3, 4), (2,), (8,), (8,), (8,), (6,), (7,)]
     assert [part.is_causal for part in parts] == [True, True, False, False, False, True, True]
     assert max(sum(part.key_lens) for part in parts) <= 8
@@ -307,14 +319,7 @@ def test_a_backend_expands_no_more_keys_at_a_time_than_its_bound(
 def test_the_layout_decides_which_backend_runs(
     kind: type[VanillaAttention], latent: type[LatentBackend]
 ) -> None:
-    pool = KVPool(
-        GEOMETRY,
-        num_pages=2,
-        page_size=PAGE_SIZE,
-        kv_format=KVFormat(torch.float32),
-        device=torch.device("cpu"),
-    )
-    assert type(create_backend(kind, GEOMETRY, pool)) is latent
+    assert type(create_backend(kind, GEOMETRY, pool_of(2))) is latent
     planned = workspace_bytes(kind, GEOMETRY, KVFormat(torch.float32))
     elements = HEADS * (NOPE + VALUE + 2 * (NOPE + ROPE)) + RANK + ROPE
     partials = MAX_PARTIAL_ROWS * (RANK + 1) * 4 * (latent is TritonLatent)
@@ -338,49 +343,3 @@ def test_pools_of_both_layouts_have_the_shape_and_page_bytes_of_their_layout() -
         pages = pool.data.movedim(1 + geometry.page_dim, 0)
         old = before.movedim(1 + geometry.page_dim, 0)
         assert torch.equal(pages[3], old[1]) and torch.equal(pages[[0, 1, 2, 4]], old[[0, 1, 2, 4]])
-
-
-SCALE = 0.0061  # numbers above 2.7 saturate
-KV_LENS, NEW = [6, 17, 4, 9, 14], [6, 5, 4, 1, 3]
-
-
-def problem(num_contexts: int, device: str) -> Problem:
-    own = Problem(KV_LENS, NEW, num_contexts, SCALE)
-    if device == "cuda":
-        own.on_device(torch.float32)
-    return own
-
-
-@on_each_device
-@pytest.mark.parametrize("kind", ALL_KINDS)
-@pytest.mark.parametrize("bound", [5, pytest.param(1000, marks=pytest.mark.slow)])
-def test_chunks_and_windows_attend_to_latents_as_stored(
-    bound: int, kind: type[LatentBackend], device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "MAX_EXPANDED_TOKENS", bound)
-    monkeypatch.setattr(batch_invariant, "MAX_ABSORBED_TOKENS", bound)
-    phases = PhaseArguments([0, *accumulate(NEW)], KV_LENS, causal=True)
-    expected = ragged_attention(problem(3, "cpu"), phases)
-    output = problem(3, device).run(kind)
-    torch.testing.assert_close(output.cpu(), expected, rtol=1e-4, atol=1e-5)
-
-
-@on_each_device
-@pytest.mark.parametrize("kind", ALL_KINDS)
-def test_rows_of_trees_attend_to_their_paths_as_stored(
-    kind: type[LatentBackend], device: str
-) -> None:
-    kv_lens, new, generator = [6, 14, 9], [6, 3, 3], torch.Generator().manual_seed(4)
-    own = Problem(kv_lens, new, 1, SCALE)
-    paths = [random_paths(7, generator)[4:] for _ in kv_lens[1:]]
-    own.tree = TreeMask(torch.tensor([bits_of(each) for each in paths], device=device), 7)
-    if device == "cuda":
-        own.on_device(torch.float32)
-    output = own.run(kind)
-    for request, each in enumerate(paths, 1):
-        first = kv_lens[request] - 7
-        for row, path in enumerate(each):
-            seen = [*range(first), *(first + key for key in path)]
-            expected = attend(own, request, row, seen)
-            found = output[6 + 3 * (request - 1) + row]
-            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)

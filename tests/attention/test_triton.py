@@ -2,57 +2,23 @@
 attention over its own path: with the kernels' plain-torch references, with the kernels under
 Triton's interpreter in a subprocess, and on a CUDA device (`-m gpu`)."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
 
-from tests.attention.plain_prefill import PlainPrefill
+from tests.attention.batches import Batch, Forward, TreeForward, on_each_device
+from tests.kernels.cuda_graphs import captured_graph, copy_all
 from tests.kernels.interpreter import INTERPRETED
 from tests.kernels.row_counts import rows_of
-from tests.kernels.tree_problem import bits_of, random_paths
 from tllm_spec.attention.batch_invariant import BatchInvariantAttention
 from tllm_spec.attention.flashinfer import FlashInferAttention
-from tllm_spec.attention.geometry import AttentionGeometry, KVFormat, KVPool
-from tllm_spec.attention.interface import (
-    AttentionBackend,
-    AttentionMetadata,
-    AttentionPlan,
-    HeadsBackend,
-)
+from tllm_spec.attention.interface import HeadsBackend
 from tllm_spec.attention.triton import TritonAttention
 from tllm_spec.attention.vanilla import VanillaAttention
 from tllm_spec.kernels.attention.batch_invariant_attention import QueryTiles
-from tllm_spec.kernels.attention.rotary_write import Rotary, plain_rotate
-from tllm_spec.kernels.attention.visible_keys import KeySpan, TreeMask
+from tllm_spec.kernels.attention.visible_keys import KeySpan
 from tllm_spec.kernels.dispatch import has_kernels
-
-CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
-on_each_device = pytest.mark.parametrize(
-    "device",
-    [
-        pytest.param("cpu", id="interpreted" if INTERPRETED else "reference"),
-        *([] if INTERPRETED else [CUDA]),
-    ],
-)
-
-LAYERS, HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE, WIDTH = 2, 6, 2, 16, 4, 80
-GEOMETRY = AttentionGeometry(LAYERS, HEADS, KV_HEADS, HEAD_DIM, 0.3)
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Chunks as (cached tokens, new tokens), then windows by their lengths, then rows of graph
-    padding. counts: rows of each request's window; otherwise all have `window`. span: of the
-    geometry."""
-
-    chunks: tuple[tuple[int, int], ...] = ()
-    kv_lens: tuple[int, ...] = ()
-    window: int = 1
-    padding: int = 0
-    counts: tuple[int, ...] = ()
-    span: KeySpan | None = None
-
 
 CHUNKS_OF_5, CHUNKS_OF_70 = (KeySpan(size, slides=False) for size in (5, 70))
 SLIDING_5, SLIDING_70 = (KeySpan(size, slides=True) for size in (5, 70))
@@ -74,88 +40,6 @@ BATCHES = {
     # A tile of batch-invariant attention has 21 tokens.
     "tiles of chunks and windows": Batch(((9, 24), (0, 3)), (30, 45), window=22),
 }
-
-
-class Forward:
-    """One batch on shuffled pages of a pool of random numbers, the same for every backend."""
-
-    def __init__(self, batch: Batch, device: str, seed: int = 0) -> None:
-        self.device, generator = torch.device(device), torch.Generator().manual_seed(seed)
-        self.geometry = replace(GEOMETRY, span=batch.span)
-        self.sinks: torch.Tensor | None = None
-        counts = batch.counts or (batch.window,) * (len(batch.kv_lens) + batch.padding)
-        new = [*(count for _, count in batch.chunks), *counts]
-        lengths = (
-            [sum(chunk) for chunk in batch.chunks]
-            + list(batch.kv_lens)
-            + [batch.window] * batch.padding
-        )
-        real = len(lengths) - batch.padding
-        self.num_pages = real * WIDTH + 1
-        tables = (torch.randperm(self.num_pages - 1, generator=generator) + 1).view(real, WIDTH)
-        tables = torch.cat((tables, torch.zeros(batch.padding, WIDTH, dtype=torch.int64)))
-        positions = [list(range(end - count, end)) for end, count in zip(lengths, new, strict=True)]
-        slots = [
-            int(table[i // PAGE_SIZE]) * PAGE_SIZE + i % PAGE_SIZE
-            for table, row in zip(tables, positions, strict=True)
-            for i in row
-        ]
-        self.metadata = AttentionMetadata(
-            context_lens=tuple(new[: len(batch.chunks)]),
-            context_kv_lens=tuple(lengths[: len(batch.chunks)]),
-            rows=rows_of(counts, device=device),
-            block_tables=tables.to(self.device, torch.int32),
-            kv_lens=torch.tensor(lengths, dtype=torch.int32, device=self.device),
-            positions=torch.tensor([i for row in positions for i in row], device=self.device),
-            kv_slots=torch.tensor(slots, device=self.device),
-            max_kv_len=max(batch.kv_lens, default=0),
-        )
-        shape = (LAYERS, 2, self.num_pages, PAGE_SIZE, KV_HEADS, HEAD_DIM)
-        self.pool_data = torch.randn(shape, generator=generator)
-        self.qkv = torch.randn(len(slots), HEADS + 2 * KV_HEADS, HEAD_DIM, generator=generator).to(
-            self.device
-        )
-        angles = torch.rand(WIDTH * PAGE_SIZE, HEAD_DIM // 2, generator=generator).repeat(1, 2) * 7
-        sines = angles.sin() * torch.tensor([-1.0, 1.0]).repeat_interleave(HEAD_DIM // 2)
-        self.table = torch.stack((angles.cos(), sines), dim=1)[:, :, None].to(self.device)
-
-    def backend(self, kind: type[HeadsBackend]) -> HeadsBackend:
-        pool = KVPool(
-            GEOMETRY,
-            num_pages=self.num_pages,
-            page_size=PAGE_SIZE,
-            kv_format=KVFormat(torch.float32),
-            device=self.device,
-        )
-        pool.data.copy_(self.pool_data)
-        return kind(self.geometry, pool)
-
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        """The inputs of a forward on the device."""
-        own = self.metadata
-        return self.qkv, self.table, own.block_tables, own.kv_lens, own.positions, own.kv_slots
-
-    def run(self, backend: HeadsBackend, plan: AttentionPlan | None = None) -> torch.Tensor:
-        plan = backend.plan(self.metadata) if plan is None else plan
-        rotary = Rotary(self.table, self.metadata.positions)
-        qkv = self.qkv.clone()  # the rotation is in place
-        return backend.run(1, qkv, rotary, plan, sinks=self.sinks)
-
-    def write(self, backend: HeadsBackend) -> None:
-        rotary = Rotary(self.table, self.metadata.positions)
-        backend.write(1, self.qkv.clone(), rotary, AttentionPlan(self.metadata.kv_slots))
-
-    def check(self, output: torch.Tensor | None, pool: KVPool) -> None:
-        """The output, if there is one, and the pool equal VANILLA's, keys up to rounding, without
-        page 0, to which padding writes."""
-        vanilla = self.backend(VanillaAttention)
-        expected = self.run(vanilla)
-        if output is not None:
-            torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(
-            pool.data[:, 0, 1:], vanilla.pool.data[:, 0, 1:], rtol=2e-6, atol=2e-6
-        )
-        assert torch.equal(pool.data[:, 1, 1:], vanilla.pool.data[:, 1, 1:])
 
 
 @on_each_device
@@ -198,8 +82,7 @@ def test_a_plan_reads_its_tensors_when_it_runs(span: str, device: str) -> None:
     other = Forward(replace(REPLAYED, span=SPANS[span]), device, seed=1)
     backend = other.backend(TritonAttention)
     plan = backend.plan(planned.metadata)
-    for mine, new in zip(planned.tensors(), other.tensors(), strict=True):
-        mine.copy_(new)
+    copy_all(planned.tensors(), other.tensors())
     other.check(planned.run(backend, plan), backend.pool)
 
 
@@ -214,14 +97,10 @@ def test_a_captured_forward_can_be_replayed_with_other_lengths_and_pages(
     own, others = replace(CAPTURED, span=SPANS[span]), replace(REPLAYED, span=SPANS[span])
     captured, replayed = Forward(own, "cuda"), Forward(others, "cuda", seed=1)
     backend = replayed.backend(kind)
-    captured.run(backend)  # compiles
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        output = captured.run(backend)
+    graph, output = captured_graph(lambda: captured.run(backend))
     for other in (replayed, Forward(own, "cuda", seed=2)):
         backend.pool.data.copy_(other.pool_data)
-        for mine, new in zip(captured.tensors(), other.tensors(), strict=True):
-            mine.copy_(new)
+        copy_all(captured.tensors(), other.tensors())
         graph.replay()
         other.check(output, backend.pool)
 
@@ -252,60 +131,6 @@ TREES = {
 }
 
 
-class TreeForward(Forward):
-    """The windows are the last rows of a random tree, another one for each request."""
-
-    def __init__(self, batch: Batch, offset: int, device: str, seed: int = 0) -> None:
-        super().__init__(batch, device, seed)
-        self.chain = Forward(batch, device, seed)
-        counts = batch.counts or (batch.window,) * len(batch.kv_lens)
-        generator, rows = torch.Generator().manual_seed(seed), self.metadata.rows
-        self.paths = [random_paths(offset + count, generator)[offset:] for count in counts]
-        self.kv_lens = batch.kv_lens
-        self.firsts = [n - offset - count for n, count in zip(batch.kv_lens, counts, strict=True)]
-        self.num_rows = sum(counts)
-        bits = torch.tensor([each for own in self.paths for each in bits_of(own)], device=device)
-        part = rows if batch.counts else None
-        bits = bits if batch.counts else bits.view(len(counts), -1)
-        self.metadata.tree = TreeMask(bits, offset + rows.window, part)
-        depths = [
-            first + len(path) - 1
-            for first, paths in zip(self.firsts, self.paths, strict=True)
-            for path in paths
-        ]
-        self.metadata.positions[-self.num_rows :] = torch.tensor(depths, device=device)
-
-    def backend(self, kind: type[AttentionBackend]) -> AttentionBackend:
-        backend = super().backend(kind if kind is not FlashInferAttention else VanillaAttention)
-        if kind is not FlashInferAttention:
-            return backend
-        return FlashInferAttention(GEOMETRY, backend.pool, PlainPrefill(GEOMETRY))
-
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        assert self.metadata.tree is not None
-        return *super().tensors(), self.metadata.tree.bits
-
-    def expected(self, backend: AttentionBackend) -> torch.Tensor:
-        """The windows' rows, `[B * W, Hq * D]`. It reads the keys and values that `backend` left in
-        its pool."""
-        qkv = self.qkv.clone()
-        plain_rotate(qkv[:, :-KV_HEADS], Rotary(self.table, self.metadata.positions), None)
-        queries = iter(qkv[-self.num_rows :, :HEADS])
-        pool = backend.pool.data[1].flatten(1, 2)
-        results = []
-        requests = len(self.kv_lens)
-        for paths, first, table in zip(
-            self.paths, self.firsts, self.metadata.block_tables[-requests:], strict=True
-        ):
-            for path in paths:
-                seen = [*range(first), *(first + key for key in path)]
-                slots = [int(table[i // PAGE_SIZE]) * PAGE_SIZE + i % PAGE_SIZE for i in seen]
-                keys, values = pool[:, slots].repeat_interleave(HEADS // KV_HEADS, dim=2)
-                scores = torch.einsum("hd,lhd->hl", next(queries), keys) * GEOMETRY.scale
-                results.append(torch.einsum("hl,lhd->hd", scores.softmax(-1), values).flatten())
-        return torch.stack(results)
-
-
 @on_each_device
 @pytest.mark.parametrize("name", TREES)
 @pytest.mark.parametrize(
@@ -313,33 +138,26 @@ class TreeForward(Forward):
 )
 @torch.inference_mode()
 def test_each_row_attends_to_its_own_path_and_chunks_stay_causal(
-    kind: type[AttentionBackend], name: str, device: str
+    kind: type[HeadsBackend], name: str, device: str
 ) -> None:
     forward = TreeForward(*TREES[name], device)
     backend = forward.backend(kind)
     output = forward.run(backend)
-    windows = output[-forward.num_rows :]
-    torch.testing.assert_close(windows, forward.expected(backend), rtol=1e-4, atol=1e-4)
-    chunks = forward.chain.run(forward.chain.backend(VanillaAttention))[: -forward.num_rows]
-    torch.testing.assert_close(output[: -forward.num_rows], chunks, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(output, forward.formula(backend.pool), rtol=1e-4, atol=1e-4)
     forward.check(output, backend.pool)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", [TritonAttention, BatchInvariantAttention])
 @torch.inference_mode()
-def test_a_captured_forward_can_be_replayed_with_other_trees(kind: type[AttentionBackend]) -> None:
+def test_a_captured_forward_can_be_replayed_with_other_trees(kind: type[HeadsBackend]) -> None:
     batch = TREES["a later draft step"]
     captured, other = TreeForward(*batch, "cuda"), TreeForward(*batch, "cuda", seed=1)
     assert captured.paths != other.paths
     backend = other.backend(kind)
-    captured.run(backend)  # compiles
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        output = captured.run(backend)
+    graph, output = captured_graph(lambda: captured.run(backend))
     backend.pool.data.copy_(other.pool_data)
-    for mine, new in zip(captured.tensors(), other.tensors(), strict=True):
-        mine.copy_(new)
+    copy_all(captured.tensors(), other.tensors())
     graph.replay()
     other.check(output, backend.pool)
 

@@ -11,6 +11,13 @@ def run(*arguments: object) -> Result:
     return CliRunner().invoke(main, ["--model", "zoo:llama", *map(str, arguments)])
 
 
+def ran(*arguments: object) -> Result:
+    """The result of a command that succeeds."""
+    result = run(*arguments)
+    assert result.exit_code == 0, result.output
+    return result
+
+
 def write_yaml(folder: Path, name: str, text: str) -> str:
     path = folder / f"{name}.yaml"
     path.write_text(text)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from tests.cli.bench_command import ngram, run, write_yaml
+from tests.cli.bench_command import ngram, ran, run, write_yaml
 from tests.cli.fake_llm import FAILING_TOKEN, WRONG_DRAFT_LEN, FakeLLM
 from tllm_spec.cli.bench import main
 
@@ -56,8 +56,7 @@ def test_a_missing_model_is_reported_before_other_mistakes(command: str, options
 
 
 def test_throughput_runs_the_warm_up_and_every_request_greedily_without_eos(dataset: Path) -> None:
-    result = run("throughput", "--dataset", dataset)
-    assert result.exit_code == 0, result.output
+    result = ran("throughput", "--dataset", dataset)
     (llm,) = FakeLLM.made
     assert len(llm.sampling) == 2 + 4 and llm.is_shut_down and not llm.num_streamed
     assert all(
@@ -67,8 +66,7 @@ def test_throughput_runs_the_warm_up_and_every_request_greedily_without_eos(data
 
 
 def test_latency_streams_one_request_at_a_time_in_a_batch_of_one(dataset: Path) -> None:
-    result = run("latency", "--dataset", dataset, "--warmup", 0)
-    assert result.exit_code == 0, result.output
+    result = ran("latency", "--dataset", dataset, "--warmup", 0)
     (llm,) = FakeLLM.made
     assert llm.num_streamed == 4 and llm.args.max_batch_size == llm.max_under_way == 1
     assert "== STREAMING ==" in result.output
@@ -78,8 +76,7 @@ def test_latency_streams_one_request_at_a_time_in_a_batch_of_one(dataset: Path) 
 def test_the_number_of_requests_in_flight_is_limited(
     dataset: Path, concurrency: int, most: int
 ) -> None:
-    result = run("throughput", "--dataset", dataset, "--concurrency", concurrency)
-    assert result.exit_code == 0, result.output
+    ran("throughput", "--dataset", dataset, "--concurrency", concurrency)
     assert FakeLLM.made[0].max_under_way == most
 
 
@@ -91,10 +88,7 @@ def test_options_reach_the_engine_and_the_yaml_file_takes_precedence(
     more = "--enable_chunked_context --scheduler_policy max_utilization"
     more += " --kv_cache_free_gpu_mem_fraction 0.5"
     yaml = write_yaml(tmp_path, "x", text)
-    result = run(
-        "throughput", "--dataset", dataset, "--config", yaml, *flags.split(), *more.split()
-    )
-    assert result.exit_code == 0, result.output
+    ran("throughput", "--dataset", dataset, "--config", yaml, *flags.split(), *more.split())
     args = FakeLLM.made[0].args
     assert (args.max_num_tokens, args.max_batch_size, args.max_seq_len, args.max_input_len) == (
         512,
@@ -112,7 +106,7 @@ def test_options_reach_the_engine_and_the_yaml_file_takes_precedence(
 
 def test_memory_given_under_llms_own_name_is_not_that_of_an_engine_alone(dataset: Path) -> None:
     flags = "--kv_cache_config.free_gpu_memory_fraction", 0.25
-    assert run("throughput", "--dataset", dataset, *flags).exit_code == 0
+    ran("throughput", "--dataset", dataset, *flags)
     assert FakeLLM.made[0].args.kv_cache_config.free_gpu_memory_fraction == 0.25
 
 
@@ -120,10 +114,7 @@ def test_sampler_options_replace_greedy_decoding_and_honour_eos(
     dataset: Path, tmp_path: Path
 ) -> None:
     sampler = write_yaml(tmp_path, "sampler", "{temperature: 0.8, top_p: 0.9}")
-    result = run(
-        "throughput", "--dataset", dataset, "--sampler_options", sampler, "--target_output_len", 3
-    )
-    assert result.exit_code == 0, result.output
+    ran("throughput", "--dataset", dataset, "--sampler_options", sampler, "--target_output_len", 3)
     params = FakeLLM.made[0].sampling[-1]
     assert (params.temperature, params.top_p, params.max_tokens) == (0.8, 0.9, 3)
     assert not params.ignore_eos and params.seed == 3, "the seed of a request is its task_id"
@@ -149,7 +140,7 @@ def test_min_tokens_is_compared_with_each_requests_own_length(
 ) -> None:
     sampler = write_yaml(tmp_path, "sampler", "min_tokens: 40")
     options = ["--dataset", dataset, "--sampler_options", sampler]
-    assert run("throughput", *options, "--target_output_len", 64).exit_code == 0
+    ran("throughput", *options, "--target_output_len", 64)
     assert FakeLLM.made[0].sampling[0].min_tokens == 40
     assert "min_tokens = 40 exceeds max_tokens = 6" in run("throughput", *options).output
 
@@ -168,7 +159,7 @@ def test_an_output_that_does_not_fit_the_model_is_refused_before_anything_runs(
         "task_id 7 is refused: its 4 prompt tokens and 6 output tokens exceed max_seq_len = 9"
         in result.output
     )
-    assert run(*options, 10).exit_code == 0
+    ran(*options, 10)
 
 
 def test_an_output_after_a_text_prompt_that_does_not_fit_is_refused(tmp_path: Path) -> None:
@@ -177,18 +168,18 @@ def test_an_output_after_a_text_prompt_that_does_not_fit_is_refused(tmp_path: Pa
     result = run("throughput", "--dataset", path, "--max_seq_len", 9)
     assert result.exit_code == 1
     assert "task_id 7 is refused: its 4 prompt tokens and 6 output tokens" in result.output
-    assert run("throughput", "--dataset", path, "--max_seq_len", 10).exit_code == 0
+    ran("throughput", "--dataset", path, "--max_seq_len", 10)
 
 
 def test_truncating_the_prompt_leaves_room_for_the_output(dataset: Path, tmp_path: Path) -> None:
     sampler = write_yaml(tmp_path, "sampler", "truncate_prompt_tokens: 2")
     options = ["--dataset", dataset, "--max_seq_len", 8]
     assert run("throughput", *options).exit_code == 1
-    assert run("throughput", *options, "--sampler_options", sampler).exit_code == 0
+    ran("throughput", *options, "--sampler_options", sampler)
 
 
 def test_an_eos_id_ends_outputs(dataset: Path) -> None:
-    assert run("throughput", "--dataset", dataset, "--eos_id", 7).exit_code == 0
+    ran("throughput", "--dataset", dataset, "--eos_id", 7)
     params = FakeLLM.made[0].sampling[0]
     assert params.end_id == 7 and not params.ignore_eos
 
@@ -198,10 +189,7 @@ def test_the_json_files_have_the_report_the_texts_and_the_requests(
 ) -> None:
     paths = {name: tmp_path / f"{name}.json" for name in ("report", "output", "request")}
     files = [str(part) for name, path in paths.items() for part in (f"--{name}_json", path)]
-    result = run(
-        "latency", "--dataset", dataset, "--config", ngram(tmp_path), "--num_requests", 3, *files
-    )
-    assert result.exit_code == 0, result.output
+    ran("latency", "--dataset", dataset, "--config", ngram(tmp_path), "--num_requests", 3, *files)
     report, outputs, requests = (json.loads(path.read_text()) for path in paths.values())
     stats = report["decoding_stats"]
     assert (stats["mode"], stats["acceptance_length"], stats["draft_acceptance_rate"]) == (
@@ -222,8 +210,7 @@ def test_only_streamed_requests_have_a_time_to_first_token(
     dataset: Path, tmp_path: Path, options: list[str], expected: float | None
 ) -> None:
     path = tmp_path / "requests.json"
-    result = run("throughput", "--dataset", dataset, "--request_json", path, *options)
-    assert result.exit_code == 0, result.output
+    ran("throughput", "--dataset", dataset, "--request_json", path, *options)
     records = json.loads(path.read_text())
     assert {(each["ttft_ms"], each["latency_ms"]) for each in records} == {(expected, 2000)}
 
@@ -233,22 +220,20 @@ def test_the_iteration_log_has_every_round_after_the_warm_up(
     dataset: Path, tmp_path: Path, command: str
 ) -> None:
     log = tmp_path / "log.jsonl"
-    result = run(command, "--dataset", dataset, "--warmup", 2, "--iteration_log", log)
-    assert result.exit_code == 0, result.output
+    ran(command, "--dataset", dataset, "--warmup", 2, "--iteration_log", log)
     rounds = [json.loads(line) for line in log.read_text().splitlines()]
     assert [each["iter"] for each in rounds] == [3, 4, 5, 6]
 
 
 def test_without_an_iteration_log_no_statistics_are_collected(dataset: Path) -> None:
-    assert run("throughput", "--dataset", dataset).exit_code == 0
+    ran("throughput", "--dataset", dataset)
     assert not FakeLLM.made[0].args.enable_iter_perf_stats
 
 
 def test_draft_lengths_in_the_report_exclude_the_warm_up(dataset: Path, tmp_path: Path) -> None:
     text = "speculative_config: {decoding_type: NGram, max_draft_len: 3, adaptive: {}}"
     config, report = write_yaml(tmp_path, "adaptive", text), tmp_path / "report.json"
-    result = run("throughput", "--dataset", dataset, "--config", config, "--report_json", report)
-    assert result.exit_code == 0, result.output
+    ran("throughput", "--dataset", dataset, "--config", config, "--report_json", report)
     section = json.loads(report.read_text())["draft_lens"]
     assert section["draft_len_3"]["rounds"] == 4, "without the two warm-up requests"
     assert (
@@ -281,10 +266,9 @@ def test_compare_alternates_the_engines_and_reverses_their_order_every_second_ru
     dataset: Path, tmp_path: Path
 ) -> None:
     configs = [write_yaml(tmp_path, "plain", "{}"), ngram(tmp_path)]
-    result = run(
+    result = ran(
         "compare", *configs, "--dataset", dataset, "--num_requests", 1, "--repeat", 2, "--warmup", 1
     )
-    assert result.exit_code == 0, result.output
     plain, drafted = FakeLLM.made
     assert FakeLLM.calls == [plain, drafted, drafted, plain, plain, drafted]
     assert plain.args.kv_cache_config.free_gpu_memory_fraction == 0.45, "the two share the memory"
@@ -317,7 +301,7 @@ def test_compare_reports_the_position_of_each_difference_and_fails(
         and f"wrong, concurrency 1, task_id 1: {sentence}" in result.output
     )
     assert len(json.loads(report.read_text())["differences"]) == 2
-    assert run("compare", *configs, "--dataset", dataset, "--allow_differences").exit_code == 0
+    ran("compare", *configs, "--dataset", dataset, "--allow_differences")
 
 
 @pytest.mark.parametrize(
@@ -367,8 +351,7 @@ def test_compare_says_how_close_another_model_is(dataset: Path, tmp_path: Path) 
     plain, wrong = write_yaml(tmp_path, "plain", "{}"), ngram(tmp_path, "wrong", WRONG_DRAFT_LEN)
     options = ["--dataset", dataset, "--num_requests", 2, "--with_model", "zoo:llama-draft"]
     report = tmp_path / "report.json"
-    result = run("compare", plain, ngram(tmp_path), *options, "--report_json", report)
-    assert result.exit_code == 0, result.output
+    result = ran("compare", plain, ngram(tmp_path), *options, "--report_json", report)
     models = [llm.args.model for llm in FakeLLM.made]
     assert models == ["zoo:llama", "zoo:llama", "zoo:llama-draft", "zoo:llama-draft"]
     assert FakeLLM.made[0].args.kv_cache_config.free_gpu_memory_fraction == 0.9 / 4
@@ -389,8 +372,7 @@ def test_compare_says_how_close_another_model_is(dataset: Path, tmp_path: Path) 
 
 def test_harmless_values_are_accepted(dataset: Path) -> None:
     options = "--tp 1 --pp 1 --ep 1 --beam_width 1 --backend pytorch --kv-cache-dtype auto"
-    result = run("throughput", "--dataset", dataset, *options.split())
-    assert result.exit_code == 0, result.output
+    ran("throughput", "--dataset", dataset, *options.split())
 
 
 @pytest.mark.parametrize(
@@ -430,17 +412,17 @@ def test_options_of_the_group_are_accepted_or_refused_too(dataset: Path) -> None
 
 
 def test_latency_takes_no_concurrency_but_one(dataset: Path) -> None:
-    assert run("latency", "--dataset", dataset, "--concurrency", 1).exit_code == 0
+    ran("latency", "--dataset", dataset, "--concurrency", 1)
     assert FakeLLM.made[0].max_under_way == 1
     result = run("latency", "--dataset", dataset, "--concurrency", 4)
     assert result.exit_code == 2 and "one request after another" in result.output
 
 
 def test_w_is_the_number_of_warm_up_requests(dataset: Path) -> None:
-    assert run("throughput", "--dataset", dataset, "-w", 3).exit_code == 0
+    ran("throughput", "--dataset", dataset, "-w", 3)
     assert len(FakeLLM.made[0].sampling) == 3 + 4
 
 
 def test_options_may_be_spelled_with_dashes(dataset: Path) -> None:
-    assert run("throughput", "--dataset", dataset, "--max-batch-size", 8).exit_code == 0
+    ran("throughput", "--dataset", dataset, "--max-batch-size", 8)
     assert FakeLLM.made[0].args.max_batch_size == 8

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from tests.cli.bench_command import run
+from tests.cli.bench_command import ran, run
 from tests.server.fake_llm import FAILING_PROMPT, FakeLLM
 from tests.server.hosted import hosted
 from tests.server.http_answers import SECONDS
@@ -210,7 +210,7 @@ def test_prepare_dataset_writes_what_the_other_commands_read(tmp_path: Path) -> 
         "prepare-dataset", "--output", path, "text", "--folder", folder, "--glob", "*.py", *lengths
     )
     assert made.exit_code == 0, made.output
-    assert run("throughput", "--dataset", path).exit_code == 0
+    ran("throughput", "--dataset", path)
     entries = [json.loads(line) for line in path.read_text().splitlines()]
     assert [len(entry["input_ids"]) for entry in entries] == [16] * 3
 
@@ -226,8 +226,7 @@ def test_random_token_ids_stay_within_the_vocabulary() -> None:
         "--output-stdev",
         "2",
     ]
-    result = run("prepare-dataset", "--random-seed", 3, "token-norm-dist", *lengths)
-    assert result.exit_code == 0, result.output
+    result = ran("prepare-dataset", "--random-seed", 3, "token-norm-dist", *lengths)
     tokens = [
         token for line in result.output.splitlines() for token in json.loads(line)["input_ids"]
     ]
@@ -249,8 +248,7 @@ UNIFORM = ["--num-requests=20", *(f"--{name}={value}" for name, value in BOUNDS.
 
 
 def test_uniform_lengths_are_within_their_bounds_and_repeat_with_the_seed() -> None:
-    result = run("prepare-dataset", "--random-seed", 3, "token-unif-dist", *UNIFORM)
-    assert result.exit_code == 0, result.output
+    result = ran("prepare-dataset", "--random-seed", 3, "token-unif-dist", *UNIFORM)
     entries = [json.loads(line) for line in result.output.splitlines()]
     assert {len(entry["input_ids"]) for entry in entries} == {3, 4, 5}
     assert [entry["output_tokens"] for entry in entries] == [7] * 20
@@ -272,7 +270,7 @@ def test_a_data_set_that_would_be_downloaded_is_refused_with_the_reason() -> Non
 
 
 def test_lora_task_ids_are_refused_unless_they_mean_none() -> None:
-    assert run("prepare-dataset", "--task-id", -1, "token-unif-dist", *UNIFORM).exit_code == 0
+    ran("prepare-dataset", "--task-id", -1, "token-unif-dist", *UNIFORM)
     result = run("prepare-dataset", "--task-id", 2, "token-unif-dist", *UNIFORM)
     assert result.exit_code == 1 and "accepted: None or -1" in result.output
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from tests.kernels.cuda_graphs import captured_graph, copy_all
 from tests.kernels.interpreter import DEVICES, INTERPRETED
 from tllm_spec.distributed.communicator import Communicator, VocabShard
 from tllm_spec.kernels.sampling.choose_token import (
@@ -334,12 +335,8 @@ def test_a_captured_graph_can_be_replayed_with_other_arguments() -> None:
         )
 
     static = tuple(argument.cuda() for argument in arguments(0))
-    choose_token(*static)  # compiles
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        tokens = choose_token(*static)
+    graph, tokens = captured_graph(lambda: choose_token(*static))
     for round_id in (1, 2, 3):
-        for buffer, argument in zip(static, arguments(round_id), strict=True):
-            buffer.copy_(argument)
+        copy_all(static, arguments(round_id))
         graph.replay()
         assert torch.equal(tokens.cpu(), choose_token.reference(*arguments(round_id)))

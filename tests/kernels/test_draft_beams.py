@@ -5,6 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 
+from tests.kernels.cuda_graphs import captured_graph
 from tests.kernels.interpreter import INTERPRETED, on_each_kernel_device
 from tests.kernels.tree_growth import Candidates, Draft, Path, grow_tree, random_draft, slow_tree
 from tllm_spec.kernels.drafts.draft_beams import (
@@ -180,10 +181,7 @@ def test_a_tree_grows_in_a_cuda_graph_without_synchronisation() -> None:
     tokens = torch.randint(0, 50, (50, 4), generator=generator)
     table = probs.cuda(), tokens.cuda()
     inputs = torch.arange(3, device="cuda")
-    chained_tree(inputs, *table)  # compiles
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = chained_tree(inputs, *table)
+    graph, found = captured_graph(lambda: chained_tree(inputs, *table))
     for first in (7, 30):
         inputs.copy_(torch.arange(first, first + 3))
         graph.replay()

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.kernels.cuda_graphs import captured_graph
 from tests.kernels.interpreter import (
     ROUNDING,
     check_like_the_reference,
@@ -191,10 +192,7 @@ def test_a_captured_graph_reads_its_inputs_at_replay(dtype: torch.dtype) -> None
     given = arguments((6, 4096), dtype, "cuda")
     token_ids, _, hidden, _, rotary = given
     wanted = torch.tensor([5, 2], device="cuda")
-    draft_input(*given, wanted)  # compiles
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = draft_input(*given, wanted)
+    graph, found = captured_graph(lambda: draft_input(*given, wanted))
     for seed in (1, 2):
         new = arguments((6, 4096), dtype, seed=seed)
         token_ids.copy_(new[0])

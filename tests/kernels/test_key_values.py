@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
+from tests.kernels.cuda_graphs import captured_graph, copy_all
 from tests.kernels.interpreter import (
     INTERPRETED,
     ROUNDING,
@@ -184,14 +185,10 @@ def test_a_tensor_on_the_cpu_runs_the_reference() -> None:
 @pytest.mark.parametrize("name", ["window, norm", "one row of an 8B Llama", "float16"])
 def test_a_captured_launch_can_be_replayed_with_other_rows_positions_and_slots(name: str) -> None:
     captured = Problem(CASES[name], "cuda")
-    captured.run(rotary_write)  # compiles
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured.run(rotary_write)
+    graph, _ = captured_graph(lambda: captured.run(rotary_write))
     for seed in (1, 2):
         other = Problem(CASES[name], "cuda", seed)
-        for mine, new in zip(captured.tensors(), other.tensors(), strict=True):
-            mine.copy_(new)
+        copy_all(captured.tensors(), other.tensors())
         captured.layer.fill_(torch.nan)
         wanted = captured.expected()
         graph.replay()

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.kernels.cuda_graphs import captured_graph
 from tests.kernels.interpreter import on_each_kernel_device
 from tllm_spec.kernels.sampling.logit_filters import filter_cut, mask_tokens, token_weights
 
@@ -215,10 +216,7 @@ def test_a_captured_graph_gives_the_references_cuts_of_a_large_vocabulary() -> N
     ]
     parameters = tuple(column.cuda() for column in columns(rows))
     buffer = torch.zeros(num_rows, vocab_size, dtype=torch.bfloat16, device="cuda")
-    filter_cut(buffer, *parameters)  # compiles
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        cut = filter_cut(buffer, *parameters)
+    graph, cut = captured_graph(lambda: filter_cut(buffer, *parameters))
     for seed, scale in ((1, 0.3), (2, 3.0), (3, 10.0)):
         logits = (
             torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(seed)) * scale

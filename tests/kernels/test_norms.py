@@ -2,11 +2,13 @@
 in float64."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.kernels.cuda_graphs import captured_graph, copy_all
 from tests.kernels.interpreter import (
     INTERPRETED,
     ROUNDING,
@@ -19,15 +21,18 @@ from tllm_spec.kernels.dispatch import has_kernels
 from tllm_spec.kernels.gemm.norms import Activation, rms_norm, silu_and_mul
 
 EPS = 1e-5
-SHAPES = [(1, 4096), (3, 192), (5, 100), (2, 1), (7, 5120), (0, 64)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-on_each_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
 on_each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+# Absolute tolerance of activations; float16 results may be denormal.
+SMALLEST = {torch.float32: 1e-30, torch.float16: 6e-8, torch.bfloat16: 1e-30}
+# With the absolute error by gate times up: torch's sum in GELU cancels for gates below 0.
+ACTIVATIONS = {"silu": 0.0, "gelu_pytorch_tanh": 2.0**-23}
+on_each_activation = pytest.mark.parametrize("activation", ACTIVATIONS)
+Shape = tuple[int, int]
+Tensors = tuple[torch.Tensor, ...]
 
 
-def arguments(
-    shape: tuple[int, int], dtype: torch.dtype, device: str = "cpu", seed: int = 0
-) -> tuple[torch.Tensor, torch.Tensor]:
+def arguments(shape: Shape, dtype: torch.dtype, device: str = "cpu", seed: int = 0) -> Tensors:
     """x and weight; rows of very different magnitudes."""
     generator = torch.Generator().manual_seed(seed)
     sizes = torch.logspace(-3, 1, shape[0])[:, None]
@@ -36,40 +41,114 @@ def arguments(
     return x, weight.to(device, dtype)
 
 
-def expected(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """The formula in float64."""
-    x, weight = x.double(), weight.double()
-    return x / (x.square().mean(-1, keepdim=True) + EPS).sqrt() * weight
-
-
 def check(output: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> None:
+    """The formula in float64."""
     assert output.dtype == x.dtype
+    wide = x.double()
+    wanted = wide / (wide.square().mean(-1, keepdim=True) + EPS).sqrt() * weight.double()
     # One rounding of the result, plus the error of the float32 arithmetic before it.
-    torch.testing.assert_close(
-        output.double(), expected(x, weight), rtol=ROUNDING[x.dtype] + 6e-7, atol=1e-7
-    )
+    rounding = ROUNDING[x.dtype] + 6e-7
+    torch.testing.assert_close(output.double(), wanted, rtol=rounding, atol=1e-7)
 
 
-@on_each_shape
+class Norm:
+    shapes = ((1, 4096), (3, 192), (5, 100), (2, 1), (7, 5120), (0, 64))
+
+    def arguments(self, *options: Any, **more: Any) -> Tensors:
+        return arguments(*options, **more)
+
+    def run(self, *given: torch.Tensor) -> torch.Tensor:
+        return rms_norm(*given, EPS)
+
+    def reference(self, *given: torch.Tensor) -> torch.Tensor:
+        return rms_norm.reference(*given, EPS)
+
+    def check(self, output: torch.Tensor, *given: torch.Tensor) -> None:
+        check(output, *given)
+
+    def views(self, dtype: torch.dtype, device: str) -> Tensors:
+        x, weight = arguments((5, 3 * 192), dtype, device)
+        return x[::2, 192:384], weight[192:384]
+
+
+class Gated:
+    shapes = ((1, 14336), (3, 192), (5, 100), (2, 1), (4, 1025), (0, 64))
+
+    def __init__(self, activation: Activation) -> None:
+        self.activation = activation
+
+    def arguments(
+        self, shape: Shape, dtype: torch.dtype, device: str = "cpu", seed: int = 0
+    ) -> Tensors:
+        """`[T, 2 * I]`; gates of about -12 to 12."""
+        generator = torch.Generator().manual_seed(seed)
+        values = torch.randn(shape[0], 2 * shape[1], generator=generator) * 4
+        return (values.to(device, dtype),)
+
+    def run(self, gate_up: torch.Tensor) -> torch.Tensor:
+        return silu_and_mul(gate_up, self.activation)
+
+    def reference(self, gate_up: torch.Tensor) -> torch.Tensor:
+        return silu_and_mul.reference(gate_up, self.activation)
+
+    def formula(self, gate: torch.Tensor) -> torch.Tensor:
+        if self.activation == "silu":
+            return gate / (1 + (-gate).exp())
+        return gate * (1 + (math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)).tanh()) / 2
+
+    def check(self, output: torch.Tensor, gate_up: torch.Tensor) -> None:
+        dtype, (gate, up) = gate_up.dtype, gate_up.double().chunk(2, -1)
+        assert output.dtype == dtype and output.is_contiguous()
+        # One rounding of the result, plus the error of the exponential and the division.
+        wanted = self.formula(gate) * up
+        most = (ROUNDING[dtype] + 2e-6) * wanted.abs() + SMALLEST[dtype]
+        most += ACTIVATIONS[self.activation] * (gate * up).abs()
+        assert ((output.double() - wanted).abs() <= most).all()
+
+    def views(self, dtype: torch.dtype, device: str) -> Tensors:
+        return (self.arguments((5, 300), dtype, device)[0][1::2, 7:407],)
+
+
+KINDS: dict[str, Norm | Gated] = {"norm": Norm()}
+KINDS |= {"silu": Gated("silu"), "gelu": Gated("gelu_pytorch_tanh")}
+on_each_kind = pytest.mark.parametrize("kind", KINDS)
+on_each_case = pytest.mark.parametrize(
+    ("kind", "shape"), [(kind, shape) for kind in KINDS for shape in KINDS[kind].shapes], ids=str
+)
+also_interpreted = pytest.mark.interpreted("kind", "norm", "silu")
+
+
+@on_each_case
 @on_each_dtype
-def test_the_reference_equals_the_formula(shape: tuple[int, int], dtype: torch.dtype) -> None:
-    x, weight = arguments(shape, dtype)
-    check(rms_norm.reference(x, weight, EPS), x, weight)
+def test_the_reference_equals_the_formula(kind: str, shape: Shape, dtype: torch.dtype) -> None:
+    given = KINDS[kind].arguments(shape, dtype)
+    KINDS[kind].check(KINDS[kind].reference(*given), *given)
 
 
+@also_interpreted
 @on_each_kernel_device
-@on_each_shape
+@on_each_case
 @on_each_dtype
 def test_the_kernel_equals_the_formula_and_its_reference(
-    shape: tuple[int, int], dtype: torch.dtype, device: str
+    kind: str, shape: Shape, dtype: torch.dtype, device: str
 ) -> None:
     assert has_kernels(torch.device(device))
-    x, weight = arguments(shape, dtype, device)
-    before = x.clone()
-    output = rms_norm(x, weight, EPS)
-    assert torch.equal(x, before)
-    check(output, x, weight)
-    check_like_the_reference(output, rms_norm.reference(x, weight, EPS))
+    given = KINDS[kind].arguments(shape, dtype, device)
+    before = given[0].clone()
+    output = KINDS[kind].run(*given)
+    assert torch.equal(given[0], before)
+    KINDS[kind].check(output, *given)
+    if kind != "gelu":
+        check_like_the_reference(output, KINDS[kind].reference(*given))
+
+
+@also_interpreted
+@on_each_kernel_device
+@on_each_kind
+@on_each_dtype
+def test_rows_may_be_views(kind: str, dtype: torch.dtype, device: str) -> None:
+    given = KINDS[kind].views(dtype, device)
+    KINDS[kind].check(KINDS[kind].run(*given), *given)
 
 
 @on_each_kernel_device
@@ -120,14 +199,6 @@ def test_the_kernel_equals_torch_bit_for_bit_if_the_sum_of_squares_is_exact(
 
 
 @on_each_kernel_device
-@on_each_dtype
-def test_rows_may_be_views(dtype: torch.dtype, device: str) -> None:
-    x, weight = arguments((5, 3 * 192), dtype, device)
-    columns = slice(192, 384)
-    check(rms_norm(x[::2, columns], weight[columns], EPS), x[::2, columns], weight[columns])
-
-
-@on_each_kernel_device
 def test_a_nan_stays_in_its_row_and_zeros_stay_zeros(device: str) -> None:
     x, weight = arguments((4, 192), torch.bfloat16, device)
     x[1, 7] = torch.nan
@@ -145,103 +216,6 @@ def test_epsilon_is_used(device: str) -> None:
     assert (large - rms_norm(x, weight, EPS)).abs().max() > 0.1 * large.abs().max()
 
 
-@only_outside_the_interpreter
-def test_a_tensor_on_the_cpu_runs_the_reference() -> None:
-    x, weight = arguments((3, 192), torch.float32)
-    assert torch.equal(rms_norm(x, weight, EPS), rms_norm.reference(x, weight, EPS))
-
-
-@pytest.mark.gpu
-@on_each_dtype
-def test_a_captured_graph_reads_its_inputs_at_replay(dtype: torch.dtype) -> None:
-    static = arguments((6, 4096), dtype, "cuda")
-    rms_norm(*static, EPS)  # compiles
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        output = rms_norm(*static, EPS)
-    for seed in (1, 2):
-        for mine, new in zip(static, arguments((6, 4096), dtype, seed=seed), strict=True):
-            mine.copy_(new)
-        graph.replay()
-        check(output, *static)
-
-
-@pytest.mark.gpu
-def test_rows_may_start_beyond_2_to_the_31_elements() -> None:
-    if torch.cuda.mem_get_info()[0] < 12 << 30:
-        pytest.skip("needs 12 GB of free device memory")
-    x = torch.zeros((1 << 31) + 192, dtype=torch.bfloat16, device="cuda").as_strided(
-        (3, 192), (1 << 30, 1)
-    )
-    start, weight = arguments((3, 192), torch.bfloat16, "cuda")
-    x.copy_(start)
-    check(rms_norm(x, weight, EPS), start, weight)
-
-
-ACTIVATIONS_SHAPES = [(1, 14336), (3, 192), (5, 100), (2, 1), (4, 1025), (0, 64)]
-# Absolute tolerance; float16 results may be denormal.
-SMALLEST = {torch.float32: 1e-30, torch.float16: 6e-8, torch.bfloat16: 1e-30}
-activations_on_each_shape = pytest.mark.parametrize("shape", ACTIVATIONS_SHAPES, ids=str)
-# With the absolute error by gate times up: torch's sum in GELU cancels for gates below 0.
-ACTIVATIONS = {"silu": 0.0, "gelu_pytorch_tanh": 2.0**-23}
-on_each_activation = pytest.mark.parametrize("activation", ACTIVATIONS)
-
-
-def gate_and_up(
-    shape: tuple[int, int], dtype: torch.dtype, device: str = "cpu", seed: int = 0
-) -> torch.Tensor:
-    """`[T, 2 * I]`; gates of about -12 to 12."""
-    generator = torch.Generator().manual_seed(seed)
-    return (torch.randn(shape[0], 2 * shape[1], generator=generator) * 4).to(device, dtype)
-
-
-def activations_expected(gate_up: torch.Tensor, activation: Activation = "silu") -> torch.Tensor:
-    gate, up = gate_up.double().chunk(2, -1)
-    if activation == "silu":
-        return gate / (1 + (-gate).exp()) * up
-    tanh = (math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)).tanh()
-    return gate * (1 + tanh) / 2 * up
-
-
-def activations_check(
-    output: torch.Tensor, gate_up: torch.Tensor, activation: Activation = "silu"
-) -> None:
-    dtype, (gate, up) = gate_up.dtype, gate_up.double().chunk(2, -1)
-    assert output.dtype == dtype and output.is_contiguous()
-    # One rounding of the result, plus the error of the exponential and the division.
-    wanted = activations_expected(gate_up, activation)
-    most = (ROUNDING[dtype] + 2e-6) * wanted.abs() + SMALLEST[dtype]
-    most += ACTIVATIONS[activation] * (gate * up).abs()
-    assert ((output.double() - wanted).abs() <= most).all()
-
-
-@on_each_activation
-@activations_on_each_shape
-@on_each_dtype
-def test_the_reference_equals_the_formula_of_activations(
-    shape: tuple[int, int], dtype: torch.dtype, activation: Activation
-) -> None:
-    gate_up = gate_and_up(shape, dtype)
-    activations_check(silu_and_mul.reference(gate_up, activation), gate_up, activation)
-
-
-@on_each_kernel_device
-@on_each_activation
-@activations_on_each_shape
-@on_each_dtype
-def test_the_kernel_equals_the_formula_and_its_reference_of_activations(
-    shape: tuple[int, int], dtype: torch.dtype, activation: Activation, device: str
-) -> None:
-    assert has_kernels(torch.device(device))
-    gate_up = gate_and_up(shape, dtype, device)
-    before = gate_up.clone()
-    output = silu_and_mul(gate_up, activation)
-    activations_check(output, gate_up, activation)
-    assert torch.equal(gate_up, before)
-    if activation == "silu":
-        check_like_the_reference(output, silu_and_mul.reference(gate_up))
-
-
 @on_each_kernel_device
 @on_each_activation
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -256,39 +230,33 @@ def test_extreme_gates_overflow_like_torch(
     assert output[0, -1].isnan() and output[0, :-1].isnan().sum() == 0
 
 
-@on_each_kernel_device
-@on_each_dtype
-def test_rows_may_be_a_view(dtype: torch.dtype, device: str) -> None:
-    wide = gate_and_up((5, 300), dtype, device)
-    view = wide[1::2, 7:407]
-    activations_check(silu_and_mul(view), view)
-
-
 @only_outside_the_interpreter
-def test_a_tensor_on_the_cpu_runs_the_reference_of_activations() -> None:
-    gate_up = gate_and_up((3, 100), torch.bfloat16)
-    assert torch.equal(silu_and_mul(gate_up), silu_and_mul.reference(gate_up))
+@on_each_kind
+def test_a_tensor_on_the_cpu_runs_the_reference(kind: str) -> None:
+    given = KINDS[kind].arguments((3, 192), torch.bfloat16)
+    assert torch.equal(KINDS[kind].run(*given), KINDS[kind].reference(*given))
 
 
 @pytest.mark.gpu
+@on_each_kind
 @on_each_dtype
-def test_a_captured_graph_reads_its_input_at_replay(dtype: torch.dtype) -> None:
-    static = gate_and_up((6, 14336), dtype, "cuda")
-    silu_and_mul(static)  # compiles
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        output = silu_and_mul(static)
+def test_a_captured_graph_reads_its_inputs_at_replay(kind: str, dtype: torch.dtype) -> None:
+    own, shape = KINDS[kind], (6, 4096)
+    static = own.arguments(shape, dtype, "cuda")
+    graph, output = captured_graph(lambda: own.run(*static))
     for seed in (1, 2):
-        static.copy_(gate_and_up((6, 14336), dtype, seed=seed))
+        copy_all(static, own.arguments(shape, dtype, seed=seed))
         graph.replay()
-        activations_check(output, static)
+        own.check(output, *static)
 
 
 @pytest.mark.gpu
-def test_rows_may_start_beyond_2_to_the_31_elements_of_activations() -> None:
-    if torch.cuda.mem_get_info()[0] < 8 << 30:
-        pytest.skip("needs 8 GB of free device memory")
-    memory = torch.zeros((1 << 31) + 200, dtype=torch.bfloat16, device="cuda")
-    gate_up = memory.as_strided((3, 200), (1 << 30, 1))
-    gate_up.copy_(gate_and_up((3, 100), torch.bfloat16))
-    activations_check(silu_and_mul(gate_up), gate_up)
+@pytest.mark.parametrize("kind", ["norm", "silu"])
+def test_rows_may_start_beyond_2_to_the_31_elements(kind: str) -> None:
+    if torch.cuda.mem_get_info()[0] < 12 << 30:
+        pytest.skip("needs 12 GB of free device memory")
+    start, *others = KINDS[kind].arguments((3, 96), torch.bfloat16, "cuda")
+    memory = torch.zeros((1 << 31) + 192, dtype=torch.bfloat16, device="cuda")
+    x = memory.as_strided(start.shape, (1 << 30, 1))
+    x.copy_(start)
+    KINDS[kind].check(KINDS[kind].run(x, *others), x, *others)

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.kernels.cuda_graphs import captured_graph
 from tests.kernels.hopper import compiled_for_hopper
 from tests.kernels.interpreter import (
     ROUNDING,
@@ -174,10 +175,7 @@ def test_the_kernel_compiles_with_and_without_experts_of_other_ranks(first: int 
 def test_a_captured_graph_sorts_what_is_there_at_replay() -> None:
     case = (64, 8, 128, 16, 128)
     static = chosen(case, "cuda")
-    moe_permute(static, 128, 16)  # compiles
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        rows = moe_permute(static, 128, 16)
+    graph, rows = captured_graph(lambda: moe_permute(static, 128, 16))
     for num_hit in (128, 8, 31):
         static.copy_(chosen((*case[:4], num_hit)))
         graph.replay()

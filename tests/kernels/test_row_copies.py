@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.kernels.cuda_graphs import captured_graph
 from tests.kernels.interpreter import on_each_kernel_device, only_outside_the_interpreter
 from tllm_spec.kernels.dispatch import has_kernels
 from tllm_spec.kernels.slots.row_copies import (
@@ -175,10 +176,7 @@ def test_a_captured_graph_reads_its_inputs_at_replay() -> None:
         copy_rows(gather_slice_rows(table[2:4], rows, 2), in_slice)
         return found
 
-    run()  # compiles
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = run()
+    graph, found = captured_graph(lambda: run())
     for picked in ([4, 5, 0], [2, 2, 1]):
         rows.copy_(torch.tensor(picked))
         positions.add_(1)

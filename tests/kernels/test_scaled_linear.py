@@ -1,20 +1,30 @@
-"""The GEMM with weights in FP8 and in 4 bits: the formula, that every weight has its own scale,
-that a row has the same bits in every batch, and slices of the weight for many rows. Under Triton's
-interpreter in a subprocess, and on a CUDA device (`-m gpu`) with the shapes of models and in a
-captured graph."""
+"""The batch-invariant GEMM with weights of the type of x, in FP8 and in 4 bits: the formula, that
+every weight has its own scale, that a row has the same bits in every batch, and slices of the
+weight for many rows. Under Triton's interpreter in a subprocess, and on a CUDA device (`-m gpu`)
+with the shapes of models and in a captured graph."""
 
 import weakref
 from dataclasses import dataclass, replace
-from itertools import cycle, product
+from itertools import cycle, product, starmap
 from typing import Any
 
 import pytest
 import torch
 
-from tests.kernels.interpreter import INTERPRETED, ROUNDING, on_each_kernel_device
+from tests.kernels.interpreter import (
+    INTERPRETED,
+    ROUNDING,
+    on_each_kernel_device,
+)
 from tllm_spec.kernels.dispatch import has_kernels
+from tllm_spec.kernels.gemm import batch_invariant_linear as plain_linear
 from tllm_spec.kernels.gemm import scaled_linear as scaled_linear_slices
-from tllm_spec.kernels.gemm.batch_invariant_linear import Tiling
+from tllm_spec.kernels.gemm.batch_invariant_linear import (
+    CHUNK,
+    Tiling,
+    batch_invariant_linear,
+    launch_linear,
+)
 from tllm_spec.kernels.gemm.int4_weights import (
     E2M1,
     MXFP4_GROUP,
@@ -44,17 +54,23 @@ on_each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 # Inputs and outputs: less than a block; an incomplete block; a chunk; several, the last incomplete.
 FP8_SHAPES = [(64, 48), (200, 257), (1024, 33), (2120, 70)]
 INT4_SHAPES = [(96, 48), (1024, 33), (2144, 70)]
+# The last chunk is nearly empty in one of them.
+PLAIN_SHAPES = [(32, 48), (100, 257), (CHUNK, 64), (CHUNK + 1, 65), (2 * CHUNK + 300, 33)]
 # Of 4 bits the inputs that share a word, or the format of E2M1 numbers.
 INT4_FORMS = ("32", "64", "128", "mxfp4", "nvfp4")
 CASES = [("fp8", shape) for shape in FP8_SHAPES]
+CASES += [("plain", shape) for shape in PLAIN_SHAPES]
 CASES += [(form, shape) for form in INT4_FORMS for shape in INT4_SHAPES]
 on_each_case = pytest.mark.parametrize(("form", "shape"), CASES, ids=str)
+also_interpreted = pytest.mark.interpreted("form", "fp8", "plain")
 SUM_ERROR = 4e-6
+PLAIN_SUM_ERROR = 2e-7
 
 
 @dataclass(frozen=True)
 class Problem:
-    """x has a stride between its rows. numbers: of the weight, in float64."""
+    """x has a stride between its rows. numbers: of the weight, in float64. group: -1 of a weight
+    of the type of x."""
 
     x: torch.Tensor
     weight: torch.Tensor
@@ -65,14 +81,24 @@ class Problem:
     total: torch.Tensor
 
     def run(self, rows: slice = slice(None), **options: Any) -> torch.Tensor:
+        if self.group < 0:
+            return batch_invariant_linear(self.x[rows], self.weight, **options)
         return scaled_linear(self.x[rows], self.weight, self.scales, group=self.group, **options)
 
-    def launch(self, output: torch.Tensor, tiling: Tiling, **options: Any) -> None:
+    def launch(self, output: torch.Tensor, tiling: Tiling, *, spreads: bool, adds: bool) -> None:
+        options = {"spreads": spreads, "adds": adds}
+        if self.group < 0:
+            assert not adds
+            own = self.x, self.weight, self.bias, tiling
+            output.copy_(launch_linear(*own, spreads=spreads))
+            return
         own = self.x, self.weight, self.scales, self.bias, output, tiling
         launch_scaled_linear(*own, group=self.group, **options)
 
     def tiling(self) -> Tiling:
         (num_rows, _), dtype = self.x.shape, self.x.dtype
+        if self.group < 0:
+            return plain_linear.tiling_of(num_rows, dtype)
         is_fp8 = self.group == 0
         return tiling_of(num_rows, dtype) if is_fp8 else int4_tiling_of(num_rows, 70, dtype)
 
@@ -80,11 +106,13 @@ class Problem:
 def problem(
     num_rows: int, shape: tuple[int, int], dtype: torch.dtype, device: str, form: str = "fp8"
 ) -> Problem:
-    """Scales of FP8 are powers of two over a wide range."""
+    """Scales of FP8 are powers of two over a wide range, those of plain weights are 1."""
     generator = torch.Generator(device).manual_seed(num_rows)
     inputs, outputs = shape
-    group = 0 if form == "fp8" else {"mxfp4": MXFP4_GROUP, "nvfp4": 16}.get(form) or int(form)
-    groups = -(-inputs // (group or BLOCK))
+    sizes = {"plain": -1, "fp8": 0, "mxfp4": MXFP4_GROUP, "nvfp4": 16}
+    group = sizes[form] if form in sizes else int(form)
+    size = group if group > 0 else BLOCK
+    groups = -(-inputs // size)
 
     def normal(*size: int) -> torch.Tensor:
         return torch.randn(size, generator=generator, device=device)
@@ -92,7 +120,11 @@ def problem(
     def integers(low: int, high: int, *size: int) -> torch.Tensor:
         return torch.randint(low, high, size, generator=generator, device=device)
 
-    if form == "fp8":
+    if form == "plain":
+        words = scales = torch.ones(outputs, groups, device=device)
+        weight = normal(outputs, inputs).to(dtype)
+        numbers = weight.double()
+    elif form == "fp8":
         words = scales = integers(-6, 3, outputs, groups).float().exp2()
         weight = normal(outputs, inputs).to(FP8)
         numbers = weight.double()
@@ -114,16 +146,18 @@ def problem(
         weight,
         words,
         group,
-        numbers * scales.double().repeat_interleave(group or BLOCK, 1)[:, :inputs],
+        numbers * scales.double().repeat_interleave(size, 1)[:, :inputs],
         normal(outputs).to(dtype),
         normal(num_rows, outputs).to(dtype),
     )
 
 
 def check(
-    output: torch.Tensor, p: Problem, *added: torch.Tensor, sum_error: float = SUM_ERROR
+    output: torch.Tensor, p: Problem, *added: torch.Tensor, sum_error: float | None = None
 ) -> None:
     """Rounded once. sum_error: of float32 sums, relative to the sum of magnitudes."""
+    if sum_error is None:
+        sum_error = PLAIN_SUM_ERROR if p.group < 0 else SUM_ERROR
     expected, magnitudes = p.x.double() @ p.numbers.t(), magnitudes_of(p)
     for other in added:
         expected, magnitudes = expected + other.double(), magnitudes + other.abs()
@@ -142,6 +176,10 @@ def test_the_reference_equals_the_formula(
     form: str, shape: tuple[int, int], dtype: torch.dtype
 ) -> None:
     p = problem(3, shape, dtype, "cpu", form)
+    if form == "plain":
+        check(batch_invariant_linear.reference(p.x, p.weight, p.bias), p, p.bias)
+        check(p.run(), p)
+        return
     check(scaled_linear.reference(p.x, p.weight, p.scales, group=p.group), p)
     total = p.total.clone()
     options: dict[str, Any] = {"group": p.group, "add_to": total}
@@ -159,6 +197,7 @@ def test_dequantised_weights_may_have_any_number_of_dimensions() -> None:
     assert stacked.dtype == torch.bfloat16 and torch.equal(stacked.view(6, 200).float(), flat)
 
 
+@also_interpreted
 @pytest.mark.thinned
 @on_each_kernel_device
 @on_each_dtype
@@ -168,10 +207,11 @@ def test_the_kernel_equals_the_formula(
 ) -> None:
     assert has_kernels(torch.device(device))
     rows_of_4_bits = dict(zip(INT4_SHAPES, (70, 3, 1), strict=True))
-    for num_rows in (1, 70) if form == "fp8" else (rows_of_4_bits[shape],):
+    few = {"fp8": (1, 70), "plain": (1, 17, 70)}
+    for num_rows in few.get(form) or (rows_of_4_bits[shape],):
         p = problem(num_rows, shape, dtype, device, form)
         check(p.run(bias=p.bias), p, p.bias)
-    if form != "fp8":
+    if form not in few:
         check(p.run(bias=p.bias, invariant=False), p, p.bias)
     assert p.run(slice(0)).shape == (0, shape[1])
 
@@ -217,12 +257,14 @@ def test_the_output_is_added_in_place_with_one_rounding(spreads: bool, device: s
     assert (given == 2 + 2.0**-9).all()
 
 
+@also_interpreted
 @on_each_kernel_device
 @pytest.mark.parametrize(  # three chunks in float32: rounding to 16 bits hides another order
     ("form", "shape", "dtype"),
     [
         *(("fp8", *each) for each in zip(FP8_SHAPES[::-1], cycle(DTYPES[::-1]), strict=False)),
         *((form, INT4_SHAPES[2], torch.float32) for form in ("32", "128", "nvfp4")),
+        *(("plain", *each) for each in zip(PLAIN_SHAPES[::-1], cycle(DTYPES[::-1]), strict=False)),
     ],
     ids=str,
 )
@@ -233,14 +275,15 @@ def test_spreading_chunks_over_programs_changes_no_bit(
         p = problem(num_rows, shape, dtype, device, form)
         found = [p.total.clone(), p.total.clone()]
         for total, spreads in zip(found, (False, True), strict=True):
-            p.launch(total, p.tiling(), spreads=spreads, adds=True)
+            p.launch(total, p.tiling(), spreads=spreads, adds=form != "plain")
         assert torch.equal(*found)
-        check(found[0], p, p.bias, p.total)
+        check(found[0], p, p.bias, *(() if form == "plain" else (p.total,)))
 
 
+@also_interpreted
 @on_each_kernel_device
 @on_each_dtype
-@pytest.mark.parametrize(("form", "inputs"), [("fp8", 1100), ("32", 1120)])
+@pytest.mark.parametrize(("form", "inputs"), [("fp8", 1100), ("32", 1120), ("plain", CHUNK + 72)])
 def test_a_row_has_the_same_bits_alone_and_in_a_batch(
     form: str, inputs: int, dtype: torch.dtype, device: str
 ) -> None:
@@ -295,6 +338,7 @@ def test_only_many_rows_that_may_differ_between_batches_are_multiplied_in_slices
     ("form", "shape"),
     [
         *product(["fp8", "32", "128", "mxfp4", "nvfp4"], MODEL_SHAPES),
+        *product(["plain"], [*MODEL_SHAPES, (192, 512), (512, 192)]),
         *(("fp8", (200, 257)), *product(["32", "128", "mxfp4", "nvfp4"], [(224, 257)])),
     ],
     ids=str,
@@ -305,7 +349,7 @@ def test_the_number_of_rows_changes_no_bit_of_a_row(
     p = problem(4096, shape, dtype, "cuda", form)
     expected = p.run(bias=p.bias)
     check(expected, p, p.bias)
-    has_all = form == "fp8" and dtype != torch.float32
+    has_all = form in ("fp8", "plain") and dtype != torch.float32
     numbers = range(1, 140) if has_all else [1, 2, 8, 9, 16, 17, 33, 64, 65, 129]
     for number in (*numbers, 200, 257, 300, 1024):
         first = 37 * number % (4096 - number)  # other positions in other tiles
@@ -316,11 +360,12 @@ def test_the_number_of_rows_changes_no_bit_of_a_row(
 @pytest.mark.gpu
 @pytest.mark.skipif(INTERPRETED, reason="needs tensor cores")
 @on_each_dtype
-@pytest.mark.parametrize("form", ["fp8", "128"])
+@pytest.mark.parametrize("form", ["fp8", "128", "plain"])
 def test_no_tiling_changes_a_bit(form: str, dtype: torch.dtype) -> None:
     p = problem(333, (4096, 1000), dtype, "cuda", form)
     expected = p.run(bias=p.bias)
-    for tiling in (Tiling(16, 64, 4, 4), Tiling(32, 64, 4, 2), Tiling(64, 128, 8, 3)):
+    sizes = ((16, 64, 4, 4), (32, 64, 4, 2), (64, 64, 4, 3), (64, 128, 8, 3))
+    for tiling in starmap(Tiling, sizes):
         for spreads in (False, True):
             found = torch.empty_like(expected)
             p.launch(found, tiling, spreads=spreads, adds=False)

@@ -13,13 +13,21 @@ import torch
 
 from tests.kernels.hopper import HOPPER
 from tests.kernels.interpreter import only_outside_the_interpreter, only_with_the_compiler
-from tests.kernels.launches import FIRST_WITH_FP8, LIMITS, Launch, launches_of, use_gpu
+from tests.kernels.launches import (
+    FIRST_WITH_FP8,
+    LIMITS,
+    META,
+    Launch,
+    launches_of,
+    use_gpu,
+)
 from tllm_spec.kernels import launch as shared_memory
 from tllm_spec.kernels import nvrtc
 from tllm_spec.kernels.attention import paged_prefill, window_attention_cuda
 from tllm_spec.kernels.experts import grouped_gemm as grouped_tilings
 from tllm_spec.kernels.experts.grouped_gemm import ExpertWeights
 from tllm_spec.kernels.gemm import small_m_gemm
+from tllm_spec.kernels.gemm.batch_invariant_linear import BLOCK_IN, batch_invariant_linear
 from tllm_spec.kernels.launch import (
     HOPPER_BYTES,
     has_tensor_memory,
@@ -138,6 +146,20 @@ def test_gemms_of_any_number_of_rows_have_one_kind_of_instruction_on_hopper(name
         assert kinds == {f"m64n{made.constants['BLOCK_ROWS']}k16"} and "mma.sync" not in ptx
         # FP8 weights are converted without an instruction of one eighth of the throughput.
         assert "cp.async" in ptx and "cvt.rn.bf16.f16" not in ptx
+
+
+@only_with_the_compiler
+def test_the_compiler_adds_the_bias_after_the_gemm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it knew that the inputs fit one block, it would start the accumulation with the bias."""
+
+    def call() -> None:
+        inputs = BLOCK_IN // 2
+        shapes = ((1, inputs), (48, inputs), (48,))
+        batch_invariant_linear(*(torch.empty(shape, device=META) for shape in shapes))
+
+    (made,) = launches_of(call, HOPPER, monkeypatch)
+    code = made.compiled(HOPPER).asm["ttir"]
+    assert code.count("tt.dot") == 1 and code.count("arith.addf") == 2
 
 
 # Launches that did not fit with Hopper's tilings. By call: a part of the key.

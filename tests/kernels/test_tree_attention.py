@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.kernels.cuda_graphs import captured_graph, copy_all
 from tests.kernels.interpreter import on_each_kernel_device
 from tests.kernels.tree_problem import TreeProblem
 from tests.kernels.window_problem import TOLERANCE, Case, Problem
@@ -174,13 +175,9 @@ def test_a_captured_launch_can_be_replayed_with_other_lengths_and_trees(name: st
     case, offset = (CASES | CUDA_CASES)[name]
     captured = TreeProblem(case, offset, "cuda")
     workspace = captured.workspace()
-    captured.attend(workspace)  # compiles
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        output = captured.attend(workspace)
+    graph, output = captured_graph(lambda: captured.attend(workspace))
     kv_lens = case.kv_lens[1:] + case.kv_lens[:1]
     other = TreeProblem(replace(case, kv_lens=kv_lens), offset, "cuda", seed=1)
-    for mine, new in zip(captured.inputs(), other.inputs(), strict=True):
-        mine.copy_(new)
+    copy_all(captured.inputs(), other.inputs())
     graph.replay()
     other.check(output)

@@ -8,6 +8,7 @@ from itertools import product
 import pytest
 import torch
 
+from tests.kernels.cuda_graphs import captured_graph, copy_all
 from tests.kernels.interpreter import on_each_kernel_device
 from tests.kernels.window_problem import TOLERANCE, Case, Problem
 from tllm_spec.kernels.attention.kv_codes import CODES, KVScales
@@ -360,16 +361,12 @@ def test_a_long_request_is_split_only_into_shares_of_the_minimum_length(
 def test_a_captured_launch_can_be_replayed_with_other_lengths_tables_and_rows(name: str) -> None:
     case = CASES[name]
     captured, workspace = Problem(case, "cuda"), Problem(case, "cuda").workspace()
-    captured.attend(workspace)  # compiles
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        output = captured.attend(workspace)
+    graph, output = captured_graph(lambda: captured.attend(workspace))
     for seed in (1, 2):
         other = Problem(
             replace(case, kv_lens=case.kv_lens[seed:] + case.kv_lens[:seed]), "cuda", seed
         )
-        for mine, new in zip(captured.inputs(), other.inputs(), strict=True):
-            mine.copy_(new)
+        copy_all(captured.inputs(), other.inputs())
         graph.replay()
         other.check(output)
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.kernels.cuda_graphs import captured_graph, copy_all
 from tests.kernels.window_problem import TOLERANCE, Case, Problem
 from tllm_spec.kernels import nvrtc
 from tllm_spec.kernels.attention import window_attention_cuda as module
@@ -306,15 +307,11 @@ def test_a_captured_launch_can_be_replayed_with_other_lengths_tables_and_rows(
 ) -> None:
     case = CASES[name]
     captured = CudaProblem(case, num_processors)
-    captured.attend()  # compiles
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        output = captured.attend()
+    graph, output = captured_graph(lambda: captured.attend())
     for seed in (1, 2):
         kv_lens = case.kv_lens[seed:] + case.kv_lens[:seed]
         other = CudaProblem(replace(case, kv_lens=kv_lens), num_processors, seed)
-        for mine, new in zip(captured.inputs(), other.inputs(), strict=True):
-            mine.copy_(new)
+        copy_all(captured.inputs(), other.inputs())
         graph.replay()
         other.check(output)
 

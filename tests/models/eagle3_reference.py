@@ -97,15 +97,14 @@ class Eagle3Reference:
             outputs.append(scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v[:, head // group])
         return self.linear(f"{name}.o_proj", torch.cat(outputs, -1))
 
-    def rotated(self, heads: torch.Tensor) -> torch.Tensor:
+    def rotated(self, heads: torch.Tensor, first: int = 0) -> torch.Tensor:
         """RoPE as a product of complex numbers: dimension i is the real part, i + D/2 the
-        imaginary."""
+        imaginary. first: the position of the first row."""
         half = heads.shape[-1] // 2
         theta = self.config.get("rope_theta", 10000.0)
         factor = (self.config.get("rope_scaling") or {}).get("factor", 1.0)
-        angles = torch.outer(
-            torch.arange(len(heads)) / factor, theta ** (-torch.arange(half) / half)
-        )
+        positions = torch.arange(first, first + len(heads)) / factor
+        angles = torch.outer(positions, theta ** (-torch.arange(half) / half))
         pairs = torch.complex(heads[..., :half].contiguous(), heads[..., half:].contiguous())
         turned = pairs * torch.polar(torch.ones_like(angles), angles)[:, None]
         return torch.cat((turned.real, turned.imag), -1)

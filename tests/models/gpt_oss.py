@@ -8,23 +8,17 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from tests.models.helpers import MAX_POSITIONS, VOCAB_SIZE
+from tests.models import helpers
 from tests.models.published import GPT_OSS_20B
 from tllm_spec.kernels.gemm.int4_weights import E2M1
 
 WINDOW = 7
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 64,
-    "intermediate_size": 96,
+SIZES: dict[str, Any] = helpers.SIZES | {
     "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
     "head_dim": 16,
     "num_local_experts": 6,
     "num_experts_per_tok": 3,
     "sliding_window": WINDOW,
-    "max_position_embeddings": MAX_POSITIONS,
     "swiglu_limit": 1.5,
     "pad_token_id": 0,
     # The ramp of frequencies is within the pairs of a head.

@@ -1,6 +1,7 @@
 """Tiny random checkpoints written by transformers, and a runner for a model with its own pool."""
 
 import random
+import shutil
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import save_file
 
 from tests.kernels.row_counts import rows_of
 from tllm_spec.attention.batch_invariant import BatchInvariantAttention
@@ -36,30 +38,40 @@ WIDEST, NUM_SLOTS = 8, 8
 CPU = torch.device("cpu")
 
 
-def save_checkpoint(
-    folder: Path, architecture: str, *, shard_size: str = "1GB", **config: Any
-) -> Any:
-    """Write a random model of `architecture` (`Llama`, `Qwen3`, …) to `folder`; returns it."""
-    sizes = {
-        "vocab_size": VOCAB_SIZE,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": MAX_POSITIONS,
-        "sliding_window": None,
-    }
-    kind = "Gemma3Text" if architecture == "Gemma3" else architecture
-    settings = getattr(transformers, f"{kind}Config")(**(sizes | config))
-    model = getattr(transformers, f"{architecture}ForCausalLM")(settings).eval()
+# Of models of random weights.
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": MAX_POSITIONS,
+}
+
+
+def randomise(model: Any, *, norms: float = 1.0, has_stacks: bool = False) -> None:
+    """norms: what is added to the weights of norms; has_stacks: of matrices with inputs first."""
     generator = torch.Generator().manual_seed(1)
     biases = [item for item in model.named_buffers() if item[0].endswith("correction_bias")]
     with torch.no_grad():
         for name, parameter in [*model.named_parameters(), *biases]:
             noise = torch.randn(parameter.shape, generator=generator)
-            scaled = noise * parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else noise * 0.3
-            parameter.copy_(scaled + 1 if "norm" in name else scaled)
+            is_stack = has_stacks and parameter.dim() == 3
+            inputs = parameter.shape[-2 if is_stack else -1]
+            scaled = noise * (inputs**-0.5 if parameter.dim() > 1 else 0.3)
+            parameter.copy_(scaled + norms if "norm" in name else scaled)
+
+
+def save_checkpoint(
+    folder: Path, architecture: str, *, shard_size: str = "1GB", **config: Any
+) -> Any:
+    """Write a random model of `architecture` (`Llama`, `Qwen3`, …) to `folder`; returns it."""
+    sizes = SIZES | {"sliding_window": None}
+    kind = "Gemma3Text" if architecture == "Gemma3" else architecture
+    settings = getattr(transformers, f"{kind}Config")(**(sizes | config))
+    model = getattr(transformers, f"{architecture}ForCausalLM")(settings).eval()
+    randomise(model)
     model.save_pretrained(folder, max_shard_size=shard_size)
     return model
 
@@ -83,6 +95,26 @@ def reference_logits(model: Any, tokens: list[int]) -> torch.Tensor:
 def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
     assert expected.std() > 0.3, "logits this flat would hide a difference"
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-4)
+
+
+def quantised_pair(
+    folder: Path,
+    save: Callable[[Path], object],
+    quantise: Callable[[Path], dict[str, torch.Tensor]],
+) -> tuple[Path, Path]:
+    """The folders of a model that `quantise` rewrites, and of the values that it returns."""
+    quantised, plain = folder / "quantised", folder / "plain"
+    save(plain)
+    shutil.copytree(plain, quantised)
+    save_file(quantise(quantised), plain / "model.safetensors")
+    return quantised, plain
+
+
+def check_same_logits(*models: CausalLM, tokens: list[int]) -> torch.Tensor:
+    """Returns the logits of the last model."""
+    found, expected = (PagedRunner(model).step({0: tokens})[0] for model in models)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    return expected
 
 
 def pages_for(texts: list[list[int]]) -> int:

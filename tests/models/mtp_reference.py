@@ -62,6 +62,9 @@ def save_with_mtp(
 class PlainMTP:
     """The module over whole sequences, without a cache, around transformers' decoder layer."""
 
+    # The norms of the embedding and of the hidden state, the projection, and the last norm.
+    names = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
+
     def __init__(self, model: Any, tensors: dict[str, torch.Tensor], folder: Path) -> None:
         config: Any = type(model.config).from_pretrained(folder)
         config._attn_implementation = "eager"
@@ -71,21 +74,22 @@ class PlainMTP:
         self.norm_type = getattr(kinds, f"{family}RMSNorm")
         decoder_layer = getattr(kinds, f"{family}DecoderLayer")
         self.layer = decoder_layer(config, config.num_hidden_layers).eval()
-        self.layer.load_state_dict(self._layer_tensors(config.n_routed_experts))
+        outer = ("enorm", "hnorm", "eh_proj", "embed_tokens", "shared_head")
+        own = {name: x for name, x in tensors.items() if not name.startswith(outer)}
+        self.load_layer(own, config.n_routed_experts)
         self.eps = config.rms_norm_eps
 
-    def _layer_tensors(self, num_experts: int) -> dict[str, torch.Tensor]:
+    def load_layer(self, tensors: dict[str, torch.Tensor], num_experts: int) -> None:
         """transformers keeps the experts in two tensors."""
-        outer = ("enorm", "hnorm", "eh_proj", "embed_tokens", "shared_head")
-        found = {name: x for name, x in self.tensors.items() if not name.startswith(outer)}
 
         def expert(index: int, part: str) -> torch.Tensor:
-            return found.pop(f"mlp.experts.{index}.{part}_proj.weight")
+            return tensors.pop(f"mlp.experts.{index}.{part}_proj.weight")
 
         parts = [[expert(i, part) for part in ("gate", "up", "down")] for i in range(num_experts)]
-        found["mlp.experts.gate_up_proj"] = torch.stack([torch.cat(p[:2]) for p in parts])
-        found["mlp.experts.down_proj"] = torch.stack([p[2] for p in parts])
-        return found
+        if parts:
+            tensors["mlp.experts.gate_up_proj"] = torch.stack([torch.cat(p[:2]) for p in parts])
+            tensors["mlp.experts.down_proj"] = torch.stack([p[2] for p in parts])
+        self.layer.load_state_dict(tensors)
 
     def _norm(self, name: str, x: torch.Tensor) -> torch.Tensor:
         norm = self.norm_type(x.shape[-1], self.eps)
@@ -97,15 +101,16 @@ class PlainMTP:
     def states(self, tokens: list[int], hidden: torch.Tensor) -> torch.Tensor:
         """Token j + 1 and hidden state j to the state at position j, `[T, H]`."""
         embedding = self.tensors.get("embed_tokens.weight", self.model.model.embed_tokens.weight)
-        embedded = embedding[torch.tensor(tokens)]
-        both = torch.cat((self._norm("enorm", embedded), self._norm("hnorm", hidden)), -1)
-        x = (both @ self.tensors["eh_proj.weight"].t())[None]
+        of_embedding, of_hidden, projection, last = self.names
+        embedded = self._norm(of_embedding, embedding[torch.tensor(tokens)])
+        both = torch.cat((embedded, self._norm(of_hidden, hidden)), -1)
+        x = (both @ self.tensors[f"{projection}.weight"].t())[None]
         positions = torch.arange(len(tokens))[None]
         rotary = self.model.model.rotary_emb(x, position_ids=positions)
         mask = torch.full((len(tokens), len(tokens)), -torch.inf).triu(1)[None, None]
         x = self.layer(x, attention_mask=mask, position_ids=positions, position_embeddings=rotary)
         x = x[0] if isinstance(x, tuple) else x
-        return self._norm("shared_head.norm", x[0])
+        return self._norm(last, x[0])
 
     @torch.inference_mode()
     def target_states(self, tokens: list[int]) -> torch.Tensor:

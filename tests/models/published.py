@@ -4,259 +4,152 @@ few layers, heads and hidden units."""
 from typing import Any
 
 Raw = dict[str, Any]
-GLM_45_AIR: Raw = {
-    "architectures": ["Glm4MoeForCausalLM"],
+# Keys that have the same value in most files.
+COMMON: Raw = {
+    "attention_bias": False,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+SIZES = ("vocab_size", "max_position_embeddings", "num_hidden_layers", "hidden_size")
+SIZES += ("intermediate_size", "num_attention_heads", "num_key_value_heads")
+
+
+def sized(*sizes: int, **further: int) -> Raw:
+    """The values of `SIZES`, and of further keys."""
+    return dict(zip(SIZES, sizes, strict=True)) | further
+
+
+def experts(number: int, top_k: int, inner: int, *, key: str = "num_experts") -> Raw:
+    """Their number with its key, how many a token takes, and their inner size."""
+    return {key: number, "num_experts_per_tok": top_k, "moe_intermediate_size": inner}
+
+
+def renamed(raw: Raw, architecture: str, model_type: str | None = None) -> Raw:
+    names = {"architectures": [architecture]}
+    return raw | names | ({"model_type": model_type} if model_type else {})
+
+
+GLM_45_AIR: Raw = renamed(COMMON, "Glm4MoeForCausalLM")
+GLM_45_AIR |= sized(151552, 131072, 46, 4096, 10944, 96, 8, head_dim=128)
+GLM_45_AIR |= experts(128, 8, 1408, key="n_routed_experts") | {
     "attention_bias": True,
     "eos_token_id": [151329, 151336, 151338],
     "first_k_dense_replace": 1,
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "hidden_size": 4096,
-    "intermediate_size": 10944,
-    "max_position_embeddings": 131072,
-    "moe_intermediate_size": 1408,
     "n_group": 1,
-    "n_routed_experts": 128,
     "n_shared_experts": 1,
     "norm_topk_prob": True,
-    "num_attention_heads": 96,
-    "num_experts_per_tok": 8,
-    "num_hidden_layers": 46,
-    "num_key_value_heads": 8,
     "num_nextn_predict_layers": 1,
     "partial_rotary_factor": 0.5,
     "rms_norm_eps": 1e-5,
     "rope_theta": 1000000,
     "routed_scaling_factor": 1.0,
-    "tie_word_embeddings": False,
     "topk_group": 1,
-    "torch_dtype": "bfloat16",
     "use_qk_norm": False,
-    "vocab_size": 151552,
 }
-GLM_45: Raw = GLM_45_AIR | {
-    "first_k_dense_replace": 3,
-    "hidden_size": 5120,
-    "intermediate_size": 12288,
-    "moe_intermediate_size": 1536,
-    "n_routed_experts": 160,
-    "num_hidden_layers": 92,
-    "routed_scaling_factor": 2.5,
-    "use_qk_norm": True,
-}
+GLM_45: Raw = GLM_45_AIR | sized(151552, 131072, 92, 5120, 12288, 96, 8)
+GLM_45 |= experts(160, 8, 1536, key="n_routed_experts")
+GLM_45 |= {"first_k_dense_replace": 3, "routed_scaling_factor": 2.5, "use_qk_norm": True}
 
-
-_DEEPSEEK: Raw = {
-    "attention_bias": False,
-    "hidden_act": "silu",
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "moe_layer_freq": 1,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000,
-    "torch_dtype": "bfloat16",
-    "tie_word_embeddings": False,
-}
 FP8: Raw = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8"}
 _BLOCKS = FP8 | {"weight_block_size": [128, 128]}
 _YARN: Raw = {"type": "yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1}
 _YARN |= {"original_max_position_embeddings": 4096}
-V2_LITE: Raw = _DEEPSEEK | {
-    "architectures": ["DeepseekV2ForCausalLM"],
+_DEEPSEEK: Raw = COMMON | {"moe_layer_freq": 1, "rope_theta": 10000}
+_DEEPSEEK |= {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64}
+_DEEPSEEK |= {"v_head_dim": 128}
+V2_LITE: Raw = renamed(_DEEPSEEK, "DeepseekV2ForCausalLM")
+V2_LITE |= sized(102400, 163840, 27, 2048, 10944, 16, 16)
+V2_LITE |= experts(64, 6, 1408, key="n_routed_experts") | {
     "eos_token_id": 100001,
     "first_k_dense_replace": 1,
-    "hidden_size": 2048,
-    "intermediate_size": 10944,
-    "max_position_embeddings": 163840,
-    "moe_intermediate_size": 1408,
     "n_group": 1,
-    "n_routed_experts": 64,
     "n_shared_experts": 2,
     "norm_topk_prob": False,
-    "num_attention_heads": 16,
-    "num_experts_per_tok": 6,
-    "num_hidden_layers": 27,
-    "num_key_value_heads": 16,
     "q_lora_rank": None,
     "rope_scaling": _YARN | {"mscale": 0.707, "mscale_all_dim": 0.707},
     "routed_scaling_factor": 1.0,
     "scoring_func": "softmax",
     "topk_group": 1,
     "topk_method": "greedy",
-    "vocab_size": 102400,
 }
-V2: Raw = V2_LITE | {
-    "hidden_size": 5120,
-    "intermediate_size": 12288,
-    "moe_intermediate_size": 1536,
-    "n_group": 8,
-    "n_routed_experts": 160,
-    "num_attention_heads": 128,
-    "num_hidden_layers": 60,
-    "num_key_value_heads": 128,
-    "q_lora_rank": 1536,
-    "routed_scaling_factor": 16.0,
-    "topk_group": 3,
-    "topk_method": "group_limited_greedy",
-}
-V3: Raw = _DEEPSEEK | {
-    "architectures": ["DeepseekV3ForCausalLM"],
+V2: Raw = V2_LITE | sized(102400, 163840, 60, 5120, 12288, 128, 128, q_lora_rank=1536)
+V2 |= experts(160, 6, 1536, key="n_routed_experts")
+V2 |= {"n_group": 8, "routed_scaling_factor": 16.0, "topk_group": 3}
+V2 |= {"topk_method": "group_limited_greedy"}
+V3: Raw = renamed(_DEEPSEEK, "DeepseekV3ForCausalLM")
+V3 |= sized(129280, 163840, 61, 7168, 18432, 128, 128, q_lora_rank=1536)
+V3 |= experts(256, 8, 2048, key="n_routed_experts") | {
     "eos_token_id": 1,
     "first_k_dense_replace": 3,
-    "hidden_size": 7168,
-    "intermediate_size": 18432,
-    "max_position_embeddings": 163840,
-    "moe_intermediate_size": 2048,
     "n_group": 8,
-    "n_routed_experts": 256,
     "n_shared_experts": 1,
     "norm_topk_prob": True,
-    "num_attention_heads": 128,
-    "num_experts_per_tok": 8,
-    "num_hidden_layers": 61,
-    "num_key_value_heads": 128,
     "num_nextn_predict_layers": 1,
-    "q_lora_rank": 1536,
     "quantization_config": _BLOCKS,
     "rope_scaling": _YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
     "routed_scaling_factor": 2.5,
     "scoring_func": "sigmoid",
     "topk_group": 4,
     "topk_method": "noaux_tc",
-    "vocab_size": 129280,
 }
-V3_2: Raw = V3 | {
-    "architectures": ["DeepseekV32ForCausalLM"],
-    "index_head_dim": 128,
-    "index_n_heads": 64,
-    "index_topk": 2048,
-    "model_type": "deepseek_v32",
-    "quantization_config": _BLOCKS | {"scale_fmt": "ue8m0"},
-}
-KIMI_K2: Raw = V3 | {
+V3_2: Raw = renamed(V3, "DeepseekV32ForCausalLM", "deepseek_v32")
+V3_2 |= {"index_head_dim": 128, "index_n_heads": 64, "index_topk": 2048}
+V3_2 |= {"quantization_config": _BLOCKS | {"scale_fmt": "ue8m0"}}
+KIMI_K2: Raw = V3 | sized(163840, 131072, 61, 7168, 18432, 64, 64, n_routed_experts=384)
+KIMI_K2 |= {
     "model_type": "kimi_k2",
     "eos_token_id": 163585,
     "first_k_dense_replace": 1,
-    "max_position_embeddings": 131072,
     "n_group": 1,
-    "n_routed_experts": 384,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 64,
     "num_nextn_predict_layers": 0,
     "rope_scaling": V3["rope_scaling"] | {"factor": 32.0, "beta_fast": 1.0},
     "rope_theta": 50000.0,
     "routed_scaling_factor": 2.827,
     "topk_group": 1,
-    "vocab_size": 163840,
 }
-QWEN3_30B_A3B: Raw = {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "attention_bias": False,
-    "decoder_sparse_step": 1,
-    "eos_token_id": 151645,
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "max_position_embeddings": 40960,
-    "max_window_layers": 48,
-    "mlp_only_layers": [],
-    "moe_intermediate_size": 768,
-    "norm_topk_prob": True,
-    "num_attention_heads": 32,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "num_hidden_layers": 48,
-    "num_key_value_heads": 4,
-    "rms_norm_eps": 1e-6,
-    "rope_scaling": None,
-    "rope_theta": 1000000.0,
-    "sliding_window": None,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "use_sliding_window": False,
-    "vocab_size": 151936,
-}
-QWEN2_57B_A14B: Raw = {
-    "architectures": ["Qwen2MoeForCausalLM"],
-    "decoder_sparse_step": 1,
-    "eos_token_id": 151643,
-    "hidden_act": "silu",
-    "hidden_size": 3584,
-    "intermediate_size": 18944,
-    "max_position_embeddings": 131072,
-    "max_window_layers": 28,
-    "moe_intermediate_size": 2560,
-    "norm_topk_prob": False,
-    "num_attention_heads": 28,
-    "num_experts": 64,
-    "num_experts_per_tok": 8,
-    "num_hidden_layers": 28,
-    "num_key_value_heads": 4,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1000000.0,
-    "shared_expert_intermediate_size": 20480,
-    "sliding_window": 65536,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "use_sliding_window": False,
-    "vocab_size": 151936,
-}
-MIXTRAL_8X7B: Raw = {
-    "architectures": ["MixtralForCausalLM"],
-    "eos_token_id": 2,
-    "hidden_act": "silu",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "max_position_embeddings": 32768,
-    "num_attention_heads": 32,
-    "num_experts_per_tok": 2,
-    "num_hidden_layers": 32,
-    "num_key_value_heads": 8,
-    "num_local_experts": 8,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 1000000.0,
-    "sliding_window": None,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "vocab_size": 32000,
-}
-_SCOUT_TEXT: Raw = {
-    "attention_bias": False,
+QWEN: Raw = COMMON | {"eos_token_id": 151645, "rope_theta": 1000000.0}
+QWEN |= {"sliding_window": None, "use_sliding_window": False}
+QWEN3: Raw = QWEN | {"head_dim": 128, "rope_scaling": None}
+QWEN3_30B_A3B: Raw = renamed(QWEN3, "Qwen3MoeForCausalLM") | experts(128, 8, 768)
+QWEN3_30B_A3B |= sized(151936, 40960, 48, 2048, 6144, 32, 4, max_window_layers=48)
+QWEN3_30B_A3B |= {"decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True}
+QWEN2_57B_A14B: Raw = renamed(QWEN, "Qwen2MoeForCausalLM") | experts(64, 8, 2560)
+QWEN2_57B_A14B |= sized(151936, 131072, 28, 3584, 18944, 28, 4, max_window_layers=28)
+QWEN2_57B_A14B |= {"eos_token_id": 151643, "norm_topk_prob": False, "sliding_window": 65536}
+QWEN2_57B_A14B |= {"decoder_sparse_step": 1, "shared_expert_intermediate_size": 20480}
+del QWEN2_57B_A14B["attention_bias"]
+MIXTRAL_8X7B: Raw = renamed(COMMON, "MixtralForCausalLM")
+MIXTRAL_8X7B |= sized(32000, 32768, 32, 4096, 14336, 32, 8, num_local_experts=8)
+MIXTRAL_8X7B |= {"eos_token_id": 2, "num_experts_per_tok": 2, "rms_norm_eps": 1e-5}
+MIXTRAL_8X7B |= {"rope_theta": 1000000.0, "sliding_window": None}
+del MIXTRAL_8X7B["attention_bias"]
+LLAMA3_ROPE: Raw = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192}
+LLAMA3_ROPE |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA_31_8B: Raw = renamed(COMMON, "LlamaForCausalLM")
+LLAMA_31_8B |= sized(128256, 131072, 32, 4096, 14336, 32, 8)
+LLAMA_31_8B |= {"eos_token_id": [128001, 128008, 128009], "mlp_bias": False, "rms_norm_eps": 1e-5}
+LLAMA_31_8B |= {"rope_scaling": LLAMA3_ROPE, "rope_theta": 500000.0}
+_SCOUT_TEXT: Raw = COMMON | sized(202048, 10485760, 48, 5120, 8192, 40, 8, head_dim=128)
+_SCOUT_TEXT |= {
     "attention_chunk_size": 8192,
     "attn_scale": 0.1,
     "attn_temperature_tuning": True,
     "eos_token_id": [200001, 200007, 200008],
     "floor_scale": 8192,
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "hidden_size": 5120,
     "interleave_moe_layer_step": 1,
-    "intermediate_size": 8192,
     "intermediate_size_mlp": 16384,
-    "max_position_embeddings": 10485760,
     "model_type": "llama4_text",
     "no_rope_layers": [],
-    "num_attention_heads": 40,
     "num_experts_per_tok": 1,
-    "num_hidden_layers": 48,
-    "num_key_value_heads": 8,
     "num_local_experts": 16,
     "rms_norm_eps": 1e-5,
-    "rope_scaling": {
-        "factor": 16.0,
-        "high_freq_factor": 1.0,
-        "low_freq_factor": 1.0,
-        "original_max_position_embeddings": 8192,
-        "rope_type": "llama3",
-    },
+    "rope_scaling": LLAMA3_ROPE | {"factor": 16.0, "high_freq_factor": 1.0},
     "rope_theta": 500000.0,
-    "torch_dtype": "bfloat16",
     "use_qk_norm": True,
-    "vocab_size": 202048,
 }
+del _SCOUT_TEXT["tie_word_embeddings"]
 SCOUT: Raw = {
     "architectures": ["Llama4ForConditionalGeneration"],
     "model_type": "llama4",
@@ -265,44 +158,33 @@ SCOUT: Raw = {
     "text_config": _SCOUT_TEXT,
     "vision_config": {"hidden_size": 1408, "model_type": "llama4_vision_model"},
 }
-MAVERICK: Raw = SCOUT | {
-    "text_config": _SCOUT_TEXT
-    | {
-        "attn_temperature_tuning": 4,
-        "interleave_moe_layer_step": 2,
-        "max_position_embeddings": 1048576,
-        "moe_layers": list(range(1, 48, 2)),
-        "num_local_experts": 128,
-        "rope_scaling": None,
-        "use_qk_norm": False,
-    }
+_MAVERICK_TEXT: Raw = _SCOUT_TEXT | {
+    "attn_temperature_tuning": 4,
+    "interleave_moe_layer_step": 2,
+    "max_position_embeddings": 1048576,
+    "moe_layers": list(range(1, 48, 2)),
+    "num_local_experts": 128,
+    "rope_scaling": None,
+    "use_qk_norm": False,
 }
-GEMMA3_270M: Raw = {
+MAVERICK: Raw = SCOUT | {"text_config": _MAVERICK_TEXT}
+GEMMA3_270M: Raw = renamed({}, "Gemma3ForCausalLM", "gemma3_text")
+GEMMA3_270M |= sized(262144, 32768, 18, 640, 2048, 4, 1, head_dim=256, sliding_window=512)
+GEMMA3_270M |= {
     "_sliding_window_pattern": 6,
-    "architectures": ["Gemma3ForCausalLM"],
     "attention_bias": False,
     "attn_logit_softcapping": None,
     "eos_token_id": 1,
     "final_logit_softcapping": None,
-    "head_dim": 256,
     "hidden_activation": "gelu_pytorch_tanh",
-    "hidden_size": 640,
-    "intermediate_size": 2048,
     "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 3,
-    "max_position_embeddings": 32768,
-    "model_type": "gemma3_text",
-    "num_attention_heads": 4,
-    "num_hidden_layers": 18,
-    "num_key_value_heads": 1,
     "query_pre_attn_scalar": 256,
     "rms_norm_eps": 1e-6,
     "rope_local_base_freq": 10000.0,
     "rope_scaling": None,
     "rope_theta": 1000000.0,
-    "sliding_window": 512,
     "torch_dtype": "bfloat16",
     "use_bidirectional_attention": False,
-    "vocab_size": 262144,
 }
 GEMMA3_4B: Raw = {
     "architectures": ["Gemma3ForConditionalGeneration"],
@@ -321,43 +203,27 @@ GEMMA3_4B: Raw = {
     "torch_dtype": "bfloat16",
     "vision_config": {"hidden_size": 1152, "model_type": "siglip_vision_model"},
 }
-GEMMA3_27B: Raw = GEMMA3_4B | {
-    "text_config": GEMMA3_4B["text_config"]
-    | {
-        "head_dim": 128,
-        "hidden_size": 5376,
-        "intermediate_size": 21504,
-        "num_attention_heads": 32,
-        "num_hidden_layers": 62,
-        "num_key_value_heads": 16,
-        "query_pre_attn_scalar": 168,
-    }
+_GEMMA3_27B_TEXT: Raw = GEMMA3_4B["text_config"] | {
+    "head_dim": 128,
+    "hidden_size": 5376,
+    "intermediate_size": 21504,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 62,
+    "num_key_value_heads": 16,
+    "query_pre_attn_scalar": 168,
 }
-PHI4_MINI: Raw = {
-    "architectures": ["Phi3ForCausalLM"],
-    "attention_bias": False,
+GEMMA3_27B: Raw = GEMMA3_4B | {"text_config": _GEMMA3_27B_TEXT}
+_LONG = {"long_factor": [1.0 + i for i in range(48)], "short_factor": [1.0] * 48}
+PHI4_MINI: Raw = renamed(COMMON, "Phi3ForCausalLM", "phi3")
+PHI4_MINI |= sized(200064, 131072, 32, 3072, 8192, 24, 8, sliding_window=262144)
+PHI4_MINI |= {
     "eos_token_id": 199999,
-    "hidden_act": "silu",
-    "hidden_size": 3072,
-    "intermediate_size": 8192,
-    "max_position_embeddings": 131072,
-    "model_type": "phi3",
-    "num_attention_heads": 24,
-    "num_hidden_layers": 32,
-    "num_key_value_heads": 8,
     "original_max_position_embeddings": 4096,
     "partial_rotary_factor": 0.75,
     "rms_norm_eps": 1e-5,
-    "rope_scaling": {
-        "long_factor": [1.0 + i for i in range(48)],
-        "short_factor": [1.0] * 48,
-        "type": "longrope",
-    },
+    "rope_scaling": _LONG | {"type": "longrope"},
     "rope_theta": 10000.0,
-    "sliding_window": 262144,
     "tie_word_embeddings": True,
-    "torch_dtype": "bfloat16",
-    "vocab_size": 200064,
 }
 GEMMA3 = {"Gemma-3-270m": GEMMA3_270M, "Gemma-3-4b": GEMMA3_4B, "Gemma-3-27b": GEMMA3_27B}
 PUBLISHED = {
@@ -403,41 +269,29 @@ def shrunk(raw: Raw) -> Raw:
 
 _GPT_OSS_YARN: Raw = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0}
 _GPT_OSS_YARN |= {"original_max_position_embeddings": 4096, "truncate": False}
-GPT_OSS_20B: Raw = {
-    "architectures": ["GptOssForCausalLM"],
+_MXFP4_LEFT_OUT = ["model.layers.*.self_attn", "model.layers.*.mlp.router"]
+_MXFP4_LEFT_OUT += ["model.embed_tokens", "lm_head"]
+GPT_OSS_20B: Raw = renamed({}, "GptOssForCausalLM", "gpt_oss")
+GPT_OSS_20B |= sized(201088, 131072, 24, 2880, 2880, 64, 8, head_dim=64, sliding_window=128)
+GPT_OSS_20B |= {
     "attention_bias": True,
     "eos_token_id": 200002,
     "experts_per_token": 4,
-    "head_dim": 64,
     "hidden_act": "silu",
-    "hidden_size": 2880,
     "initial_context_length": 4096,
-    "intermediate_size": 2880,
     "layer_types": ["sliding_attention", "full_attention"] * 12,
-    "max_position_embeddings": 131072,
-    "model_type": "gpt_oss",
-    "num_attention_heads": 64,
     "num_experts_per_tok": 4,
-    "num_hidden_layers": 24,
-    "num_key_value_heads": 8,
     "num_local_experts": 32,
     "pad_token_id": 199999,
     "quantization_config": {
-        "modules_to_not_convert": [
-            "model.layers.*.self_attn",
-            "model.layers.*.mlp.router",
-            "model.embed_tokens",
-            "lm_head",
-        ],
+        "modules_to_not_convert": _MXFP4_LEFT_OUT,
         "quant_method": "mxfp4",
     },
     "rms_norm_eps": 1e-5,
     "rope_scaling": _GPT_OSS_YARN,
     "rope_theta": 150000,
-    "sliding_window": 128,
     "swiglu_limit": 7.0,
     "tie_word_embeddings": False,
-    "vocab_size": 201088,
 }
 GPT_OSS_120B: Raw = GPT_OSS_20B | {
     "layer_types": ["sliding_attention", "full_attention"] * 18,

@@ -1,7 +1,16 @@
 """Fields of published `config.json` files of FP8 checkpoints, and of ModelOpt's
 `hf_quant_config.json`. Lists of modules have the entries of every layer where the files do."""
 
-from tests.models.published import FP8, QWEN3_30B_A3B, V3, Raw
+from tests.models.published import (
+    FP8,
+    LLAMA_31_8B,
+    QWEN3,
+    QWEN3_30B_A3B,
+    V3,
+    Raw,
+    renamed,
+    sized,
+)
 
 BLOCKS: Raw = FP8 | {"weight_block_size": [128, 128]}
 
@@ -14,66 +23,14 @@ def _unconverted(num_layers: int, *kinds: str) -> list[str]:
     return ["lm_head", *layers]
 
 
-_QWEN3: Raw = {
-    "attention_bias": False,
-    "eos_token_id": 151645,
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "max_position_embeddings": 40960,
-    "rms_norm_eps": 1e-6,
-    "rope_scaling": None,
-    "rope_theta": 1000000.0,
-    "sliding_window": None,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "use_sliding_window": False,
-    "vocab_size": 151936,
-}
 _NORMS = ("input_layernorm", "post_attention_layernorm")
-QWEN3_8B_FP8: Raw = _QWEN3 | {
-    "architectures": ["Qwen3ForCausalLM"],
-    "max_window_layers": 36,
-    "num_attention_heads": 32,
-    "num_hidden_layers": 36,
-    "num_key_value_heads": 8,
-    "quantization_config": BLOCKS | {"modules_to_not_convert": _unconverted(36, *_NORMS)},
-}
-QWEN3_235B_FP8: Raw = QWEN3_30B_A3B | {
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "max_window_layers": 94,
-    "moe_intermediate_size": 1536,
-    "num_attention_heads": 64,
-    "num_hidden_layers": 94,
-    "quantization_config": BLOCKS
-    | {"modules_to_not_convert": _unconverted(94, "mlp.gate", *_NORMS)},
-}
-LLAMA_31_8B: Raw = {
-    "architectures": ["LlamaForCausalLM"],
-    "attention_bias": False,
-    "eos_token_id": [128001, 128008, 128009],
-    "hidden_act": "silu",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "max_position_embeddings": 131072,
-    "mlp_bias": False,
-    "num_attention_heads": 32,
-    "num_hidden_layers": 32,
-    "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-5,
-    "rope_scaling": {
-        "factor": 8.0,
-        "high_freq_factor": 4.0,
-        "low_freq_factor": 1.0,
-        "original_max_position_embeddings": 8192,
-        "rope_type": "llama3",
-    },
-    "rope_theta": 500000.0,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "vocab_size": 128256,
+QWEN3_8B_FP8: Raw = renamed(QWEN3, "Qwen3ForCausalLM")
+QWEN3_8B_FP8 |= sized(151936, 40960, 36, 4096, 12288, 32, 8, max_window_layers=36)
+QWEN3_8B_FP8["quantization_config"] = BLOCKS | {"modules_to_not_convert": _unconverted(36, *_NORMS)}
+QWEN3_235B_FP8: Raw = QWEN3_30B_A3B | {"moe_intermediate_size": 1536}
+QWEN3_235B_FP8 |= sized(151936, 40960, 94, 4096, 12288, 64, 4, max_window_layers=94)
+QWEN3_235B_FP8["quantization_config"] = BLOCKS | {
+    "modules_to_not_convert": _unconverted(94, "mlp.gate", *_NORMS)
 }
 _EIGHT_BITS: Raw = {
     "block_structure": None,
@@ -111,41 +68,23 @@ def changed_group(**change: object) -> Raw:
 
 LLAMA_FP8: Raw = LLAMA_31_8B | {"quantization_config": compressed("tensor", "naive-quantized")}
 BY_TOKEN: Raw = _EIGHT_BITS | {"dynamic": True, "strategy": "token"}
-LLAMA_FP8_DYNAMIC: Raw = LLAMA_31_8B | {
-    "quantization_config": compressed("channel", "float-quantized")
-    | {
-        "config_groups": {
-            "group_0": {
-                "input_activations": BY_TOKEN,
-                "output_activations": None,
-                "targets": ["Linear"],
-                "weights": _EIGHT_BITS | {"strategy": "channel"},
-            }
-        }
-    }
-}
+_DYNAMIC = compressed("channel", "float-quantized")
+_DYNAMIC["config_groups"]["group_0"]["input_activations"] = BY_TOKEN
+LLAMA_FP8_DYNAMIC: Raw = LLAMA_31_8B | {"quantization_config": _DYNAMIC}
+_QUANTIZATION = {"kv_cache_quant_algo": "FP8", "quant_algo": "FP8"}
 NVIDIA_FP8: Raw = {
     "producer": {"name": "modelopt", "version": "0.19.0"},
-    "quantization": {
-        "exclude_modules": ["lm_head"],
-        "kv_cache_quant_algo": "FP8",
-        "quant_algo": "FP8",
-    },
+    "quantization": _QUANTIZATION | {"exclude_modules": ["lm_head"]},
 }
 # The same, as later versions of ModelOpt add it to config.json.
-NVIDIA_FP8_CONFIG: Raw = {
-    "config_groups": {
-        "group_0": {
-            "input_activations": {"dynamic": False, "num_bits": 8, "type": "float"},
-            "targets": ["Linear"],
-            "weights": {"dynamic": False, "num_bits": 8, "type": "float"},
-        }
-    },
+_STATIC = {"dynamic": False, "num_bits": 8, "type": "float"}
+_GROUP = {"input_activations": _STATIC, "targets": ["Linear"], "weights": _STATIC}
+NVIDIA_FP8_CONFIG: Raw = MODELOPT | {
+    "config_groups": {"group_0": _GROUP},
     "ignore": ["lm_head"],
-    "kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"},
+    "kv_cache_scheme": _STATIC,
     "producer": {"name": "modelopt", "version": "0.29.0"},
     "quant_algo": "FP8",
-    "quant_method": "modelopt",
 }
 _MLP = ("mlp.down_proj", "mlp.gate_proj", "mlp.up_proj")
 _ATTENTION = tuple(f"self_attn.{part}_proj" for part in "kqvo")

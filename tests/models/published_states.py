@@ -1,66 +1,40 @@
 """`config.json` of published models with recurrent states, without what does not matter."""
 
-from tests.models.published import Raw
+from tests.models.published import COMMON, Raw, experts, renamed, sized
 
-QWEN3_NEXT: Raw = {
-    "architectures": ["Qwen3NextForCausalLM"],
-    "attention_bias": False,
-    "decoder_sparse_step": 1,
-    "eos_token_id": 151645,
+_DELTA: Raw = {
     "full_attention_interval": 4,
     "head_dim": 256,
-    "hidden_act": "silu",
-    "hidden_size": 2048,
-    "intermediate_size": 5120,
     "linear_conv_kernel_dim": 4,
     "linear_key_head_dim": 128,
     "linear_num_key_heads": 16,
     "linear_num_value_heads": 32,
     "linear_value_head_dim": 128,
-    "max_position_embeddings": 262144,
+}
+QWEN3_NEXT: Raw = renamed(COMMON, "Qwen3NextForCausalLM", "qwen3_next") | _DELTA
+QWEN3_NEXT |= sized(151936, 262144, 48, 2048, 5120, 16, 2, eos_token_id=151645)
+QWEN3_NEXT |= experts(512, 10, 512) | {
+    "decoder_sparse_step": 1,
     "mlp_only_layers": [],
-    "model_type": "qwen3_next",
-    "moe_intermediate_size": 512,
     "norm_topk_prob": True,
-    "num_attention_heads": 16,
-    "num_experts": 512,
-    "num_experts_per_tok": 10,
-    "num_hidden_layers": 48,
-    "num_key_value_heads": 2,
     "partial_rotary_factor": 0.25,
-    "rms_norm_eps": 1e-6,
     "rope_scaling": None,
     "rope_theta": 10000000,
     "shared_expert_intermediate_size": 512,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "vocab_size": 151936,
 }
 QWEN3_5: Raw = {
     "architectures": ["Qwen3_5ForConditionalGeneration"],
     "image_token_id": 248056,
     "model_type": "qwen3_5",
-    "text_config": {
+    "text_config": _DELTA
+    | sized(248320, 262144, 32, 4096, 12288, 16, 4, eos_token_id=248044)
+    | {
         "attn_output_gate": True,
         "dtype": "bfloat16",
-        "eos_token_id": 248044,
-        "full_attention_interval": 4,
-        "head_dim": 256,
         "hidden_act": "silu",
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "linear_conv_kernel_dim": 4,
-        "linear_key_head_dim": 128,
-        "linear_num_key_heads": 16,
-        "linear_num_value_heads": 32,
-        "linear_value_head_dim": 128,
         "mamba_ssm_dtype": "float32",
-        "max_position_embeddings": 262144,
         "model_type": "qwen3_5_text",
         "mtp_num_hidden_layers": 1,
-        "num_attention_heads": 16,
-        "num_hidden_layers": 32,
-        "num_key_value_heads": 4,
         "rms_norm_eps": 1e-6,
         "rope_parameters": {
             "mrope_interleaved": True,
@@ -69,7 +43,6 @@ QWEN3_5: Raw = {
             "rope_theta": 10000000,
             "rope_type": "default",
         },
-        "vocab_size": 248320,
     },
     "tie_word_embeddings": False,
     "vision_config": {"depth": 27, "hidden_size": 1152, "model_type": "qwen3_5"},

@@ -8,18 +8,12 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from tests.models.helpers import MAX_POSITIONS, VOCAB_SIZE
+from tests.models import helpers, mtp_reference
 
 LINEAR, FULL = "linear_attention", "full_attention"
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 64,
-    "intermediate_size": 96,
+SIZES: dict[str, Any] = helpers.SIZES | {
     "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
     "head_dim": 16,
-    "max_position_embeddings": MAX_POSITIONS,
     "layer_types": [LINEAR, LINEAR, FULL, LINEAR],
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
@@ -109,50 +103,15 @@ def save_predictable(folder: Path, **config: Any) -> None:
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-class PlainMTP:
-    """The layer over whole sequences, without a cache, around transformers' decoder layer."""
+class PlainMTP(mtp_reference.PlainMTP):
+    names = ("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm")
 
     def __init__(self, model: Any, folder: Path) -> None:
-        tensors = load_file(folder / "model.safetensors")
+        tensors, prefix = load_file(folder / "model.safetensors"), "mtp.layers.0."
         self.tensors = {name: x for name, x in tensors.items() if name.startswith("mtp.")}
         self.model, config = model, model.config
+        self.norm_type, self.eps = type(model.model.norm), config.rms_norm_eps
         number = config.layer_types.index(FULL)
         self.layer = type(model.model.layers[number])(config, number).eval()
-        prefix, experts = "mtp.layers.0.", getattr(config, "num_experts", 0)
         own = {name[len(prefix) :]: x for name, x in tensors.items() if name.startswith(prefix)}
-        parts = [
-            [own.pop(f"mlp.experts.{index}.{part}_proj.weight") for part in ("gate", "up", "down")]
-            for index in range(experts)
-        ]
-        if parts:
-            own["mlp.experts.gate_up_proj"] = torch.stack([torch.cat(each[:2]) for each in parts])
-            own["mlp.experts.down_proj"] = torch.stack([each[2] for each in parts])
-        self.layer.load_state_dict(own)
-
-    def _norm(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        norm = type(self.model.model.norm)(x.shape[-1], self.model.config.rms_norm_eps)
-        norm.weight = torch.nn.Parameter(self.tensors[f"mtp.{name}.weight"])
-        output: torch.Tensor = norm(x)
-        return output
-
-    @torch.inference_mode()
-    def states(self, tokens: list[int], hidden: torch.Tensor) -> torch.Tensor:
-        """Token j + 1 and hidden state j to the state at position j, `[T, H]`."""
-        embedded = self.model.model.embed_tokens(torch.tensor(tokens))
-        embedded, hidden = (
-            self._norm("pre_fc_norm_embedding", embedded),
-            self._norm("pre_fc_norm_hidden", hidden),
-        )
-        x = (torch.cat((embedded, hidden), -1) @ self.tensors["mtp.fc.weight"].t())[None]
-        positions = torch.arange(len(tokens))[None]
-        rotary = self.model.model.rotary_emb(x, position_ids=positions)
-        mask = torch.full((len(tokens), len(tokens)), -torch.inf).triu(1)[None, None]
-        x = self.layer(x, attention_mask=mask, position_ids=positions, position_embeddings=rotary)
-        x = x[0] if isinstance(x, tuple) else x
-        return self._norm("norm", x[0])
-
-    @torch.inference_mode()
-    def target_states(self, tokens: list[int]) -> torch.Tensor:
-        """The target's hidden states after its final norm, `[T, H]`."""
-        output: torch.Tensor = self.model.model(torch.tensor([tokens]), use_cache=False)[0]
-        return output[0]
+        self.load_layer(own, getattr(config, "num_experts", 0))

@@ -6,47 +6,20 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 
 from tests.models.helpers import load, save_checkpoint
+from tests.models.published import LLAMA3_ROPE, LLAMA_31_8B
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.registry import model_config
 
-LLAMA3 = {
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
-OLD: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "attention_bias": False,
-    "bos_token_id": 128000,
-    "eos_token_id": [128001, 128008, 128009],
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "max_position_embeddings": 131072,
-    "mlp_bias": False,
-    "num_attention_heads": 32,
-    "num_hidden_layers": 32,
-    "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-05,
-    "rope_scaling": LLAMA3 | {"rope_type": "llama3"},
-    "rope_theta": 500000.0,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "transformers_version": "4.55.0",
-    "vocab_size": 128256,
-}
+OLD = LLAMA_31_8B | {"bos_token_id": 128000, "head_dim": 128, "transformers_version": "4.55.0"}
 NEW = {
     key: value
     for key, value in OLD.items()
     if key not in ("rope_scaling", "rope_theta", "torch_dtype")
 } | {
     "dtype": "bfloat16",
-    "rope_parameters": LLAMA3 | {"rope_type": "llama3", "rope_theta": 500000.0},
+    "rope_parameters": LLAMA3_ROPE | {"rope_theta": 500000.0},
     "transformers_version": "5.0.0",
 }
 
@@ -73,32 +46,6 @@ def test_the_oldest_spelling_of_a_rope_type_is_read(tmp_path: Path) -> None:
     assert (rope.kind, rope.factor, rope.theta) == ("linear", 2.0, 500000.0)
 
 
-@pytest.mark.parametrize(
-    "architecture", ["Llama", "Mistral", "Qwen2", "Qwen3", "Mixtral", "Qwen2Moe", "Qwen3Moe"]
-)
-def test_a_missing_key_has_the_default_of_transformers(architecture: str, tmp_path: Path) -> None:
-    sizes = {"vocab_size": 128, "hidden_size": 256, "intermediate_size": 96, "num_hidden_layers": 2}
-    raw = sizes | {"architectures": [f"{architecture}ForCausalLM"], "num_attention_heads": 32}
-    config = read(tmp_path, raw)
-    theirs = getattr(transformers, f"{architecture}Config")(**sizes, num_attention_heads=32)
-    assert config.num_kv_heads == theirs.num_key_value_heads
-    assert config.head_dim == (getattr(theirs, "head_dim", None) or 8)
-    assert config.max_position_embeddings == theirs.max_position_embeddings
-    assert config.rms_norm_eps == theirs.rms_norm_eps
-    assert config.rope.theta == theirs.rope_parameters["rope_theta"]
-    assert config.sliding_window == (getattr(theirs, "sliding_window", None) or None)
-    if config.moe is not None:
-        experts = getattr(theirs, "num_local_experts", None) or theirs.num_experts
-        assert (config.moe.num_experts, config.moe.top_k) == (experts, theirs.num_experts_per_tok)
-        inner = getattr(theirs, "moe_intermediate_size", theirs.intermediate_size)
-        assert config.moe.intermediate_size == inner
-        shared = getattr(theirs, "shared_expert_intermediate_size", 0)
-        assert config.moe.shared_intermediate_size == shared
-        assert config.moe.normalise_top_k == getattr(theirs, "norm_topk_prob", True)
-    assert config.eos_token_ids == (() if theirs.eos_token_id is None else (theirs.eos_token_id,))
-    assert config.tie_word_embeddings == theirs.tie_word_embeddings
-
-
 def test_generation_config_names_further_end_tokens(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 128009]}')
     assert read(tmp_path, OLD).eos_token_ids == (128001, 128008, 128009, 7)
@@ -118,7 +65,7 @@ def test_yarn_without_a_factor_uses_the_ratio_of_the_lengths(tmp_path: Path) -> 
         ({"rope_type": "yarn", "factor": 4.0}, 256),
         ({"type": "linear", "factor": 2.5}, 160),
         ({"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 16}, 64),
-        (LLAMA3 | {"rope_type": "llama3"}, 64),
+        (LLAMA3_ROPE, 64),
         (None, 64),
     ],
 )

@@ -3,6 +3,7 @@ tokens, where the indexer chooses all keys."""
 
 import json
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,14 @@ from safetensors.torch import load_file, save_file
 
 from tests.models.deepseek import save_deepseek
 from tests.models.fp8_checkpoint import is_projection, quantise
-from tests.models.helpers import PagedRunner, load, random_tokens, reference_logits
+from tests.models.helpers import (
+    PagedRunner,
+    check_same_logits,
+    load,
+    quantised_pair,
+    random_tokens,
+    reference_logits,
+)
 from tests.models.mtp_reference import save_with_mtp
 from tests.models.published import FP8, V2_LITE, V3, V3_2
 from tllm_spec.attention.geometry import LatentGeometry
@@ -125,17 +133,14 @@ def test_the_layer_that_predicts_a_further_token_is_served_without_its_indexer(
 
 
 def test_quantised_weights_of_the_indexer_are_left_out_with_their_scales(tmp_path: Path) -> None:
-    for name in ("plain", "fp8"):
-        save(tmp_path / name, hidden_size=128, q_lora_rank=128)
 
     def wants(name: str) -> bool:
         return is_projection(name) or name.endswith(("indexer.wq_b.weight", "indexer.wk.weight"))
 
-    values = quantise(tmp_path / "fp8", wants, "deepseek")
-    save_file(values, tmp_path / "plain" / "model.safetensors")
-    models = [load(tmp_path / name, fp8_activations=False) for name in ("fp8", "plain")]
-    logits = [PagedRunner(model).step({0: TOKENS[:TOPK]})[0] for model in models]
-    torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
+    own = partial(save, hidden_size=128, q_lora_rank=128)
+    change = partial(quantise, wants=wants, granularity="deepseek")
+    models = [load(each, fp8_activations=False) for each in quantised_pair(tmp_path, own, change)]
+    check_same_logits(*models, tokens=TOKENS[:TOPK])
 
 
 def test_a_tensor_next_to_the_indexer_and_an_indexer_of_v3_are_surplus(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
-"""An EAGLE-3 head gives the logits and states of a plain-torch transcription, with attention over
-heads and over latents."""
+"""EAGLE-1/2 and EAGLE-3 heads give the logits and states of a plain-torch transcription, with
+attention over heads and over latents."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,19 @@ from tests.models.eagle3_runner import (
     captured_states,
     load_head,
 )
-from tests.models.helpers import CPU, MAX_POSITIONS, load, random_tokens, save_checkpoint
+from tests.models.eagle_reference import EagleReference
+from tests.models.helpers import (
+    CPU,
+    MAX_POSITIONS,
+    assert_close,
+    load,
+    random_tokens,
+    save_checkpoint,
+)
 from tests.models.latent_reference import LatentReference
+from tests.models.test_eagle import VARIANTS as EAGLE_VARIANTS
+from tests.models.test_eagle import load_head as load_eagle_head
+from tests.models.tiny_eagle import write_tiny_eagle
 from tests.models.tiny_eagle3 import edit_config, rewrite, write_tiny_eagle3
 from tllm_spec.attention.geometry import LatentGeometry
 from tllm_spec.distributed.communicator import Mapping
@@ -67,17 +79,16 @@ VARIANTS: dict[str, dict[str, Any]] = {
     | {"model_type": "qwen3", "norm_before_residual": True, "num_layers": 2},
 }
 # Run without the CPU's specialised norms, which is the path of CUDA on its kernels' references.
-UNSPECIALISED = ("reduced vocabulary", "norm_before_residual, two layers", "speculators, all norms")
+UNSPECIALISED = [
+    *(("EAGLE-3", name) for name in ("reduced vocabulary", "norm_before_residual, two layers")),
+    ("EAGLE-3", "speculators, all norms"),
+    ("EAGLE-1/2", "all"),
+]
 
 
 @pytest.fixture
 def target(tmp_path: Path) -> CausalLM:
     return load(write_tiny_llama(tmp_path / "target", num_layers=6))
-
-
-def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    assert expected.std() > 0.3, "values this flat would hide a difference"
-    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-4)
 
 
 def assert_drafts_like_the_reference(
@@ -114,56 +125,103 @@ def assert_drafts_like_the_reference(
     assert_close(window[1], expected[1][20:])
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+YARN = {
+    "beta_fast": 1.0,
+    "beta_slow": 1.0,
+    "factor": 64.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.7,
+    "original_max_position_embeddings": 16,
+    "type": "yarn",
+}
+LATENT_VARIANTS: dict[str, dict[str, Any]] = {
+    "flat": {},
+    "of V3, under layers": {
+        "architectures": ["Eagle3DeepseekV3ForCausalLM"],
+        "spelling": "layers",
+        "draft_vocab_size": 64,
+    },
+    "norms of EAGLE-3.1": {"fc_norm": True, "norm_output": True},
+    "norm_before_residual, two layers": {"norm_before_residual": True, "num_layers": 2},
+    "YaRN": {"rope_scaling": YARN, "rope_theta": 50000.0},
+    "no q_lora": {"q_lora_rank": None},
+    "a wide epsilon": {"rms_norm_eps": 0.5},
+}
+# By kind and variant. An EAGLE-1/2 head reads the target's state after its final norm.
+HEADS = [
+    *(("EAGLE-3", name) for name in VARIANTS),
+    *(("latents", name) for name in LATENT_VARIANTS),
+    *(("EAGLE-1/2", name) for name in EAGLE_VARIANTS),
+]
+NUM_LAYERS = 6
+
+
+@dataclass(frozen=True)
+class Made:
+    head: Any
+    reference: Eagle3Reference
+    captured: torch.Tensor
+
+
+def made(kind: str, name: str, folder: Path, **options: Any) -> Made:
+    """A head for a target with these options of `load`."""
+    target = load(write_tiny_llama(folder / "target", num_layers=NUM_LAYERS), **options)
+    if kind == "EAGLE-1/2":
+        path = write_tiny_eagle(folder / "head", **EAGLE_VARIANTS[name])
+        captured = captured_states(target, TOKENS, (NUM_LAYERS,))
+        return Made(load_eagle_head(path, target), EagleReference(path, target), captured)
+    variant = VARIANTS[name] if kind == "EAGLE-3" else LATENT_VARIANTS[name] | {"latent": True}
+    path, number = write_tiny_eagle3(folder / "head", **variant), variant.get("num_captured", 3)
+    kind_of_reference = Eagle3Reference if kind == "EAGLE-3" else LatentReference
+    captured = captured_states(target, TOKENS, tuple(range(number)))
+    head = load_head(path, target, num_captured=number)
+    return Made(head, kind_of_reference(path, target), captured)
+
+
+@pytest.mark.parametrize(("kind", "name"), HEADS)
 def test_prefill_and_recurrent_steps_equal_the_references_forward(
-    name: str, target: CausalLM, tmp_path: Path
+    kind: str, name: str, tmp_path: Path
 ) -> None:
-    folder = write_tiny_eagle3(tmp_path / "head", **VARIANTS[name])
-    num_captured = VARIANTS[name].get("num_captured", 3)
-    captured = captured_states(target, TOKENS, layers=tuple(range(num_captured)))
-    head = load_head(folder, target, num_captured=num_captured)
-    assert_drafts_like_the_reference(head, Eagle3Reference(folder, target), captured)
+    own = made(kind, name, tmp_path)
+    assert_drafts_like_the_reference(own.head, own.reference, own.captured)
 
 
-@pytest.mark.parametrize("name", UNSPECIALISED)
+@pytest.mark.parametrize(("kind", "name"), UNSPECIALISED)
 def test_the_path_without_specialised_norms_equals_the_reference(
-    name: str, target: CausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(RMSNorm, "specialize_for_cpu", lambda norm: None)
-    folder = write_tiny_eagle3(tmp_path / "head", **VARIANTS[name])
-    head = load_head(folder, target)
-    assert head.norm.scaled_weight is None
-    captured = captured_states(target, TOKENS, (0, 1, 2))
-    assert_drafts_like_the_reference(head, Eagle3Reference(folder, target), captured)
+    own = made(kind, name, tmp_path)
+    assert kind != "EAGLE-3" or own.head.norm.scaled_weight is None
+    assert_drafts_like_the_reference(own.head, own.reference, own.captured)
 
 
 @pytest.mark.parametrize(
-    "name", ["reduced vocabulary", "norm_output", "two layers", "norm_before_residual"]
+    ("kind", "name"),
+    [
+        *(("EAGLE-3", name) for name in ("reduced vocabulary", "norm_output", "two layers")),
+        ("EAGLE-3", "norm_before_residual"),
+        *(("EAGLE-1/2", name) for name in ("as published", "all")),
+    ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @torch.inference_mode()
 def test_wanted_rows_equal_a_whole_forward_and_all_rows_write_their_kv(
-    dtype: torch.dtype, name: str, tmp_path: Path
+    dtype: torch.dtype, kind: str, name: str, tmp_path: Path
 ) -> None:
-    target = load(write_tiny_llama(tmp_path / "target", num_layers=6), dtype=dtype)
-    head = load_head(write_tiny_eagle3(tmp_path / "head", **VARIANTS[name]), target)
-    hidden = head.fuse(captured_states(target, TOKENS, (0, 1, 2)))
-    assert_wanted_rows_are_those_of_a_whole_forward(head, TOKENS, hidden)
+    own = made(kind, name, tmp_path, dtype=dtype)
+    hidden = own.head.fuse(own.captured)
+    assert_wanted_rows_are_those_of_a_whole_forward(own.head, TOKENS, hidden)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("name", VARIANTS)
-def test_a_gpu_gives_the_logits_and_states_of_the_cpu(name: str, tmp_path: Path) -> None:
-    write_tiny_llama(tmp_path / "target", num_layers=6)
-    folder = write_tiny_eagle3(tmp_path / "head", **VARIANTS[name])
-    num_captured = VARIANTS[name].get("num_captured", 3)
+@pytest.mark.parametrize(("kind", "name"), [head for head in HEADS if head[0] != "latents"])
+def test_a_gpu_gives_the_logits_and_states_of_the_cpu(kind: str, name: str, tmp_path: Path) -> None:
     results = []
     for device in ("cpu", "cuda"):
-        target = load(tmp_path / "target", device=torch.device(device))
-        head = load_head(folder, target, num_captured=num_captured)
-        fused = head.fuse(captured_states(target, TOKENS, tuple(range(num_captured))))
-        runner = HeadRunner(head)
+        own = made(kind, name, tmp_path, device=torch.device(device))
+        fused, runner = own.head.fuse(own.captured), HeadRunner(own.head)
         prefill = runner.draft({0: (TOKENS[:20], fused[:20])})[0]
         window = runner.draft(windows={0: (TOKENS[20:], fused[20:])})[0]
         results.append([part.cpu() for part in (*prefill, *window)])
@@ -233,39 +291,6 @@ def test_dummy_weights_need_only_the_config_and_have_a_valid_draft_vocabulary(
     assert (ids.diff() > 0).all() and ids[0] >= 0 and ids[-1] < VOCAB_SIZE
     edit_config(folder, draft_vocab_size=None)
     assert load_head(folder, target, load_format="dummy").draft_to_target is None
-
-
-YARN = {
-    "beta_fast": 1.0,
-    "beta_slow": 1.0,
-    "factor": 64.0,
-    "mscale": 1.0,
-    "mscale_all_dim": 0.7,
-    "original_max_position_embeddings": 16,
-    "type": "yarn",
-}
-LATENT_VARIANTS: dict[str, dict[str, Any]] = {
-    "flat": {},
-    "of V3, under layers": {
-        "architectures": ["Eagle3DeepseekV3ForCausalLM"],
-        "spelling": "layers",
-        "draft_vocab_size": 64,
-    },
-    "norms of EAGLE-3.1": {"fc_norm": True, "norm_output": True},
-    "norm_before_residual, two layers": {"norm_before_residual": True, "num_layers": 2},
-    "YaRN": {"rope_scaling": YARN, "rope_theta": 50000.0},
-    "no q_lora": {"q_lora_rank": None},
-    "a wide epsilon": {"rms_norm_eps": 0.5},
-}
-
-
-@pytest.mark.parametrize("name", LATENT_VARIANTS)
-def test_a_head_with_latents_equals_its_reference(
-    name: str, target: CausalLM, tmp_path: Path
-) -> None:
-    folder = write_tiny_eagle3(tmp_path / "head", latent=True, **LATENT_VARIANTS[name])
-    head, captured = load_head(folder, target), captured_states(target, TOKENS, (0, 1, 2))
-    assert_drafts_like_the_reference(head, LatentReference(folder, target), captured)
 
 
 def test_a_head_with_latents_drafts_for_a_target_with_latents(tmp_path: Path) -> None:

@@ -12,11 +12,15 @@ import torch
 import transformers
 
 from tests.distributed.thread_ranks import ThreadGroup
+from tests.models.fp8_checkpoint import quantise
 from tests.models.glm4_moe import SIZES as GLM
 from tests.models.gpt_oss import save_gpt_oss
 from tests.models.helpers import (
     MAX_POSITIONS,
     assert_logits_in_all_ways,
+    check_same_logits,
+    load,
+    quantised_pair,
     random_tokens,
     reference_logits,
     save_checkpoint,
@@ -26,6 +30,7 @@ from tests.models.published_states import QWEN3_NEXT
 from tests.models.qwen3_next import FULL, LINEAR
 from tests.models.test_gemma3 import save_gemma3
 from tests.models.test_llama4 import LONG, save_llama4
+from tests.models.test_llama4 import MODELS as LLAMA4
 from tests.models.test_phi3 import MODELS_OF as PHI3
 from tests.models.test_phi3 import save as save_phi3
 from tllm_spec.attention.batch_invariant import BatchInvariantAttention
@@ -36,6 +41,8 @@ from tllm_spec.distributed.communicator import Communicator
 from tllm_spec.models.layers import Placement
 from tllm_spec.models.registry import model_config, model_config_of, model_type
 from tllm_spec.models.weights import load_weights
+from tllm_spec.zoo.quantise import Style
+from tllm_spec.zoo.quantise import quantise as quantise_int4
 
 TOKENS = random_tokens(MAX_POSITIONS, seed=3)
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -65,7 +72,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt-oss, windows in every second layer": ("GptOss", {}),
     "gpt-oss, all layers see all keys": ("GptOss", {"layer_types": ["full_attention"] * 4}),
     "gpt-oss, no biases of attention": ("GptOss", {"attention_bias": False}),
-    **{f"Llama 4, {name}": ("Llama4", change) for name, change in LONG.items()},
+    **{f"Llama 4, {name}": ("Llama4", change) for name, change in (LLAMA4 | LONG).items()},
     **{name: ("Phi3", {"name": name}) for name in PHI3},
 }
 SAVE: dict[str, Callable[..., Any]] = {
@@ -80,8 +87,17 @@ SAVE: dict[str, Callable[..., Any]] = {
 DEFAULTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "Glm4Moe": ({"head_dim": 128}, {"num_nextn_predict_layers": 0}),
     "GptOss": ({}, {"eos_token_id": None}),
+    "Llama4": (
+        {"vocab_size": 202048, "hidden_size": 5120, "num_hidden_layers": 5}
+        | {"num_attention_heads": 40},
+        {},
+    ),
     "Olmo2": ({}, {}),
 }
+SMALL = {"vocab_size": 128, "hidden_size": 256, "intermediate_size": 96, "num_hidden_layers": 2}
+SMALL |= {"num_attention_heads": 32}
+for _family in ("Llama", "Mistral", "Qwen2", "Qwen3", "Mixtral", "Qwen2Moe", "Qwen3Moe"):
+    DEFAULTS[_family] = (SMALL, {})
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -99,8 +115,24 @@ def test_logits_beyond_windows_and_chunks_equal_transformers(
 def test_a_missing_key_has_the_default_of_transformers(family: str) -> None:
     given, absent = DEFAULTS[family]
     own = given | {"architectures": [f"{family}ForCausalLM"]}
-    theirs = getattr(transformers, f"{family}Config")(**given).to_dict() | own
+    kind = f"{family}Text" if family == "Llama4" else family
+    theirs = getattr(transformers, f"{kind}Config")(**given).to_dict() | own
     assert model_config_of(own) == model_config_of(theirs | absent | {"dtype": None})
+
+
+WIDE = {"hidden_size": 128, "head_dim": 32, "intermediate_size": 256}
+QUANTISE: dict[int, Any] = {4: partial(quantise_int4, style=Style("gptq")), 8: quantise}
+
+
+@pytest.mark.parametrize("bits", QUANTISE)
+@pytest.mark.parametrize(("family", "change"), [("Gemma3", WIDE), ("Phi3", {})])
+def test_quantised_weights_give_the_logits_of_their_values(
+    family: str, change: dict[str, Any], bits: int, tmp_path: Path
+) -> None:
+    folders = quantised_pair(tmp_path, partial(SAVE[family], **change), QUANTISE[bits])
+    models = [load(folder) for folder in folders]
+    assert not models[0].config.quantisation.is_plain
+    check_same_logits(*models, tokens=TOKENS[:40])
 
 
 @pytest.mark.parametrize("num_kv_heads", [2, 1])

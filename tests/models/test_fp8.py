@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,15 @@ from safetensors.torch import load_file, save_file
 
 from tests.models.deepseek import save_deepseek
 from tests.models.fp8_checkpoint import Tensors, is_projection, quantise, tiled
-from tests.models.helpers import CPU, PagedRunner, load, random_tokens, save_checkpoint
+from tests.models.helpers import (
+    CPU,
+    PagedRunner,
+    check_same_logits,
+    load,
+    quantised_pair,
+    random_tokens,
+    save_checkpoint,
+)
 from tests.models.mtp_reference import export_modules, save_with_mtp
 from tllm_spec.distributed.communicator import Mapping
 from tllm_spec.models.formats import quantised_layers
@@ -42,11 +51,7 @@ FAMILIES: dict[str, Callable[[Path], Any]] = {
 
 def save_both(family: str, folder: Path, granularity: str = "block") -> tuple[Path, Path]:
     """The model in FP8, and the same values in float32."""
-    for name in ("fp8", "plain"):
-        FAMILIES[family](folder / name)
-    values = quantise(folder / "fp8", granularity=granularity)
-    save_file(values, folder / "plain" / "model.safetensors")
-    return folder / "fp8", folder / "plain"
+    return quantised_pair(folder, FAMILIES[family], partial(quantise, granularity=granularity))
 
 
 def fp8_names(model: Module) -> set[str]:
@@ -58,9 +63,7 @@ def test_an_fp8_checkpoint_gives_the_logits_of_its_dequantised_weights(
     family: str, tmp_path: Path
 ) -> None:
     models = [load(path) for path in save_both(family, tmp_path)]
-    found, expected = (PagedRunner(model).step({0: TOKENS})[0] for model in models)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-    assert expected.std() > 0.3
+    assert check_same_logits(*models, tokens=TOKENS).std() > 0.3
     names = {name for name in weight_table(models[0]) if is_projection(name)}
     assert fp8_names(models[0]) == {name for name in names if "kv_b_proj" not in name}
     sizes = [sum(each.nbytes for each in model.parameters()) for model in models]
@@ -200,8 +203,7 @@ def test_gpus_without_fp8_get_dequantised_weights(
     monkeypatch.setattr(quantised_layers, "multiplies_fp8", lambda device: keeps)
     model = load(path)
     assert bool(fp8_names(model)) == keeps
-    found, expected = (PagedRunner(each).step({0: TOKENS})[0] for each in (model, load(plain)))
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    check_same_logits(model, load(plain), tokens=TOKENS)
 
 
 @pytest.mark.parametrize("family", ["llama", "deepseek-v3"])

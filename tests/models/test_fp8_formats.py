@@ -8,12 +8,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.models.published import FP8, SCOUT, V3, Raw
+from tests.models.published import FP8, LLAMA_31_8B, SCOUT, V3, Raw
 from tests.models.published_fp8 import (
     BLOCK_OF_128,
     BLOCKS,
     BY_TOKEN,
-    LLAMA_31_8B,
     LLAMA_405B_FP8,
     LLAMA_FP8_DYNAMIC,
     MODELOPT,

@@ -2,8 +2,6 @@
 logits and what is refused."""
 
 import copy
-import shutil
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +10,9 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from tests.models.fp8_checkpoint import quantise
+from tests.models import helpers
 from tests.models.helpers import (
     MAX_POSITIONS,
-    VOCAB_SIZE,
     PagedRunner,
     load,
     random_tokens,
@@ -33,8 +30,6 @@ from tllm_spec.models.gemma3 import Gemma3Model
 from tllm_spec.models.layers import RMSNorm
 from tllm_spec.models.registry import model_config_of
 from tllm_spec.sampling_params import SamplingParams
-from tllm_spec.zoo.quantise import Style
-from tllm_spec.zoo.quantise import quantise as quantise_int4
 
 WINDOW = 7
 TYPES = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
@@ -43,17 +38,11 @@ ROPES: dict[str, Any] = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
     "full_attention": {"rope_type": "linear", "rope_theta": 1000.0, "factor": 4.0},
 }
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 64,
-    "intermediate_size": 96,
+SIZES: dict[str, Any] = helpers.SIZES | {
     "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
     "head_dim": 16,
     "query_pre_attn_scalar": 24,
     "sliding_window": WINDOW,
-    "max_position_embeddings": MAX_POSITIONS,
     "pad_token_id": 0,
 }
 
@@ -63,17 +52,9 @@ def save_gemma3(folder: Path, *, dtype: torch.dtype = torch.float32, **config: A
     layers = {"layer_types": TYPES, "rope_parameters": ROPES}
     settings = transformers.Gemma3TextConfig(**(SIZES | layers | config))
     model = transformers.Gemma3ForCausalLM(settings).eval()
-    randomise(model)
+    helpers.randomise(model, norms=0.0)
     model.to(dtype).save_pretrained(folder)
     return model
-
-
-def randomise(model: Any) -> None:
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(noise * (parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 0.3))
 
 
 @pytest.mark.parametrize(
@@ -183,16 +164,6 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_text_part_of_a_model_with_images_has_the_text_models_logits(
-    layout: str, tmp_path: Path
-) -> None:
-    tokens = random_tokens(MAX_POSITIONS, seed=3)
-    expected = reference_logits(with_images(tmp_path, *LAYOUTS[layout]), tokens)
-    found = PagedRunner(load(tmp_path)).step({0: tokens})[0]
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
-
-
 def test_a_model_with_images_is_served_as_text_on_request_only(tmp_path: Path) -> None:
     with_images(tmp_path, *LAYOUTS["as published"])
     options: dict[str, Any] = {"skip_tokenizer_init": True, "max_seq_len": 60}
@@ -260,18 +231,3 @@ def test_a_window_beyond_all_positions_leaves_the_local_rotary_embedding(tmp_pat
     assert [group.geometry.span for group in model.config.layer_groups(SINGLE_RANK)] == [None]
     found = PagedRunner(model).step({0: tokens})[0]
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
-
-
-@pytest.mark.parametrize("bits", [4, 8])
-def test_quantised_weights_of_a_text_model_give_the_logits_of_their_values(
-    bits: int, tmp_path: Path
-) -> None:
-    sizes = {"hidden_size": 128, "head_dim": 32, "intermediate_size": 256}
-    save_gemma3(tmp_path / "quantised", **sizes)
-    shutil.copytree(tmp_path / "quantised", tmp_path / "plain")
-    change = quantise if bits == 8 else partial(quantise_int4, style=Style("gptq"))
-    save_file(change(tmp_path / "quantised"), tmp_path / "plain" / "model.safetensors")
-    models = [load(tmp_path / name) for name in ("quantised", "plain")]
-    assert not models[0].config.quantisation.is_plain
-    found, expected = (PagedRunner(model).step({0: random_tokens(40)})[0] for model in models)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)

@@ -3,8 +3,8 @@ with the codes and scales that the producers' own code makes."""
 
 import json
 import logging
-import shutil
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -15,7 +15,15 @@ from safetensors.torch import load_file, save_file
 
 from tests.models.deepseek import save_deepseek
 from tests.models.fp8_checkpoint import keeping_int4
-from tests.models.helpers import CPU, PagedRunner, load, random_tokens, save_checkpoint
+from tests.models.helpers import (
+    CPU,
+    PagedRunner,
+    check_same_logits,
+    load,
+    quantised_pair,
+    random_tokens,
+    save_checkpoint,
+)
 from tllm_spec.distributed.communicator import Mapping
 from tllm_spec.models.formats.four_bit import FourBitSlot
 from tllm_spec.models.formats.four_bit_packings import PACKINGS, FourBitTensor
@@ -58,11 +66,8 @@ def save(
     folder: Path, case: Style, sizes: dict[str, int] = SIZES, **config: Any
 ) -> tuple[Path, Path]:
     """A Llama in 4 bits, and the same values in float32."""
-    save_checkpoint(folder / "plain", "Llama", **sizes, **config)
-    shutil.copytree(folder / "plain", folder / "int4")
-    values = quantise(folder / "int4", case)
-    save_file(values, folder / "plain" / "model.safetensors")
-    return folder / "int4", folder / "plain"
+    own = partial(save_checkpoint, architecture="Llama", **sizes, **config)
+    return quantised_pair(folder, own, partial(quantise, style=case))
 
 
 def int4_names(model: CausalLM) -> set[str]:
@@ -76,9 +81,7 @@ def test_a_4_bit_checkpoint_gives_the_logits_of_its_dequantised_weights(
     size = 256 if case.group == 128 else 160
     sizes = {"hidden_size": 128, "intermediate_size": size if case.group != 64 else 192}
     models = [load(path) for path in save(tmp_path, case, sizes, attention_bias=True)]
-    found, expected = (PagedRunner(model).step({0: TOKENS})[0] for model in models)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-    assert expected.std() > 0.3
+    assert check_same_logits(*models, tokens=TOKENS).std() > 0.3
     assert int4_names(models[0]) == {
         name for name in weight_table(models[0]) if is_projection(name)
     }
@@ -109,8 +112,6 @@ def test_layers_that_the_checkpoint_leaves_out_keep_their_weights(
 ) -> None:
     """Also a part of a fused layer, whose other parts are then dequantised, and an output layer in
     4 bits."""
-    save_checkpoint(tmp_path / "plain", "Llama", **SIZES)
-    shutil.copytree(tmp_path / "plain", tmp_path / "int4")
 
     def wants(name: str) -> bool:
         left_out = name.endswith(
@@ -118,11 +119,10 @@ def test_layers_that_the_checkpoint_leaves_out_keep_their_weights(
         )
         return (is_projection(name) or name == "lm_head.weight") and not left_out
 
-    values = quantise(tmp_path / "int4", Style(packing), wants)
-    save_file(values, tmp_path / "plain" / "model.safetensors")
-    models = [load(tmp_path / name) for name in ("int4", "plain")]
-    found, expected = (PagedRunner(model).step({0: TOKENS})[0] for model in models)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    own = partial(save_checkpoint, architecture="Llama", **SIZES)
+    change = partial(quantise, style=Style(packing), wants=wants)
+    models = [load(path) for path in quantised_pair(tmp_path, own, change)]
+    check_same_logits(*models, tokens=TOKENS)
     dequantised = {f"model.layers.1.self_attn.{name}_proj.weight" for name in "qkv"}
     names = {name for name in weight_table(models[0]) if is_projection(name)}
     assert int4_names(models[0]) == names - dequantised - {"model.layers.0.mlp.down_proj.weight"}
@@ -146,31 +146,23 @@ def test_experts_keep_4_bits_and_latents_are_dequantised(
     names = {name for name in weight_table(found) if is_projection(name)}
     assert int4_names(found) == {name for name in names if "kv_b_proj" not in name}
     assert any(".mlp.experts." in name for name in names)
-    check_same_logits(found, load(tmp_path / "plain"))
+    check_same_logits(found, load(tmp_path / "plain"), tokens=TOKENS)
 
 
 def test_experts_with_an_order_of_inputs_are_dequantised(tmp_path: Path) -> None:
     found = load(save_experts(tmp_path, Style("gptq", is_ordered=True), "Qwen3Moe"))
     assert not any(".experts." in name for name in int4_names(found))
-    check_same_logits(found, load(tmp_path / "plain"))
+    check_same_logits(found, load(tmp_path / "plain"), tokens=TOKENS)
 
 
 def save_experts(folder: Path, case: Style, architecture: str) -> Path:
     """A model with experts in 4 bits, next to the same values in `folder / "plain"`."""
     if architecture == "Qwen3Moe":
         experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
-        save_checkpoint(folder / "plain", architecture, hidden_size=64, **experts)
+        own = partial(save_checkpoint, architecture=architecture, hidden_size=64, **experts)
     else:
-        save_deepseek(folder / "plain", architecture)
-    shutil.copytree(folder / "plain", folder / "int4")
-    values = quantise(folder / "int4", case)
-    save_file(values, folder / "plain" / "model.safetensors")
-    return folder / "int4"
-
-
-def check_same_logits(*models: CausalLM) -> None:
-    found, expected = (PagedRunner(model).step({0: TOKENS})[0] for model in models)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+        own = partial(save_deepseek, architecture=architecture)
+    return quantised_pair(folder, own, partial(quantise, style=case))[0]
 
 
 def test_dummy_weights_have_the_size_of_others(tmp_path: Path) -> None:
@@ -337,9 +329,8 @@ def test_old_gptq_repositories_describe_the_weights_in_a_file_of_their_own(tmp_p
     (path / "config.json").write_text(json.dumps(raw))
     del settings["quant_method"], settings["checkpoint_format"]
     (path / "quantize_config.json").write_text(json.dumps(settings))
-    found, expected = (load(each) for each in (path, plain))
-    logits = [PagedRunner(model).step({0: TOKENS})[0] for model in (found, expected)]
-    torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
+    found = load(path)
+    check_same_logits(found, load(plain), tokens=TOKENS)
     assert int4_names(found)
 
 
@@ -414,7 +405,7 @@ def test_modelopts_nvfp4_has_other_names_and_a_factor_of_scales(
         found = load(path)
     assert "activations of NVFP4 are not quantised (W4A16)" in caplog.text
     assert int4_names(found) == int4_names(expected)
-    check_same_logits(found, expected)
+    check_same_logits(found, expected, tokens=TOKENS)
 
 
 # What is declared, the stored numbers of the groups in turn, and what the checkpoint must equal:
@@ -457,7 +448,7 @@ def test_symmetric_gptq_has_the_zero_point_8_in_either_version_or_is_refused(
         ):
             load(path)
         return
-    check_same_logits(*(load(each) for each in (path, plain)))
+    check_same_logits(load(path), load(plain), tokens=TOKENS)
 
 
 @pytest.mark.parametrize(("version", "shift"), [("gptq", 1), ("gptq_v2", 0)])
@@ -468,7 +459,7 @@ def test_asymmetric_gptq_follows_the_declared_version(
     int4_on_cpu.side_effect = lambda device: False
     path, plain = save(tmp_path, Style("gptq", symmetric=True))
     with_zeros(path, {"checkpoint_format": version, "sym": False}, (8 - shift,))
-    check_same_logits(*(load(each) for each in (path, plain)))
+    check_same_logits(load(path), load(plain), tokens=TOKENS)
     with_zeros(path, {"checkpoint_format": version, "sym": False}, (9 - shift,))
     name = "model.layers.0.mlp.down_proj.weight"
     shifted, eights = (dict(load(each).named_parameters())[name] for each in (path, plain))
@@ -490,4 +481,4 @@ def test_a_surplus_bias_is_left_out_if_it_is_zero_and_named_if_not(
         with pytest.raises(ValueError, match=r"surplus model\.layers\.0\.mlp\.down_proj\.bias"):
             load(path)
         return
-    check_same_logits(*(load(each) for each in (path, plain)))
+    check_same_logits(load(path), load(plain), tokens=TOKENS)

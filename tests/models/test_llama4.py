@@ -10,14 +10,12 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from tests.models import helpers
 from tests.models.helpers import (
     MAX_POSITIONS,
-    VOCAB_SIZE,
     PagedRunner,
-    assert_close,
     load,
     random_tokens,
-    reference_logits,
     use,
 )
 from tllm_spec.attention.flashinfer import FlashInferAttention
@@ -25,21 +23,15 @@ from tllm_spec.attention.interface import HeadsBackend
 from tllm_spec.attention.triton import TritonAttention
 from tllm_spec.distributed.communicator import SINGLE_RANK
 from tllm_spec.kernels.attention.visible_keys import KeySpan
-from tllm_spec.llm import LLM
 from tllm_spec.models.registry import model_config_of
 
 TOKENS = random_tokens(40)
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 64,
+SIZES: dict[str, Any] = helpers.SIZES | {
     "intermediate_size": 48,
     "intermediate_size_mlp": 96,
     "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
     "head_dim": 16,
     "num_local_experts": 4,
-    "max_position_embeddings": MAX_POSITIONS,
     "pad_token_id": 0,
 }
 MODELS: dict[str, dict[str, Any]] = {
@@ -71,55 +63,30 @@ def save_llama4(folder: Path, **config: Any) -> Any:
     """Write a random text model to `folder`; returns it."""
     settings = transformers.Llama4TextConfig(**(SIZES | config))
     model = transformers.Llama4ForCausalLM(settings).eval()
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            inputs = parameter.shape[-2] if parameter.dim() == 3 else parameter.shape[-1]
-            scaled = noise * (inputs**-0.5 if parameter.dim() > 1 else 0.3)
-            parameter.copy_(scaled + 1 if "norm" in name else scaled)
+    helpers.randomise(model, has_stacks=True)
     model.save_pretrained(folder)
     return model
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_prefill_single_tokens_and_windows_equal_transformers(name: str, tmp_path: Path) -> None:
-    expected = reference_logits(save_llama4(tmp_path, **MODELS[name]), TOKENS)
-    runner = PagedRunner(load(tmp_path))
-    assert_close(runner.step({0: TOKENS})[0], expected)
-    single = [runner.step(windows={1: [token]})[1] for token in TOKENS]
-    assert_close(torch.cat(single), expected)
-    fours = [runner.step(windows={2: TOKENS[start : start + 4]})[2] for start in range(0, 40, 4)]
-    assert_close(torch.cat(fours), expected)
-
-
-def test_the_text_part_of_a_model_with_images_has_the_text_models_logits(tmp_path: Path) -> None:
-    expected = reference_logits(save_llama4(tmp_path), TOKENS)
-    tensors = load_file(tmp_path / "model.safetensors")
+def save_with_images(folder: Path) -> Any:
+    """A random model that also sees images; returns its text model."""
+    model = save_llama4(folder)
+    tensors = load_file(folder / "model.safetensors")
     tensors = {f"language_model.{name}": tensor for name, tensor in tensors.items()}
     tensors["vision_model.class_embedding"] = torch.ones(8)
     tensors["multi_modal_projector.linear_1.weight"] = torch.ones(8, 8)
-    save_file(tensors, tmp_path / "model.safetensors")
-    config = transformers.Llama4Config(
-        text_config=transformers.Llama4TextConfig(**SIZES).to_dict(),
-        architectures=["Llama4ForConditionalGeneration"],
-    )
-    config.save_pretrained(tmp_path)
-    assert_close(PagedRunner(load(tmp_path)).step({0: TOKENS})[0], expected)
-    with pytest.raises(ValueError, match="Llama4ForConditionalGeneration, which also sees images"):
-        LLM(str(tmp_path), skip_tokenizer_init=True)
+    save_file(tensors, folder / "model.safetensors")
+    text, names = model.config.to_dict(), ["Llama4ForConditionalGeneration"]
+    transformers.Llama4Config(text_config=text, architectures=names).save_pretrained(folder)
+    return model
 
 
 def test_a_missing_key_has_the_default_of_transformers() -> None:
-    theirs = transformers.Llama4TextConfig(num_hidden_layers=5)
-    raw = {"architectures": ["Llama4ForCausalLM"], "vocab_size": theirs.vocab_size}
-    sizes = {"hidden_size": 5120, "num_hidden_layers": 5, "num_attention_heads": 40}
-    config = model_config_of(raw | sizes)
-    assert config == model_config_of(
-        theirs.to_dict() | {"architectures": ["Llama4ForCausalLM"], "dtype": None}
-    )
-    assert config.nope_layers == {3}
-    assert config.moe is not None
+    """test_families.py compares the others."""
+    sizes = {"vocab_size": 202048, "hidden_size": 5120, "num_attention_heads": 40}
+    raw = sizes | {"architectures": ["Llama4ForCausalLM"], "num_hidden_layers": 5}
+    config = model_config_of(raw)
+    assert config.nope_layers == {3} and config.moe is not None
     assert (config.moe.intermediate_size, config.intermediate_size) == (8192, 16384)
 
 

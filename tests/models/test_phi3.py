@@ -1,16 +1,12 @@
 """Phi-3: short and long factors of longrope, and slices of fused tensors. test_families.py has its
 logits and what is refused."""
 
-import shutil
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
-from tests.models.fp8_checkpoint import quantise
 from tests.models.helpers import (
     CPU,
     MAX_POSITIONS,
@@ -25,8 +21,6 @@ from tllm_spec.distributed.communicator import Mapping
 from tllm_spec.models.layers import Placement
 from tllm_spec.models.registry import model_config, model_config_of, model_type
 from tllm_spec.models.weights import load_weights
-from tllm_spec.zoo.quantise import Style
-from tllm_spec.zoo.quantise import quantise as quantise_int4
 
 ORIGINAL = 24
 # A head has 16 elements, of which 12 are rotated.
@@ -84,18 +78,6 @@ def test_slices_of_ranks_are_together_the_checkpoints_tensors(tmp_path: Path) ->
         halves = [each.split([size // 2 for size in sizes]) for each in slices[name]]
         joined = [torch.cat(pair) for pair in zip(*halves, strict=True)]
         assert torch.equal(torch.cat(joined), weight)
-
-
-@pytest.mark.parametrize("bits", [4, 8])
-def test_quantised_weights_give_the_logits_of_their_values(bits: int, tmp_path: Path) -> None:
-    save(tmp_path / "quantised")
-    shutil.copytree(tmp_path / "quantised", tmp_path / "plain")
-    change = quantise if bits == 8 else partial(quantise_int4, style=Style("gptq"))
-    save_file(change(tmp_path / "quantised"), tmp_path / "plain" / "model.safetensors")
-    models = [load(tmp_path / name) for name in ("quantised", "plain")]
-    assert not models[0].config.quantisation.is_plain
-    found, expected = (PagedRunner(model).step({0: random_tokens(40)})[0] for model in models)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_the_published_config_of_phi_4_mini_is_read() -> None:

@@ -18,7 +18,6 @@ from tests.models.qwen3_next import (
     LINEAR,
     PlainMTP,
     save_qwen3_next,
-    save_with_images,
     save_with_mtp,
 )
 from tests.models.test_mtp import ModuleRunner
@@ -67,19 +66,6 @@ def test_logits_of_prompts_chunks_and_windows_equal_transformers(name: str, tmp_
     check(mixed[3], 59)
     check(mixed[4])
     check(torch.cat([runner.step(windows={4: [token]})[4] for token in tokens[30:]]), 30)
-
-
-@pytest.mark.parametrize("family", ["Qwen3_5", "Qwen3_5Moe"])
-def test_the_text_part_of_a_model_with_images_has_the_text_models_logits(
-    family: str, tmp_path: Path
-) -> None:
-    tokens = random_tokens(MAX_POSITIONS, seed=3)
-    expected = reference_logits(save_with_images(tmp_path, family), tokens)
-    found = PagedRunner(load(tmp_path)).step({0: tokens})[0]
-    # With experts the last gated delta net enlarges the rounding errors of the layers before it
-    # several times. Against a float64 run of transformers, its own float32 logits are off by
-    # 8.3e-5 (9.2e-5 by its recurrent rule) and ours by 3.6e-5, so both may differ by their sum.
-    torch.testing.assert_close(found, expected, rtol=0, atol=1.5e-4)
 
 
 @pytest.mark.parametrize("family", ["Qwen3Next", "Qwen3_5"])

@@ -2,7 +2,7 @@
 quantised weights, and what is refused."""
 
 import json
-import shutil
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,21 @@ from safetensors.torch import load_file, save_file
 
 from tests.models.fp8_checkpoint import keeping_fp8, keeping_int4
 from tests.models.fp8_checkpoint import quantise as quantise_fp8
-from tests.models.helpers import MAX_POSITIONS, PagedRunner, load, random_tokens, reference_logits
+from tests.models.helpers import (
+    MAX_POSITIONS,
+    PagedRunner,
+    check_same_logits,
+    load,
+    quantised_pair,
+    random_tokens,
+    reference_logits,
+)
 from tests.models.published import Raw
 from tests.models.published_images import MISTRAL_SMALL_3_1, QWEN3_VL_30B, WITH_IMAGES
+from tests.models.qwen3_next import save_with_images as save_qwen3_5_with_images
 from tests.models.test_gemma3 import LAYOUTS
 from tests.models.test_gemma3 import with_images as save_gemma3_with_images
+from tests.models.test_llama4 import save_with_images as save_llama4_with_images
 from tests.models.with_images import FAMILIES, save_with_images, write_otherwise
 from tllm_spec.llm import LLM
 from tllm_spec.models.registry import model_config_of
@@ -43,6 +53,32 @@ def test_logits_equal_transformers_in_both_layouts_of_the_checkpoint(
         torch.testing.assert_close(torch.cat(found), expected, rtol=0, atol=1e-4)
 
 
+TEXT_PARTS: dict[str, Callable[[Path], Any]] = {
+    **{
+        f"Gemma 3, {name}": partial(save_gemma3_with_images, prefix=prefix, before=before)
+        for name, (prefix, before) in LAYOUTS.items()
+    },
+    "Llama 4": save_llama4_with_images,
+    "Qwen3.5": partial(save_qwen3_5_with_images, family="Qwen3_5"),
+    "Qwen3.5 with experts": partial(save_qwen3_5_with_images, family="Qwen3_5Moe"),
+}
+
+
+@pytest.mark.parametrize("name", TEXT_PARTS)
+def test_the_text_part_has_the_text_models_logits_and_is_served_on_request_only(
+    name: str, tmp_path: Path
+) -> None:
+    expected = reference_logits(TEXT_PARTS[name](tmp_path), TOKENS)
+    found = PagedRunner(load(tmp_path)).step({0: TOKENS})[0]
+    # With experts the last gated delta net enlarges the rounding errors of the layers before it
+    # several times. Against a float64 run of transformers, its own float32 logits are off by
+    # 8.3e-5 (9.2e-5 by its recurrent rule) and ours by 3.6e-5, so both may differ by their sum.
+    tolerance = 1.5e-4 if "experts" in name else 1e-4
+    torch.testing.assert_close(found, expected, rtol=0, atol=tolerance)
+    with pytest.raises(ValueError, match="ForConditionalGeneration, which also sees images"):
+        LLM(str(tmp_path), skip_tokenizer_init=True)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_tensor_that_is_neither_of_texts_nor_of_images_is_refused(
     family: str, tmp_path: Path
@@ -62,13 +98,6 @@ def test_a_tensor_that_is_neither_of_texts_nor_of_images_is_refused(
         save_file(kept, file)
         with pytest.raises(ValueError, match=problem):
             load(tmp_path)
-
-
-def test_a_model_with_images_is_served_as_text_on_request_only(tmp_path: Path) -> None:
-    save_with_images(tmp_path, "Mistral3")
-    options: dict[str, Any] = {"skip_tokenizer_init": True, "max_seq_len": 60}
-    with pytest.raises(ValueError, match=r"is a Mistral3ForCond.*also sees images.*set language"):
-        LLM(str(tmp_path), **options)
 
 
 # With blocks of 128, of which the last is short.
@@ -93,18 +122,15 @@ def save_wide(folder: Path, family: str) -> None:
 def test_quantised_weights_of_a_dense_text_model_stay_quantised(
     family: str, method: str, tmp_path: Path
 ) -> None:
-    save_wide(tmp_path / "plain", family)
-    shutil.copytree(tmp_path / "plain", tmp_path / "quantised")
 
     def wants(name: str) -> bool:
         return is_projection(name) and ".layers." in name and "visual" not in name
 
-    values = QUANTISE[method](tmp_path / "quantised", wants=wants)
-    save_file(values, tmp_path / "plain" / "model.safetensors")
+    change = partial(QUANTISE[method], wants=wants)
+    paths = quantised_pair(tmp_path, partial(save_wide, family=family), change)
     with keeping_fp8(), keeping_int4():
-        models = [load(tmp_path / name) for name in ("quantised", "plain")]
-    found, expected = (PagedRunner(model).step({0: TOKENS})[0] for model in models)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+        models = [load(path) for path in paths]
+    check_same_logits(*models, tokens=TOKENS)
     slots = weight_table(models[0])
     assert {name for name in slots if slots[name].is_quantised} == set(filter(wants, slots))
 

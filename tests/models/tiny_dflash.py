@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
-from tests.models.tiny_eagle3 import Tensors, save
+from tests.models.eagle3_reference import Eagle3Reference
+from tests.models.tiny_eagle3 import layer_shapes, random_tensors, save
 from tllm_spec.models.checkpoint import OUTPUT
 from tllm_spec.models.draft_head import EMBEDDING
 from tllm_spec.models.llama import CausalLM
@@ -48,20 +49,18 @@ def write_tiny_dflash(
     """Fills `folder`. layers: of the target, by their outputs. With a draft vocabulary the head has
     an output layer of its own, and with `target_hidden_size` an embedding, too."""
     generator = torch.Generator().manual_seed(seed)
-    tensors: Tensors = {
-        name: _random(name, shape, generator) for name, shape in _shapes(sizes, len(layers)).items()
-    }
+    tensors = random_tensors(_shapes(sizes, len(layers)), generator)
     if (target_size := config.get("target_hidden_size")) is not None:
         size = sizes["hidden_size"]
         shapes = {"fc.weight": (size, len(layers) * target_size)}
         shapes |= dict.fromkeys((EMBEDDING, OUTPUT), (sizes["vocab_size"], size))
-        tensors |= {name: _random(name, shape, generator) for name, shape in shapes.items()}
+        tensors |= random_tensors(shapes, generator)
     if draft_vocab_size is not None:
         chosen = torch.randperm(sizes["vocab_size"], generator=generator)[:draft_vocab_size]
         chosen = chosen.sort().values
         tensors["d2t"] = chosen - torch.arange(draft_vocab_size)
         shape = draft_vocab_size, sizes["hidden_size"]
-        tensors["lm_head.weight"] = _random("lm_head.weight", shape, generator)
+        tensors |= random_tensors({"lm_head.weight": shape}, generator)
         config["draft_vocab_size"] = draft_vocab_size
     folder.mkdir(parents=True, exist_ok=True)
     save(folder / "model.safetensors", tensors)
@@ -93,29 +92,13 @@ def _shapes(sizes: dict[str, int], num_captured: int) -> dict[str, tuple[int, ..
         "norm.weight": (size,),
     }
     for layer in range(sizes["num_hidden_layers"]):
-        for name, shape in {
-            "input_layernorm": (size,),
-            "post_attention_layernorm": (size,),
-            "self_attn.q_proj": (q_size, size),
-            "self_attn.k_proj": (kv_size, size),
-            "self_attn.v_proj": (kv_size, size),
-            "self_attn.o_proj": (size, q_size),
-            "self_attn.q_norm": (dim,),
-            "self_attn.k_norm": (dim,),
-            "mlp.gate_proj": (inner, size),
-            "mlp.up_proj": (inner, size),
-            "mlp.down_proj": (size, inner),
-        }.items():
-            shapes[f"layers.{layer}.{name}.weight"] = shape
+        own = layer_shapes(size, size, (q_size, kv_size), inner)
+        own |= {f"self_attn.{name}_norm.weight": (dim,) for name in "qk"}
+        shapes |= {f"layers.{layer}.{name}": shape for name, shape in own.items()}
     return shapes
 
 
-def _random(name: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
-    noise = torch.randn(shape, generator=generator)
-    return 1 + 0.3 * noise if "norm" in name else noise * shape[-1] ** -0.5
-
-
-class DFlashReference:
+class DFlashReference(Eagle3Reference):
     """The head over a whole text without a cache, on the checkpoint's own tensors."""
 
     def __init__(self, folder: Path, target: CausalLM) -> None:
@@ -126,49 +109,31 @@ class DFlashReference:
         self.embedding = self.tensors.get(EMBEDDING, weights["model.embed_tokens.weight"])
         self.output = self.tensors.get("lm_head.weight", weights["lm_head.weight"])
 
-    def norm(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        scale = (x.pow(2).mean(-1, keepdim=True) + self.config["rms_norm_eps"]).rsqrt()
-        return x * scale * self.tensors[f"{name}.weight"]
-
-    def linear(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.tensors[f"{name}.weight"])
-
     def block(self, newest: int, captured: torch.Tensor, num_drafts: int) -> torch.Tensor:
         """The logits of all drafts, `[K, V_draft]`. captured `[T, n * H]`: the target's states of
         the text before the newest token."""
         text = self.norm("hidden_norm", self.linear("fc", captured))
         ids = torch.tensor([newest, *[self.config["mask_token_id"]] * num_drafts])
-        positions = torch.arange(len(text) + len(ids))
         hidden = self.embedding[ids]
         for layer in range(self.config["num_hidden_layers"]):
             name = f"layers.{layer}"
             x = self.norm(f"{name}.input_layernorm", hidden)
-            hidden = hidden + self.attention(f"{name}.self_attn", x, text, positions)
+            hidden = hidden + self.block_attention(f"{name}.self_attn", x, text)
             x = self.norm(f"{name}.post_attention_layernorm", hidden)
             gate, up = (self.linear(f"{name}.mlp.{kind}_proj", x) for kind in ("gate", "up"))
             hidden = hidden + self.linear(f"{name}.mlp.down_proj", F.silu(gate) * up)
         return F.linear(self.norm("norm", hidden[1:]), self.output)
 
-    def attention(
-        self, name: str, x: torch.Tensor, text: torch.Tensor, positions: torch.Tensor
-    ) -> torch.Tensor:
+    def block_attention(self, name: str, x: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
         """Every row of the block sees the text and the whole block."""
         dim, kv_heads = self.config["head_dim"], self.config["num_key_value_heads"]
         both = torch.cat((text, x))
         q = self.linear(f"{name}.q_proj", x).view(len(x), -1, dim)
         k, v = (self.linear(f"{name}.{kind}_proj", both).view(len(both), -1, dim) for kind in "kv")
-        q = self.rotated(self.norm(f"{name}.q_norm", q), positions[len(text) :])
-        k = self.rotated(self.norm(f"{name}.k_norm", k), positions)
+        q = self.rotated(self.norm(f"{name}.q_norm", q), len(text))
+        k = self.rotated(self.norm(f"{name}.k_norm", k))
         group, outputs = q.shape[1] // kv_heads, []
         for head in range(q.shape[1]):
             scores = q[:, head] @ k[:, head // group].T * dim**-0.5
             outputs.append(scores.softmax(-1) @ v[:, head // group])
         return self.linear(f"{name}.o_proj", torch.cat(outputs, -1))
-
-    def rotated(self, heads: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """RoPE as a product of complex numbers."""
-        half = heads.shape[-1] // 2
-        angles = torch.outer(positions, self.config["rope_theta"] ** (-torch.arange(half) / half))
-        pairs = torch.complex(heads[..., :half].contiguous(), heads[..., half:].contiguous())
-        turned = pairs * torch.polar(torch.ones_like(angles), angles)[:, None]
-        return torch.cat((turned.real, turned.imag), -1)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 
-from tests.models.tiny_eagle3 import Tensors, save
+from tests.models.tiny_eagle3 import layer_shapes, random_tensors, save
 
 OWN = ("embed_tokens", "lm_head")
 
@@ -47,7 +47,7 @@ def write_tiny_eagle(
         shapes |= {f"layers.{number}.{name}": shape for name, shape in names.items()}
     if own_modules:
         shapes |= {f"{name}.weight": (vocab_size, hidden_size) for name in OWN}
-    tensors: Tensors = {name: _random(name, shape, generator) for name, shape in shapes.items()}
+    tensors = random_tensors(shapes, generator)
     folder.mkdir(parents=True, exist_ok=True)
     save(folder / file, {prefix + name: tensor for name, tensor in tensors.items()})
     keys = {
@@ -73,24 +73,11 @@ def write_tiny_eagle(
 def _layer(
     size: int, q_size: int, kv_size: int, inner: int, *, bias: bool, norm: bool
 ) -> dict[str, tuple[int, ...]]:
-    shapes: dict[str, tuple[int, ...]] = {
-        "post_attention_layernorm.weight": (size,),
-        "self_attn.q_proj.weight": (q_size, size),
-        "self_attn.k_proj.weight": (kv_size, size),
-        "self_attn.v_proj.weight": (kv_size, size),
-        "self_attn.o_proj.weight": (size, q_size),
-        "mlp.gate_proj.weight": (inner, size),
-        "mlp.up_proj.weight": (inner, size),
-        "mlp.down_proj.weight": (size, inner),
-    }
+    shapes = dict(layer_shapes(size, size, (q_size, kv_size), inner))
+    del shapes["input_layernorm.weight"]
     if norm:
         shapes["input_layernorm.weight"] = (size,)
     if bias:
         for kind, rows in zip("qkv", (q_size, kv_size, kv_size), strict=True):
             shapes[f"self_attn.{kind}_proj.bias"] = (rows,)
     return shapes
-
-
-def _random(name: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
-    noise = torch.randn(shape, generator=generator)
-    return 1 + 0.3 * noise if "norm" in name else noise * shape[-1] ** -0.5

@@ -74,7 +74,7 @@ def write_tiny_eagle3(
     flags = {flag: config.pop(flag, False) for flag in FLAGS}
     generator = torch.Generator().manual_seed(seed)
     shapes = _shapes(sizes, num_captured, flags | layer | config)
-    tensors = {name: _random(name, shape, generator) for name, shape in shapes.items()}
+    tensors = random_tensors(shapes, generator)
     is_tied = config.get("tie_word_embeddings", False)
     for name in () if own_modules else ("embed_tokens.weight", "lm_head.weight")[: 1 + is_tied]:
         tensors.pop(name, None)
@@ -178,24 +178,32 @@ def _shapes(
         shapes["mask_hidden"] = (1, 1, num_captured * target_size)
     for layer in range(sizes["num_hidden_layers"]):
         width = size if layer else 2 * size
-        attention = {
-            "q_proj": (q_size, width),
-            "k_proj": (kv_size, width),
-            "v_proj": (kv_size, width),
-            "o_proj": (size, q_size),
-        }
+        own = layer_shapes(size, width, (q_size, kv_size), inner)
         if "kv_lora_rank" in settings:
-            attention = _latent_shapes(settings, sizes["num_attention_heads"], width, size)
-        for name, shape in {
-            "input_layernorm": (size,),
-            "post_attention_layernorm": (size,),
-            **{f"self_attn.{name}": shape for name, shape in attention.items()},
-            "mlp.gate_proj": (inner, size),
-            "mlp.up_proj": (inner, size),
-            "mlp.down_proj": (size, inner),
-        }.items():
-            shapes[f"layers.{layer}.{name}.weight"] = shape
+            latent = _latent_shapes(settings, sizes["num_attention_heads"], width, size)
+            own = {name: shape for name, shape in own.items() if "self_attn" not in name}
+            own |= {f"self_attn.{name}.weight": shape for name, shape in latent.items()}
+        shapes |= {f"layers.{layer}.{name}": shape for name, shape in own.items()}
     return shapes
+
+
+def layer_shapes(
+    size: int, width: int, heads: tuple[int, int], inner: int
+) -> dict[str, tuple[int, ...]]:
+    """A decoder layer's tensors. width: of the input of attention; heads: all elements of q, and
+    of k or v."""
+    shapes: dict[str, tuple[int, ...]] = {
+        "input_layernorm": (size,),
+        "post_attention_layernorm": (size,),
+        "self_attn.q_proj": (heads[0], width),
+        "self_attn.k_proj": (heads[1], width),
+        "self_attn.v_proj": (heads[1], width),
+        "self_attn.o_proj": (size, heads[0]),
+        "mlp.gate_proj": (inner, size),
+        "mlp.up_proj": (inner, size),
+        "mlp.down_proj": (size, inner),
+    }
+    return {f"{name}.weight": shape for name, shape in shapes.items()}
 
 
 def _latent_shapes(
@@ -214,11 +222,13 @@ def _latent_shapes(
     }
 
 
-def _random(name: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
-    noise = torch.randn(shape, generator=generator)
-    if "norm" in name:
-        return 1 + 0.3 * noise
-    return noise * (2.0 if name == "lm_head.weight" else 1.0) * shape[-1] ** -0.5
+def random_tensors(shapes: dict[str, tuple[int, ...]], generator: torch.Generator) -> Tensors:
+    tensors: Tensors = {}
+    for name, shape in shapes.items():
+        noise = torch.randn(shape, generator=generator)
+        size = (2.0 if name == "lm_head.weight" else 1.0) * shape[-1] ** -0.5
+        tensors[name] = 1 + 0.3 * noise if "norm" in name else noise * size
+    return tensors
 
 
 def _vocabulary(

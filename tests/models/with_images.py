@@ -3,23 +3,12 @@
 from pathlib import Path
 from typing import Any
 
-import torch
 import transformers
 from safetensors.torch import save_file
 
-from tests.models.helpers import MAX_POSITIONS, VOCAB_SIZE
+from tests.models.helpers import SIZES, randomise
 
-_TEXT: dict[str, Any] = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": MAX_POSITIONS,
-    "bos_token_id": None,
-    "eos_token_id": 1,
-}
+_TEXT = SIZES | {"bos_token_id": None, "eos_token_id": 1}
 _ROPE = {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [3, 3, 2]}
 _QWEN3: dict[str, Any] = {"head_dim": 16, "rope_parameters": _ROPE | {"mrope_interleaved": True}}
 _EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
@@ -46,12 +35,7 @@ def save_with_images(folder: Path, family: str, *, is_tied: bool = False, **text
         text_config=_TEXT | of_text | text, vision_config=of_images, tie_word_embeddings=is_tied
     )
     model = getattr(transformers, f"{family}ForConditionalGeneration")(settings).eval()
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            scaled = noise * parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else noise * 0.3
-            parameter.copy_(scaled + 1 if "norm" in name else scaled)
+    randomise(model)
     model.save_pretrained(folder)
     return model
 
