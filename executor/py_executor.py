@@ -189,7 +189,7 @@ class PyExecutor:
         """Reads the oldest rounds until `max_in_flight` are left. Returns whether it read any."""
         worked = False
         while len(self._in_flight) > max_in_flight:
-            self._read_oldest()
+            self._update_requests(self._in_flight.popleft())
             self._settle()
             worked = True
         return worked
@@ -198,13 +198,7 @@ class PyExecutor:
         """Reads all rounds in flight while the next one is being launched, which takes the requests
         as they are: what follows from reading waits until `_settle`."""
         while self._in_flight:
-            self._read_oldest()
-
-    def _read_oldest(self) -> None:
-        launched = self._in_flight.popleft()
-        self._reading = launched.batch
-        self._unsettled.append((launched.batch, self._update_requests(launched)))
-        self._reading = ScheduledBatch()
+            self._update_requests(self._in_flight.popleft())
 
     def _settle(self) -> None:
         """Responds to what was read, and gives slots and pages back."""
@@ -308,9 +302,10 @@ class PyExecutor:
             request.tokens_in_flight += path
             request.num_drafts_ready = num_drafts_ready
 
-    def _update_requests(self, launched: LaunchedRound) -> list[LlmRequest]:
-        """The host learns what was emitted. Returns the requests that may need a response."""
-        batch, (table, logprobs) = launched.batch, launched.wait()
+    def _update_requests(self, launched: LaunchedRound) -> None:
+        """The host learns what was emitted; what follows from it waits until `_settle`."""
+        batch = self._reading = launched.batch
+        table, logprobs = launched.wait()
         outcome = RoundOutcome(self._clock.lap(launched.ended_at, launched.post_send))
         if (recorder := self.parts.recorder) is not None:
             recorder.add_round(launched, table, counts_drafts=self.parts.slots.counts_drafts)
@@ -327,7 +322,8 @@ class PyExecutor:
             self.parts.iteration_stats.add(batch, outcome)
         if self.parts.round_log is not None:
             self.parts.round_log.add(batch, outcome)
-        return responding
+        self._unsettled.append((batch, responding))
+        self._reading = ScheduledBatch()
 
     def _end(
         self,

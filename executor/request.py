@@ -6,7 +6,7 @@ models. Names that begin with `py_` are TensorRT-LLM's."""
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
-from functools import cached_property, lru_cache
+from functools import cached_property
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -125,12 +125,6 @@ def _check_vocabulary(name: str, tokens: Iterable[int], vocab_size: int) -> None
             raise ValueError(
                 f"{name} names token id {token}; the model has ids 0 to {vocab_size - 1}"
             )
-
-
-def rules_of_sample(rules: DecodingRules, index: int) -> DecodingRules:
-    """The rules of a prompt's index-th sample. The first one brings the log probabilities of the
-    prompt, which are the same for all."""
-    return rules if index == 0 else replace(rules, prompt_logprobs=None)
 
 
 NO_TOKEN = -1  # stands for a token that could not be chosen
@@ -307,7 +301,7 @@ class LlmRequest:
 
     def __post_init__(self) -> None:
         self.prompt_len = len(self.tokens)
-        self.watched_ids = _watched_ids(self.rules.end_ids, self.rules.stop_token_ids)
+        self.watched_ids = self.rules.end_ids | self.rules.stop_token_ids | {NO_TOKEN}
         self.graph_samples = self.rules.graph_samples
         self.needs_host_tokens = self.rules.needs_host_edits
         self.may_pause = self.draft_pause.patience is not None
@@ -359,14 +353,6 @@ class LlmRequest:
         return len(self.tokens) + self.tokens_in_flight
 
     @property
-    def may_have_ended(self) -> bool:
-        """Whether it may reach `max_tokens` in the rounds in flight."""
-        return (
-            self.tokens_in_flight > 0
-            and self.num_output_tokens + self.tokens_in_flight >= self.max_tokens
-        )
-
-    @property
     def is_last_context_chunk(self) -> bool:
         return self.kv_len + self.context_chunk == len(self.tokens)
 
@@ -414,10 +400,34 @@ class LlmRequest:
         self.finish_reason, self.stop_reason, self.error = reason, stop_reason, error
 
 
-@lru_cache(maxsize=256)
-def _watched_ids(end_ids: frozenset[int], stop_token_ids: frozenset[int]) -> frozenset[int]:
-    """Requests with the same stop tokens share one set, which stays in the processor's caches."""
-    return end_ids | stop_token_ids | {NO_TOKEN}
+def samples_of(
+    tokens: Sequence[int],
+    rules: DecodingRules,
+    ids: Sequence[int],
+    seeds: Sequence[int],
+    grammars: Sequence[GrammarState | None],
+    *,
+    max_draft_len: int,
+    pause_patience: int | None,
+    **options: Any,
+) -> list[LlmRequest]:
+    """The requests of one prompt, with an id, a seed and a grammar each. The first one brings the
+    log probabilities of the prompt, which are the same for all."""
+    return [
+        LlmRequest(
+            request_id=request_id,
+            tokens=list(tokens),
+            rules=rules if index == 0 else replace(rules, prompt_logprobs=None),
+            seed=seed,
+            index=index,
+            arrival=request_id,
+            counters=DraftCounters(max_draft_len),
+            draft_pause=RequestPause(pause_patience),
+            grammar=grammar,
+            **options,
+        )
+        for index, (request_id, seed, grammar) in enumerate(zip(ids, seeds, grammars, strict=True))
+    ]
 
 
 # What the executor sends to the front end: what is new of one request since the last response.

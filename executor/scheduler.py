@@ -6,7 +6,7 @@ can run. Nothing here touches the device."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import add, attrgetter, le, sub
+from operator import add, le, sub
 
 from tllm_spec.config.draft_shape import NO_DRAFTS, DraftShape
 from tllm_spec.executor.batch import ScheduledBatch
@@ -19,8 +19,6 @@ from tllm_spec.request_errors import ContextLengthExceeded
 # With `fair_preemption`, rounds between two requests that are given up for another client: what
 # they have computed may have to be computed again.
 FAIR_PREEMPTION_ROUNDS = 64
-
-_may_have_ended = attrgetter("may_have_ended")
 
 
 @dataclass(frozen=True)
@@ -94,8 +92,13 @@ class Scheduler:
         """Whether the rounds in flight may finish every running request, and none can join.
 
         Another round might then be empty, and would delay the next request's first token."""
-        may_join = self.waiting and self._slots.free
-        return not may_join and all(map(_may_have_ended, self.running))
+        if self.waiting and self._slots.free:
+            return False
+        return all(
+            request.tokens_in_flight
+            and request.num_tokens_bound - request.prompt_len >= request.max_tokens
+            for request in self.running
+        )
 
     def schedule(
         self, generating: list[LlmRequest], shape: DraftShape, *, is_ragged: bool = False

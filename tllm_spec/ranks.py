@@ -38,7 +38,7 @@ from tllm_spec.grammar.guided_decoding import GrammarSource
 from tllm_spec.grammars import Grammars
 from tllm_spec.models.registry import check_shards
 from tllm_spec.request_errors import described
-from tllm_spec.text.stop_strings import StopStringChecker
+from tllm_spec.text.stop_strings import look_for_stops
 from tllm_spec.text.tokenizer import Tokenizer, tokenizer_of
 from tllm_spec.zoo.registry import resolve_model
 
@@ -326,15 +326,8 @@ def _requests(
     requests = unpack_requests(packed, ids, limits, states)
     if stop is not None:
         assert tokenizer is not None
-        options = _stop_options(stop)
-        for request in requests:
-            request.stop_options = options
-            request.stop_checker = StopStringChecker.of(tokenizer, options)
+        look_for_stops(requests, tokenizer, StopOptions(**stop | {"stops": tuple(stop["stops"])}))
     return requests
-
-
-def _stop_options(plain: Mapping[str, Any]) -> StopOptions:
-    return StopOptions(**{**plain, "stops": tuple(plain["stops"])})
 
 
 def _mark_logs(rank: int) -> None:

@@ -236,7 +236,16 @@ class PagedCache:
             return
         for index in range(len(sequence.nodes), num_stored // size):
             key = tuple(tokens[index * size : (index + 1) * size + self.lookahead])
-            self._store_page(sequence, index, key)
+            pages = [own.pages[index] for own in sequence.groups]
+            node, left_over = self._tree.insert(sequence.end, key, pages)
+            # A node's page is not held where the sequence has let go of its own.
+            self._tree.hold([node], [int(page == NO_PAGE) for page in pages])
+            sequence.nodes.append(node)
+            self._give_back(left_over)
+            for own, page, stored in zip(sequence.groups, pages, node.pages, strict=True):
+                if page not in (NO_PAGE, stored):
+                    own.pages[index] = stored
+                    own.changed(index)
 
     def free(self, seq_id: int, tokens: Sequence[int] = ()) -> None:
         """Ends the sequence. The KV of `tokens` is stored first (see `store`), a last partial page
@@ -359,18 +368,6 @@ class PagedCache:
         for group, span in self._spans:
             firsts[group] = span.first_key(position) // self.page_size
         return firsts
-
-    def _store_page(self, sequence: CachedSequence, index: int, key: Key) -> None:
-        pages = [own.pages[index] for own in sequence.groups]
-        node, left_over = self._tree.insert(sequence.end, key, pages)
-        # A node's page is not held where the sequence has let go of its own.
-        self._tree.hold([node], [int(page == NO_PAGE) for page in pages])
-        sequence.nodes.append(node)
-        self._give_back(left_over)
-        for own, page, stored in zip(sequence.groups, pages, node.pages, strict=True):
-            if page not in (NO_PAGE, stored):
-                own.pages[index] = stored
-                own.changed(index)
 
     def _take_pages(self, group: int, number: int) -> list[int]:
         free = self._free_pages[group]
