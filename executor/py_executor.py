@@ -37,7 +37,7 @@ from tllm_spec.executor.rounds.round_reader import (
     LaunchedRound,
     RoundClock,
     RoundOutcome,
-    RoundReader,
+    read_round,
 )
 from tllm_spec.executor.rounds.round_runner import RoundRunner
 from tllm_spec.executor.sampling.sampler import Sampler
@@ -111,9 +111,6 @@ class PyExecutor:
         self._made_shape = NO_DRAFTS  # of the drafts in the slots
         self._in_flight: deque[LaunchedRound] = deque()
         self._clock = RoundClock()
-        self._reader = RoundReader(
-            speculating=self._speculating, counts_drafts=parts.slots.counts_drafts
-        )
         self._unsettled: list[tuple[ScheduledBatch, list[LlmRequest]]] = []
         parts.sampler.grammar_masks.read_tokens_with(self._read_rounds)
         # On the CPU nothing has to be waited for, and every row costs time.
@@ -307,9 +304,11 @@ class PyExecutor:
         batch = self._reading = launched.batch
         table, logprobs = launched.wait()
         outcome = RoundOutcome(self._clock.lap(launched.ended_at, launched.post_send))
+        counts_drafts, speculating = self.parts.slots.counts_drafts, self._speculating
         if (recorder := self.parts.recorder) is not None:
-            recorder.add_round(launched, table, counts_drafts=self.parts.slots.counts_drafts)
-        responding = self._reader.read(launched, table, logprobs, outcome)
+            recorder.add_round(launched, table, counts_drafts=counts_drafts)
+        how = {"speculating": speculating, "counts_drafts": counts_drafts}
+        responding = read_round(launched, table, logprobs, outcome, **how)
         timed = None if batch.context_requests else outcome.seconds
         self.totals.add_round(batch.shape.depth, outcome.num_requests, outcome.num_tokens, timed)
         shapes = self.parts.slots.shapes

@@ -3,19 +3,13 @@ before each round, and everything else follows from that on every rank."""
 
 from __future__ import annotations
 
-import os
-import socket
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
 import msgpack
-import torch
-from torch import nn
 
-from tllm_spec.attention.choice import backend_name
-from tllm_spec.attention.interface import HeadsBackend
 from tllm_spec.distributed.communicator import Communicator
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.request_queue import RequestQueue
@@ -120,32 +114,6 @@ def queue_of(communicator: Communicator) -> RequestQueue:
     if communicator.mapping.rank == 0:
         return LeaderQueue(communicator)
     return FollowerQueue(communicator)
-
-
-def rank_facts(
-    rank: int,
-    device: torch.device,
-    models: Iterable[nn.Module],
-    *,
-    dtype: torch.dtype,
-    attention: type[HeadsBackend],
-) -> dict[str, Any]:
-    """A rank as `/server_info` shows it. Memory in bytes; on CUDA `device_bytes` is all that torch
-    has allocated there."""
-    facts = {
-        "rank": rank,
-        "host": socket.gethostname(),
-        "process": os.getpid(),
-        "device": str(device),
-        "dtype": str(dtype).removeprefix("torch."),
-        "attn_backend": backend_name(attention),
-        "weight_bytes": sum(
-            each.numel() * each.element_size() for model in models for each in model.parameters()
-        ),
-    }
-    if device.type == "cuda":
-        facts["device_bytes"] = torch.cuda.memory_allocated(device)
-    return facts
 
 
 def agreed(communicator: Communicator, decide: Callable[[int], int]) -> Callable[[int], int]:

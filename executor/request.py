@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from functools import cached_property
+from operator import attrgetter
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -309,25 +310,10 @@ class LlmRequest:
 
     # TensorRT-LLM's names, for drafters that were written for it.
 
-    @property
-    def py_request_id(self) -> int:
-        return self.request_id
-
-    @property
-    def py_batch_idx(self) -> int:
-        return self.slot
-
-    @property
-    def py_prompt_len(self) -> int:
-        return self.prompt_len
-
-    @property
-    def py_orig_prompt_len(self) -> int:
-        return self.prompt_len
-
-    @property
-    def py_max_new_tokens(self) -> int:
-        return self.max_tokens
+    py_request_id = property(attrgetter("request_id"))
+    py_batch_idx = property(attrgetter("slot"))
+    py_prompt_len = py_orig_prompt_len = property(attrgetter("prompt_len"))
+    py_max_new_tokens = property(attrgetter("max_tokens"))
 
     def get_tokens(self, beam: int | None = None) -> Any:
         """A copy of the tokens; without `beam` a list with the only beam's."""

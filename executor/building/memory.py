@@ -31,9 +31,9 @@ def reserved_bytes(plan: BuildPlan, draft: LoadedDraft | None, groups: Sequence[
     states, their snapshots and what blocks of prompts need; the backlog of a draft network on the
     target's pages; a draft network's distributions for rejection sampling; texts."""
     num_bytes = sum(
-        workspace_bytes(plan.attention, pool.geometry, pool.kv_format)
+        workspace_bytes(plan.attention, geometry, kv_format)
         for group in groups
-        for pool in group.pools
+        for geometry, kv_format in group.pools
     )
     if (recurrent := plan.recurrent) is not None:
         num_bytes += (plan.slots.dummy_slot + 1) * recurrent.slot_bytes(plan.dtype)

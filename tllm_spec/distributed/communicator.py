@@ -124,7 +124,7 @@ class Communicator:
 
     def minimum(self, number: int) -> int:
         """The smallest of all ranks' numbers."""
-        return number
+        return int(min(self.gather(number)))
 
     def all_reduce(self, values: torch.Tensor) -> None:
         """The sum of all ranks' values, in place: the same bits on every rank. Enqueued on the
