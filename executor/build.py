@@ -137,7 +137,7 @@ def _build(
         drafter=drafter,
         sampler=sampler,
         controller=controller,
-        tier_for=_tier_for(controller, communicator),
+        tier_for=agreed(communicator, controller.tier_for, may_differ=controller.compares_times),
         blame=blame,
         draft_watch=DraftWatch(drafter.causes),
         max_in_flight=plan.max_in_flight,
@@ -221,12 +221,6 @@ def _ranks(plan: BuildPlan, engines: Engines) -> list[Any]:
     if plan.device.type == "cuda":
         facts["device_bytes"] = torch.cuda.memory_allocated(plan.device)
     return plan.communicator.gather(facts)
-
-
-def _tier_for(controller: AdaptiveController, communicator: Communicator) -> Callable[[int], int]:
-    if not controller.compares_times:
-        return controller.tier_for
-    return agreed(communicator, controller.tier_for)  # each rank has a clock of its own
 
 
 def _limits(plan: BuildPlan, tokenizer: Tokenizer | None, max_seq_len: int) -> RequestLimits:

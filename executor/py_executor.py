@@ -112,7 +112,7 @@ class PyExecutor:
         self._in_flight: deque[LaunchedRound] = deque()
         self._clock = RoundClock()
         self._unsettled: list[tuple[ScheduledBatch, list[LlmRequest]]] = []
-        parts.sampler.grammar_masks.read_tokens_with(self._read_rounds)
+        parts.sampler.grammar_masks.read_rounds = self._read_rounds
         # On the CPU nothing has to be waited for, and every row costs time.
         self._narrows = parts.slots.counts_drafts and parts.slots.device.type == "cpu"
         self.totals = Totals()

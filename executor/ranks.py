@@ -22,10 +22,8 @@ class LeaderQueue(RequestQueue):
     """Rank 0's inbox. `take` also tells the other ranks."""
 
     def __init__(self, communicator: Communicator) -> None:
-        super().__init__()
-        self._communicator = communicator
+        super().__init__(communicator)
         self._packed: list[list[Any]] = []
-        self._num_taken = 0
 
     def put(self, requests: list[LlmRequest]) -> bool:
         with self._changed:
@@ -43,9 +41,6 @@ class LeaderQueue(RequestQueue):
 
     def announce_swap(self, folder: str, *, keep_cache: bool) -> None:
         self._send({"swap": folder, "keep_cache": keep_cache})
-
-    def all_failed(self, failure: str) -> bool:
-        return self._communicator.all_say(f"round {self._num_taken}: {failure}")
 
     def end(self, failure: str | None) -> None:
         """The other ranks end, too. After a failure they may wait in the middle of a round, so they
@@ -70,31 +65,17 @@ class FollowerQueue(RequestQueue):
     make: Callable[[Sequence[Any]], list[LlmRequest]]
     swap: Callable[..., int]
 
-    def __init__(self, communicator: Communicator) -> None:
-        super().__init__()
-        self._communicator = communicator
-        self._num_taken = 0
-
     def take(self) -> tuple[list[LlmRequest], dict[int, str]]:
-        message = self._receive()
+        message = self._communicator.share(None)
         while "swap" in message:
             with suppress(ValueError):  # rank 0 raises the same
                 self.swap(message["swap"], keep_cache=message["keep_cache"])
-            message = self._receive()
+            message = self._communicator.share(None)
         if message == END:
             raise RanksEnded
         self._num_taken += 1
         new = [request for packed in message["new"] for request in self.make(packed)]
         return new, dict(message["cancelled"])
-
-    def _receive(self) -> dict[str, Any]:
-        found: dict[str, Any] = msgpack.unpackb(
-            self._communicator.broadcast(b""), strict_map_key=False
-        )
-        return found
-
-    def all_failed(self, failure: str) -> bool:
-        return self._communicator.all_say(f"round {self._num_taken}: {failure}")
 
 
 def _pack(requests: Sequence[LlmRequest]) -> list[Any]:
@@ -116,11 +97,13 @@ def queue_of(communicator: Communicator) -> RequestQueue:
     return FollowerQueue(communicator)
 
 
-def agreed(communicator: Communicator, decide: Callable[[int], int]) -> Callable[[int], int]:
-    """`decide` of rank 0, for what may differ between ranks."""
+def agreed(
+    communicator: Communicator, decide: Callable[[int], int], *, may_differ: bool
+) -> Callable[[int], int]:
+    """`decide` of rank 0, if it may differ between ranks, each of which has a clock of its own."""
 
     def decide_together(number: int) -> int:
         own = decide(number) if communicator.mapping.rank == 0 else 0
         return int.from_bytes(communicator.broadcast(own.to_bytes(4, "little")), "little")
 
-    return decide if communicator.mapping.world_size == 1 else decide_together
+    return decide_together if may_differ and communicator.mapping.world_size > 1 else decide

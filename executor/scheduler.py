@@ -249,12 +249,12 @@ class Scheduler:
 
         GUARANTEED_NO_EVICT: for all tokens that it may ever have. MAX_UTILIZATION: for its tokens
         now."""
-        if self.limits.may_preempt:
-            num_tokens = request.num_tokens + self._kv.extra_kv_tokens
-            available = self._kv.available()
-        else:
-            num_tokens, available = self._last_token(request), self._kv.promisable()
+        may_preempt = self.limits.may_preempt
+        num_tokens = request.num_tokens + self._kv.extra_kv_tokens
+        if not may_preempt:
+            num_tokens = self._last_token(request)
         needed = self._kv.new_pages_needed(request, num_tokens)
+        available = self._kv.available(for_claims=not may_preempt)
         return all(map(le, map(add, needed, reserved), available))
 
     def _claims(self, requests: list[LlmRequest]) -> list[int]:

@@ -136,10 +136,22 @@ class IterationStats:
             "numCompletedRequests": len(finished),
             "numNewActiveRequests": len(batch.joining),
             "kvCacheStats": self._kv_cache_stats(),
-            "inflightBatchingStats": self._batching_stats(batch, outcome),
+            "inflightBatchingStats": {
+                "numScheduledRequests": len(batch.requests()),
+                "numContextRequests": len(batch.context_requests),
+                "numGenRequests": len(batch.generation_requests),
+                "numPausedRequests": self._scheduler.num_preemptions - self._num_preemptions,
+                "avgNumDecodedTokensPerIter": _mean(outcome.num_tokens, outcome.num_requests),
+            },
         }
-        if batch.shape.depth:
-            stats["specDecodingStats"] = _speculation_stats(outcome)
+        if batch.shape.depth:  # of requests that wanted drafts, without padding
+            number, num_accepted = len(outcome.num_accepted), sum(outcome.num_accepted)
+            stats["specDecodingStats"] = {
+                "numDraftTokens": outcome.num_drafted,
+                "numAcceptedTokens": num_accepted,
+                "numRequestsWithDraftTokens": number,
+                "acceptanceLength": _mean(number + num_accepted, number),
+            }
         self._rounds.append(stats)
         self._num_rounds += 1
         self._num_preemptions = self._scheduler.num_preemptions
@@ -161,18 +173,7 @@ class IterationStats:
             "tokensPerBlock": state["page_size"],
             "reusedBlocks": state["reused_pages"],
             "missedBlocks": state["missed_pages"],
-            "cacheHitRate": state["reused_pages"] / num_looked_up if num_looked_up else 0.0,
-        }
-
-    def _batching_stats(self, batch: ScheduledBatch, outcome: RoundOutcome) -> dict[str, Any]:
-        return {
-            "numScheduledRequests": len(batch.requests()),
-            "numContextRequests": len(batch.context_requests),
-            "numGenRequests": len(batch.generation_requests),
-            "numPausedRequests": self._scheduler.num_preemptions - self._num_preemptions,
-            "avgNumDecodedTokensPerIter": (
-                outcome.num_tokens / outcome.num_requests if outcome.num_requests else 0.0
-            ),
+            "cacheHitRate": _mean(state["reused_pages"], num_looked_up),
         }
 
 
@@ -202,15 +203,8 @@ class RoundLog:
         self._num_rounds += 1
 
 
-def _speculation_stats(outcome: RoundOutcome) -> dict[str, Any]:
-    """Counts the drafts of requests that wanted any, without padding."""
-    num_requests, num_accepted = len(outcome.num_accepted), sum(outcome.num_accepted)
-    return {
-        "numDraftTokens": outcome.num_drafted,
-        "numAcceptedTokens": num_accepted,
-        "numRequestsWithDraftTokens": num_requests,
-        "acceptanceLength": 1 + num_accepted / num_requests if num_requests else 0.0,
-    }
+def _mean(total: int, number: int) -> float:
+    return total / number if number else 0.0
 
 
 # Says once that hardly any draft is accepted, and why that may be.

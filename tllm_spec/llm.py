@@ -190,11 +190,11 @@ class LLM:
         self._check_alive()
         with _mistakes_as_request_errors():
             submission = self._intake.submission(inputs, params, options)
-        ids, queue = [each.request_id for each in submission.requests], self._queue
+        ids = [each.request_id for each in submission.requests]
 
-        def cancel() -> None:
+        def cancel() -> None:  # holds the LLM: a running request keeps it alive
             for request_id in ids:
-                queue.cancel(request_id)
+                self._queue.cancel(request_id)
 
         result = submission.handle(self.tokenizer, cancel)
         for request_id in ids:

@@ -184,7 +184,12 @@ def _follow_model(comm: MPI.Intracomm, parent: MPI.Intercomm | None = None) -> i
     _mark_logs(comm.rank)
     group = ProcessGroup(comm, parent)
     try:
-        _follow(group)
+        _check_equal(VERSION, versions(), group)
+        args = LlmArgs(**group.share(None))
+        _check_equal(CHECKPOINT, checkpoints(args), group)
+        tokenizer = tokenizer_of(args)
+        built = build_together(args, tokenizer, lambda responses: None, group)
+        run_until_end(built, args, tokenizer)
     except SharedError:  # rank 0 reports it
         return FAILED
     except BaseException as error:  # a process border: the other ranks must not wait for this one
@@ -192,14 +197,6 @@ def _follow_model(comm: MPI.Intracomm, parent: MPI.Intercomm | None = None) -> i
         group.abort(described(error))
     group.close()
     return 0
-
-
-def _follow(group: Communicator) -> None:
-    _check_equal(VERSION, versions(), group)
-    args = LlmArgs(**group.share(None))
-    _check_equal(CHECKPOINT, checkpoints(args), group)
-    tokenizer = tokenizer_of(args)
-    run_until_end(build_together(args, tokenizer, lambda responses: None, group), args, tokenizer)
 
 
 def _comm(args: LlmArgs, are_joined: threading.Event) -> tuple[MPI.Intracomm, MPI.Intercomm | None]:

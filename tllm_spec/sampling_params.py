@@ -232,12 +232,9 @@ class SamplingParams:
 
     def _checks(self) -> Iterator[tuple[Any, ...]]:
         """Functions that raise ValueError for one mistake, with their arguments."""
-        for name, limits in INTEGERS.items():
+        for name, limits in {**INTEGERS, **NUMBERS}.items():
             if (value := getattr(self, name)) is not None:
-                yield check_integer, name, value, *limits
-        for name, bounds in NUMBERS.items():
-            if (value := getattr(self, name)) is not None:
-                yield check_number, name, value, *bounds
+                yield check_integer if name in INTEGERS else check_number, name, value, *limits
         for name in BOOLS:
             yield check_bool, name, getattr(self, name)
         for name in ("bad", "stop"):

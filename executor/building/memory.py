@@ -13,10 +13,7 @@ from tllm_spec.executor.engine.memory_plan import BYTES_A_GRAPH, GIB, GroupPlan,
 from tllm_spec.executor.sampling.grammar_masks import mask_words
 from tllm_spec.executor.speculative.drafting.drafter import When
 from tllm_spec.executor.speculative.drafting.heads import draft_folder
-from tllm_spec.executor.speculative.drafting.loaded_draft import (
-    LoadedDraft,
-    blank_head,
-)
+from tllm_spec.executor.speculative.drafting.loaded_draft import LoadedDraft, blank_head
 from tllm_spec.executor.speculative.drafting.network_drafter import DraftBacklog
 from tllm_spec.executor.speculative.modes import text_bytes_of
 from tllm_spec.kernels.attention.paged_prefill import PLAN_BYTES

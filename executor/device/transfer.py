@@ -135,7 +135,9 @@ class HostCopies:
     def __init__(self, groups: Sequence[Sequence[KVPool]], num_places: int) -> None:
         self._groups = groups
         device = groups[0][0].data.device
-        self._side = _new_stream(device) if device.type == "cuda" else None
+        self._side: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._side = torch.cuda.Stream(device)
         self._host = [
             [
                 torch.empty(
@@ -179,11 +181,6 @@ class HostCopies:
         main.wait_stream(self._side)
         buffer.record_stream(main)
         page.copy_(buffer)
-
-
-def _new_stream(device: torch.device) -> torch.cuda.Stream:
-    stream: torch.cuda.Stream = torch.cuda.Stream(device)
-    return stream
 
 
 # Where CUDA graphs leave their results for the host: a ring of pinned memory that the device

@@ -113,10 +113,15 @@ def visible(messages: Messages, tools: Tools, rendered: Rendered) -> Visible:
     def text_of(form: Change) -> str | None:
         """None if the template does not accept the form, or leaves a message out."""
         tried.append(form(marked))
-        text = _accepted(tried[-1], marked_tools, rendered)
-        missing = None if text is None else _lost(messages, text)
-        lost.extend([] if missing is None else [missing])
-        return text if missing is None else None
+        try:
+            text = rendered(tried[-1], marked_tools)
+        except TemplateOverLimit:
+            raise  # it would be over the limit with others, too
+        except ValueError:
+            return None
+        missing = [own for own in enumerate(messages) if any(_missing(*own, text))]
+        lost.extend((index, next(_missing(index, each, text))) for index, each in missing[:1])
+        return None if missing else text
 
     for form in _forms():
         if form(marked) in tried or (text := text_of(form)) is None:
@@ -215,32 +220,14 @@ def _calls_as_text(messages: Messages) -> Messages:
     return found
 
 
-def _accepted(messages: Messages, tools: Tools, rendered: Rendered) -> str | None:
-    """The template's text; None if the template does not accept the messages."""
-    try:
-        return rendered(messages, tools)
-    except TemplateOverLimit:
-        raise  # it would be over the limit with others, too
-    except ValueError:
-        return None
-
-
-def _lost(messages: Messages, text: str) -> tuple[int, str] | None:
-    """The first message that is left out, and what of it."""
-    for index, message in enumerate(messages):
-        for what, mark in _marks(index, message):
-            if mark not in text:
-                return index, what
-    return None
-
-
-def _marks(index: int, message: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """What must be seen. Templates may leave out the text next to calls, as Llama's do."""
+def _missing(index: int, message: Mapping[str, Any], text: str) -> Iterator[str]:
+    """What a template's text leaves out of a message. Templates may leave out the text next to
+    calls, as Llama's do."""
     calls = message.get("tool_calls") or ()
-    if message.get("content") and not calls:
-        yield "the content", _mark("z", index)
-    for number in range(len(calls)):
-        yield "tool_calls", _mark("z", index, number)
+    if message.get("content") and not calls and _mark("z", index) not in text:
+        yield "the content"
+    if any(_mark("z", index, number) not in text for number in range(len(calls))):
+        yield "tool_calls"
 
 
 def _marked(index: int, message: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -252,15 +239,12 @@ def _marked(index: int, message: Mapping[str, Any]) -> Mapping[str, Any]:
     if calls := message.get("tool_calls"):
         marks = [_mark("z", index, number) for number in range(len(calls))]
         marked["tool_calls"] = [
-            {**call, "function": {"name": mark, "arguments": _marked_arguments(call, mark)}}
+            # A model may have written arguments that are no object.
+            {**call, "function": {"name": mark, "arguments": mark if is_text else {mark: mark}}}
             for call, mark in zip(calls, marks, strict=True)
+            for is_text in [isinstance(call["function"]["arguments"], str)]
         ]
     return marked
-
-
-def _marked_arguments(call: Mapping[str, Any], mark: str) -> str | dict[str, str]:
-    """A model may have written what is no object."""
-    return mark if isinstance(call["function"]["arguments"], str) else {mark: mark}
 
 
 def _has_name(tool: object) -> bool:
