@@ -4,6 +4,8 @@ Order: weights of target and draft, then KV pools of the size that the memory pl
 rest. The larger steps have a module each in `building/`."""
 
 import logging
+import os
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,6 +14,7 @@ from typing import Any
 
 import torch
 
+from tllm_spec.attention.choice import backend_name
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.distributed.communicator import SINGLE, Communicator
 from tllm_spec.executor.building.draft_backend import check_draft_backend
@@ -28,7 +31,7 @@ from tllm_spec.executor.device.device_choice import cpu_threads, on_device, on_t
 from tllm_spec.executor.engine.memory_plan import TorchModel
 from tllm_spec.executor.engine.replayed_engine import ReplayedEngine, ReplayedSampler
 from tllm_spec.executor.py_executor import ExecutorParts, PyExecutor
-from tllm_spec.executor.ranks import agreed, queue_of, rank_facts
+from tllm_spec.executor.ranks import agreed, queue_of
 from tllm_spec.executor.request import LlmRequest, Response
 from tllm_spec.executor.request_queue import RequestQueue
 from tllm_spec.executor.request_wire import RequestLimits
@@ -134,7 +137,7 @@ def _build(
         drafter=drafter,
         sampler=sampler,
         controller=controller,
-        tier_for=_tier_for(controller, communicator),
+        tier_for=agreed(communicator, controller.tier_for, may_differ=controller.compares_times),
         blame=blame,
         draft_watch=DraftWatch(drafter.causes),
         max_in_flight=plan.max_in_flight,
@@ -203,20 +206,21 @@ def _kv_events(plan: BuildPlan, kv: KVCacheManager) -> KVEvents | None:
 
 
 def _ranks(plan: BuildPlan, engines: Engines) -> list[Any]:
-    facts = rank_facts(
-        plan.mapping.rank,
-        plan.device,
-        engines.models,
-        dtype=plan.dtype,
-        attention=plan.attention,
-    )
+    """All ranks as `/server_info` shows them. Memory in bytes; on CUDA `device_bytes` is all that
+    torch has allocated there."""
+    weights = [each for model in engines.models for each in model.parameters()]
+    facts = {
+        "rank": plan.mapping.rank,
+        "host": socket.gethostname(),
+        "process": os.getpid(),
+        "device": str(plan.device),
+        "dtype": str(plan.dtype).removeprefix("torch."),
+        "attn_backend": backend_name(plan.attention),
+        "weight_bytes": sum(each.numel() * each.element_size() for each in weights),
+    }
+    if plan.device.type == "cuda":
+        facts["device_bytes"] = torch.cuda.memory_allocated(plan.device)
     return plan.communicator.gather(facts)
-
-
-def _tier_for(controller: AdaptiveController, communicator: Communicator) -> Callable[[int], int]:
-    if not controller.compares_times:
-        return controller.tier_for
-    return agreed(communicator, controller.tier_for)  # each rank has a clock of its own
 
 
 def _limits(plan: BuildPlan, tokenizer: Tokenizer | None, max_seq_len: int) -> RequestLimits:

@@ -90,7 +90,7 @@ class DraftWeights:
         try:
             # All threads have the device's default stream, so the executor's copies follow.
             with torch.inference_mode():
-                pairs = list(pairs_of(self._model, self._load(folder), "draft"))
+                pairs = list(pairs_of(self._model, self._load(folder), "draft", set()))
         except (MemoryError, torch.cuda.OutOfMemoryError):
             raise
         except Exception as error:  # a border: the files may have anything
@@ -189,13 +189,9 @@ def _files_of(folder: str) -> list[list[Any]]:
     return sorted([file.name, file.stat().st_size] for file in found)
 
 
-def pairs_of(old: Any, new: Any, path: str) -> Iterator[Pair]:
-    """The tensors of two objects of the same structure. Those that both share are left out. Raises
-    ValueError where they differ in anything but the values of tensors."""
-    yield from _pairs(old, new, path, set())
-
-
-def _pairs(old: Any, new: Any, path: str, seen: set[tuple[int, int]]) -> Iterator[Pair]:
+def pairs_of(old: Any, new: Any, path: str, seen: set[tuple[int, int]]) -> Iterator[Pair]:
+    """The tensors of two objects of the same structure. Those that both share, or that were seen,
+    are left out. Raises ValueError where they differ in anything but the values of tensors."""
     if old is new or (id(old), id(new)) in seen:
         return
     seen.add((id(old), id(new)))
@@ -221,7 +217,8 @@ def _pairs_of_parts(
     for name, value in old.items():
         if name not in names:
             continue
-        yield from _pairs(value, new[name], path if name in OF_MODULES else f"{path}.{name}", seen)
+        own = path if name in OF_MODULES else f"{path}.{name}"
+        yield from pairs_of(value, new[name], own, seen)
 
 
 def _parts(value: Any) -> Mapping[Any, Any]:

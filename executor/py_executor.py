@@ -37,7 +37,7 @@ from tllm_spec.executor.rounds.round_reader import (
     LaunchedRound,
     RoundClock,
     RoundOutcome,
-    RoundReader,
+    read_round,
 )
 from tllm_spec.executor.rounds.round_runner import RoundRunner
 from tllm_spec.executor.sampling.sampler import Sampler
@@ -111,11 +111,8 @@ class PyExecutor:
         self._made_shape = NO_DRAFTS  # of the drafts in the slots
         self._in_flight: deque[LaunchedRound] = deque()
         self._clock = RoundClock()
-        self._reader = RoundReader(
-            speculating=self._speculating, counts_drafts=parts.slots.counts_drafts
-        )
         self._unsettled: list[tuple[ScheduledBatch, list[LlmRequest]]] = []
-        parts.sampler.grammar_masks.read_tokens_with(self._read_rounds)
+        parts.sampler.grammar_masks.read_rounds = self._read_rounds
         # On the CPU nothing has to be waited for, and every row costs time.
         self._narrows = parts.slots.counts_drafts and parts.slots.device.type == "cpu"
         self.totals = Totals()
@@ -189,7 +186,7 @@ class PyExecutor:
         """Reads the oldest rounds until `max_in_flight` are left. Returns whether it read any."""
         worked = False
         while len(self._in_flight) > max_in_flight:
-            self._read_oldest()
+            self._update_requests(self._in_flight.popleft())
             self._settle()
             worked = True
         return worked
@@ -198,13 +195,7 @@ class PyExecutor:
         """Reads all rounds in flight while the next one is being launched, which takes the requests
         as they are: what follows from reading waits until `_settle`."""
         while self._in_flight:
-            self._read_oldest()
-
-    def _read_oldest(self) -> None:
-        launched = self._in_flight.popleft()
-        self._reading = launched.batch
-        self._unsettled.append((launched.batch, self._update_requests(launched)))
-        self._reading = ScheduledBatch()
+            self._update_requests(self._in_flight.popleft())
 
     def _settle(self) -> None:
         """Responds to what was read, and gives slots and pages back."""
@@ -308,13 +299,16 @@ class PyExecutor:
             request.tokens_in_flight += path
             request.num_drafts_ready = num_drafts_ready
 
-    def _update_requests(self, launched: LaunchedRound) -> list[LlmRequest]:
-        """The host learns what was emitted. Returns the requests that may need a response."""
-        batch, (table, logprobs) = launched.batch, launched.wait()
+    def _update_requests(self, launched: LaunchedRound) -> None:
+        """The host learns what was emitted; what follows from it waits until `_settle`."""
+        batch = self._reading = launched.batch
+        table, logprobs = launched.wait()
         outcome = RoundOutcome(self._clock.lap(launched.ended_at, launched.post_send))
+        counts_drafts, speculating = self.parts.slots.counts_drafts, self._speculating
         if (recorder := self.parts.recorder) is not None:
-            recorder.add_round(launched, table, counts_drafts=self.parts.slots.counts_drafts)
-        responding = self._reader.read(launched, table, logprobs, outcome)
+            recorder.add_round(launched, table, counts_drafts=counts_drafts)
+        how = {"speculating": speculating, "counts_drafts": counts_drafts}
+        responding = read_round(launched, table, logprobs, outcome, **how)
         timed = None if batch.context_requests else outcome.seconds
         self.totals.add_round(batch.shape.depth, outcome.num_requests, outcome.num_tokens, timed)
         shapes = self.parts.slots.shapes
@@ -327,7 +321,8 @@ class PyExecutor:
             self.parts.iteration_stats.add(batch, outcome)
         if self.parts.round_log is not None:
             self.parts.round_log.add(batch, outcome)
-        return responding
+        self._unsettled.append((batch, responding))
+        self._reading = ScheduledBatch()
 
     def _end(
         self,

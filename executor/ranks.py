@@ -3,19 +3,13 @@ before each round, and everything else follows from that on every rank."""
 
 from __future__ import annotations
 
-import os
-import socket
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
 import msgpack
-import torch
-from torch import nn
 
-from tllm_spec.attention.choice import backend_name
-from tllm_spec.attention.interface import HeadsBackend
 from tllm_spec.distributed.communicator import Communicator
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.request_queue import RequestQueue
@@ -28,10 +22,8 @@ class LeaderQueue(RequestQueue):
     """Rank 0's inbox. `take` also tells the other ranks."""
 
     def __init__(self, communicator: Communicator) -> None:
-        super().__init__()
-        self._communicator = communicator
+        super().__init__(communicator)
         self._packed: list[list[Any]] = []
-        self._num_taken = 0
 
     def put(self, requests: list[LlmRequest]) -> bool:
         with self._changed:
@@ -49,9 +41,6 @@ class LeaderQueue(RequestQueue):
 
     def announce_swap(self, folder: str, *, keep_cache: bool) -> None:
         self._send({"swap": folder, "keep_cache": keep_cache})
-
-    def all_failed(self, failure: str) -> bool:
-        return self._communicator.all_say(f"round {self._num_taken}: {failure}")
 
     def end(self, failure: str | None) -> None:
         """The other ranks end, too. After a failure they may wait in the middle of a round, so they
@@ -76,31 +65,17 @@ class FollowerQueue(RequestQueue):
     make: Callable[[Sequence[Any]], list[LlmRequest]]
     swap: Callable[..., int]
 
-    def __init__(self, communicator: Communicator) -> None:
-        super().__init__()
-        self._communicator = communicator
-        self._num_taken = 0
-
     def take(self) -> tuple[list[LlmRequest], dict[int, str]]:
-        message = self._receive()
+        message = self._communicator.share(None)
         while "swap" in message:
             with suppress(ValueError):  # rank 0 raises the same
                 self.swap(message["swap"], keep_cache=message["keep_cache"])
-            message = self._receive()
+            message = self._communicator.share(None)
         if message == END:
             raise RanksEnded
         self._num_taken += 1
         new = [request for packed in message["new"] for request in self.make(packed)]
         return new, dict(message["cancelled"])
-
-    def _receive(self) -> dict[str, Any]:
-        found: dict[str, Any] = msgpack.unpackb(
-            self._communicator.broadcast(b""), strict_map_key=False
-        )
-        return found
-
-    def all_failed(self, failure: str) -> bool:
-        return self._communicator.all_say(f"round {self._num_taken}: {failure}")
 
 
 def _pack(requests: Sequence[LlmRequest]) -> list[Any]:
@@ -122,37 +97,13 @@ def queue_of(communicator: Communicator) -> RequestQueue:
     return FollowerQueue(communicator)
 
 
-def rank_facts(
-    rank: int,
-    device: torch.device,
-    models: Iterable[nn.Module],
-    *,
-    dtype: torch.dtype,
-    attention: type[HeadsBackend],
-) -> dict[str, Any]:
-    """A rank as `/server_info` shows it. Memory in bytes; on CUDA `device_bytes` is all that torch
-    has allocated there."""
-    facts = {
-        "rank": rank,
-        "host": socket.gethostname(),
-        "process": os.getpid(),
-        "device": str(device),
-        "dtype": str(dtype).removeprefix("torch."),
-        "attn_backend": backend_name(attention),
-        "weight_bytes": sum(
-            each.numel() * each.element_size() for model in models for each in model.parameters()
-        ),
-    }
-    if device.type == "cuda":
-        facts["device_bytes"] = torch.cuda.memory_allocated(device)
-    return facts
-
-
-def agreed(communicator: Communicator, decide: Callable[[int], int]) -> Callable[[int], int]:
-    """`decide` of rank 0, for what may differ between ranks."""
+def agreed(
+    communicator: Communicator, decide: Callable[[int], int], *, may_differ: bool
+) -> Callable[[int], int]:
+    """`decide` of rank 0, if it may differ between ranks, each of which has a clock of its own."""
 
     def decide_together(number: int) -> int:
         own = decide(number) if communicator.mapping.rank == 0 else 0
         return int.from_bytes(communicator.broadcast(own.to_bytes(4, "little")), "little")
 
-    return decide if communicator.mapping.world_size == 1 else decide_together
+    return decide_together if may_differ and communicator.mapping.world_size > 1 else decide

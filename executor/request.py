@@ -6,7 +6,8 @@ models. Names that begin with `py_` are TensorRT-LLM's."""
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
-from functools import cached_property, lru_cache
+from functools import cached_property
+from operator import attrgetter
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -125,12 +126,6 @@ def _check_vocabulary(name: str, tokens: Iterable[int], vocab_size: int) -> None
             raise ValueError(
                 f"{name} names token id {token}; the model has ids 0 to {vocab_size - 1}"
             )
-
-
-def rules_of_sample(rules: DecodingRules, index: int) -> DecodingRules:
-    """The rules of a prompt's index-th sample. The first one brings the log probabilities of the
-    prompt, which are the same for all."""
-    return rules if index == 0 else replace(rules, prompt_logprobs=None)
 
 
 NO_TOKEN = -1  # stands for a token that could not be chosen
@@ -307,7 +302,7 @@ class LlmRequest:
 
     def __post_init__(self) -> None:
         self.prompt_len = len(self.tokens)
-        self.watched_ids = _watched_ids(self.rules.end_ids, self.rules.stop_token_ids)
+        self.watched_ids = self.rules.end_ids | self.rules.stop_token_ids | {NO_TOKEN}
         self.graph_samples = self.rules.graph_samples
         self.needs_host_tokens = self.rules.needs_host_edits
         self.may_pause = self.draft_pause.patience is not None
@@ -315,25 +310,10 @@ class LlmRequest:
 
     # TensorRT-LLM's names, for drafters that were written for it.
 
-    @property
-    def py_request_id(self) -> int:
-        return self.request_id
-
-    @property
-    def py_batch_idx(self) -> int:
-        return self.slot
-
-    @property
-    def py_prompt_len(self) -> int:
-        return self.prompt_len
-
-    @property
-    def py_orig_prompt_len(self) -> int:
-        return self.prompt_len
-
-    @property
-    def py_max_new_tokens(self) -> int:
-        return self.max_tokens
+    py_request_id = property(attrgetter("request_id"))
+    py_batch_idx = property(attrgetter("slot"))
+    py_prompt_len = py_orig_prompt_len = property(attrgetter("prompt_len"))
+    py_max_new_tokens = property(attrgetter("max_tokens"))
 
     def get_tokens(self, beam: int | None = None) -> Any:
         """A copy of the tokens; without `beam` a list with the only beam's."""
@@ -357,14 +337,6 @@ class LlmRequest:
     def num_tokens_bound(self) -> int:
         """Upper bound of the tokens once the rounds in flight have been read."""
         return len(self.tokens) + self.tokens_in_flight
-
-    @property
-    def may_have_ended(self) -> bool:
-        """Whether it may reach `max_tokens` in the rounds in flight."""
-        return (
-            self.tokens_in_flight > 0
-            and self.num_output_tokens + self.tokens_in_flight >= self.max_tokens
-        )
 
     @property
     def is_last_context_chunk(self) -> bool:
@@ -414,10 +386,34 @@ class LlmRequest:
         self.finish_reason, self.stop_reason, self.error = reason, stop_reason, error
 
 
-@lru_cache(maxsize=256)
-def _watched_ids(end_ids: frozenset[int], stop_token_ids: frozenset[int]) -> frozenset[int]:
-    """Requests with the same stop tokens share one set, which stays in the processor's caches."""
-    return end_ids | stop_token_ids | {NO_TOKEN}
+def samples_of(
+    tokens: Sequence[int],
+    rules: DecodingRules,
+    ids: Sequence[int],
+    seeds: Sequence[int],
+    grammars: Sequence[GrammarState | None],
+    *,
+    max_draft_len: int,
+    pause_patience: int | None,
+    **options: Any,
+) -> list[LlmRequest]:
+    """The requests of one prompt, with an id, a seed and a grammar each. The first one brings the
+    log probabilities of the prompt, which are the same for all."""
+    return [
+        LlmRequest(
+            request_id=request_id,
+            tokens=list(tokens),
+            rules=rules if index == 0 else replace(rules, prompt_logprobs=None),
+            seed=seed,
+            index=index,
+            arrival=request_id,
+            counters=DraftCounters(max_draft_len),
+            draft_pause=RequestPause(pause_patience),
+            grammar=grammar,
+            **options,
+        )
+        for index, (request_id, seed, grammar) in enumerate(zip(ids, seeds, grammars, strict=True))
+    ]
 
 
 # What the executor sends to the front end: what is new of one request since the last response.

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
 
+from tllm_spec.distributed.communicator import SINGLE, Communicator
 from tllm_spec.executor.request import LlmRequest
 
 Call = Callable[[], None]
@@ -16,7 +17,10 @@ class RequestQueue:
     """Requests and cancellations on their way to the executor. Thread-safe. `take` and `take_calls`
     are the executor's, everything else is for callers."""
 
-    def __init__(self) -> None:
+    def __init__(self, communicator: Communicator = SINGLE) -> None:
+        """communicator: of the ranks that run the same rounds."""
+        self._communicator = communicator
+        self._num_taken = 0
         self._changed = threading.Condition()
         self._new: list[LlmRequest] = []
         self._cancelled: dict[int, str] = {}  # with the finish reason
@@ -77,7 +81,7 @@ class RequestQueue:
 
     def all_failed(self, failure: str) -> bool:
         """Whether a round that raised here did so on every rank, so that all can recover."""
-        return True
+        return self._communicator.all_say(f"round {self._num_taken}: {failure}")
 
     def end(self, failure: str | None) -> None:
         """Closes the queue: the executor has ended."""

@@ -1,6 +1,5 @@
 """Requests, and what they are checked against before they are queued, as plain data for another
-process: of one prompt's samples, which differ in id, seed and `rules_of_sample`. No message can
-make the other side run code."""
+process: of one prompt's samples. No message can make the other side run code."""
 
 from __future__ import annotations
 
@@ -8,13 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from tllm_spec.executor.request import (
-    DecodingRules,
-    DraftCounters,
-    LlmRequest,
-    RequestPause,
-    rules_of_sample,
-)
+from tllm_spec.executor.request import DecodingRules, LlmRequest, samples_of
 from tllm_spec.grammar.grammar_state import GrammarState
 from tllm_spec.sampling_params import RequestOptions
 
@@ -62,21 +55,9 @@ def unpack_requests(
     sequences = tuple(map(tuple, plain["bad_sequences"]))
     given = dict(zip(OPTIONS, options, strict=True))
     rules = DecodingRules(**plain | sets | {"bad_sequences": sequences, "edits": ()})
-    return [
-        LlmRequest(
-            request_id=request_id,
-            tokens=list(tokens),
-            rules=rules_of_sample(rules, index),
-            seed=seed,
-            index=index,
-            arrival=request_id,
-            counters=DraftCounters(limits.max_draft_len),
-            draft_pause=RequestPause(limits.pause_patience),
-            grammar=grammar,
-            **given | {"client": tuple(given["client"])},
-        )
-        for index, (request_id, seed, grammar) in enumerate(zip(ids, seeds, grammars, strict=True))
-    ]
+    given["client"] = tuple(given["client"])
+    given |= {"max_draft_len": limits.max_draft_len, "pause_patience": limits.pause_patience}
+    return samples_of(tokens, rules, ids, seeds, grammars, **given)
 
 
 def _plain(value: Any) -> Any:

@@ -6,7 +6,7 @@ can run. Nothing here touches the device."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import add, attrgetter, le, sub
+from operator import add, le, sub
 
 from tllm_spec.config.draft_shape import NO_DRAFTS, DraftShape
 from tllm_spec.executor.batch import ScheduledBatch
@@ -19,8 +19,6 @@ from tllm_spec.request_errors import ContextLengthExceeded
 # With `fair_preemption`, rounds between two requests that are given up for another client: what
 # they have computed may have to be computed again.
 FAIR_PREEMPTION_ROUNDS = 64
-
-_may_have_ended = attrgetter("may_have_ended")
 
 
 @dataclass(frozen=True)
@@ -94,8 +92,13 @@ class Scheduler:
         """Whether the rounds in flight may finish every running request, and none can join.
 
         Another round might then be empty, and would delay the next request's first token."""
-        may_join = self.waiting and self._slots.free
-        return not may_join and all(map(_may_have_ended, self.running))
+        if self.waiting and self._slots.free:
+            return False
+        return all(
+            request.tokens_in_flight
+            and request.num_tokens_bound - request.prompt_len >= request.max_tokens
+            for request in self.running
+        )
 
     def schedule(
         self, generating: list[LlmRequest], shape: DraftShape, *, is_ragged: bool = False
@@ -246,12 +249,12 @@ class Scheduler:
 
         GUARANTEED_NO_EVICT: for all tokens that it may ever have. MAX_UTILIZATION: for its tokens
         now."""
-        if self.limits.may_preempt:
-            num_tokens = request.num_tokens + self._kv.extra_kv_tokens
-            available = self._kv.available()
-        else:
-            num_tokens, available = self._last_token(request), self._kv.promisable()
+        may_preempt = self.limits.may_preempt
+        num_tokens = request.num_tokens + self._kv.extra_kv_tokens
+        if not may_preempt:
+            num_tokens = self._last_token(request)
         needed = self._kv.new_pages_needed(request, num_tokens)
+        available = self._kv.available(for_claims=not may_preempt)
         return all(map(le, map(add, needed, reserved), available))
 
     def _claims(self, requests: list[LlmRequest]) -> list[int]:

@@ -6,8 +6,8 @@ ends, or when the state is asked for. It knows no policy and no device."""
 
 import logging
 from collections import Counter, deque
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from tllm_spec.executor.batch import ScheduledBatch
@@ -29,29 +29,15 @@ class DraftLenTotals:
     seconds: float = 0.0  # of timed rounds
 
 
-@dataclass(frozen=True)
-class _Tokens:
-    prompt: int = 0
-    cached_prompt: int = 0
-    generated: int = 0
-    stats: SpeculativeStats = field(default_factory=SpeculativeStats)
-
-    def plus(self, request: LlmRequest) -> "_Tokens":
-        return _Tokens(
-            self.prompt + request.prompt_len,
-            self.cached_prompt + request.reported_cached_tokens,
-            self.generated + request.num_output_tokens,
-            self.stats + request.counters.stats(),
-        )
-
-
 class Totals:
     """Counters since the start. Call `add_round` once per round and `add_end` once per request."""
 
     def __init__(self) -> None:
         self._by_draft_len: dict[int, DraftLenTotals] = {}
         self._by_finish_reason: Counter[str] = Counter()
-        self._ended = _Tokens()
+        # Of the requests that have ended.
+        self._prompt_tokens = self._cached_prompt_tokens = self._generated_tokens = 0
+        self._speculation = SpeculativeStats()
         self._num_changes = 0
         self._offered_drafts = self._verified_drafts = 0
         self.latest_draft_len: int | None = None
@@ -88,19 +74,23 @@ class Totals:
     def add_end(self, request: LlmRequest) -> None:
         assert request.finish_reason is not None
         self._by_finish_reason[request.finish_reason] += 1
-        self._ended = self._ended.plus(request)
+        self._prompt_tokens += request.prompt_len
+        self._cached_prompt_tokens += request.reported_cached_tokens
+        self._generated_tokens += request.num_output_tokens
+        self._speculation += request.counters.stats()
 
-    def state(self, unfinished: Iterable[LlmRequest]) -> dict[str, Any]:
+    def state(self, unfinished: Sequence[LlmRequest]) -> dict[str, Any]:
         """The totals as plain values. unfinished: the requests that have not ended."""
-        tokens = self._ended
-        for request in unfinished:
-            tokens = tokens.plus(request)
+        num_prompt = sum(each.prompt_len for each in unfinished)
+        num_cached = sum(each.reported_cached_tokens for each in unfinished)
+        num_generated = sum(each.num_output_tokens for each in unfinished)
+        speculation = sum((each.counters.stats() for each in unfinished), self._speculation)
         return {
             "requests_by_finish_reason": dict(self._by_finish_reason),
-            "prompt_tokens": tokens.prompt,
-            "cached_prompt_tokens": tokens.cached_prompt,
-            "generated_tokens": tokens.generated,
-            "speculation": tokens.stats.to_dict(),
+            "prompt_tokens": self._prompt_tokens + num_prompt,
+            "cached_prompt_tokens": self._cached_prompt_tokens + num_cached,
+            "generated_tokens": self._generated_tokens + num_generated,
+            "speculation": speculation.to_dict(),
             "by_draft_len": {
                 str(key): asdict(row) for key, row in sorted(self._by_draft_len.items())
             },
@@ -146,10 +136,22 @@ class IterationStats:
             "numCompletedRequests": len(finished),
             "numNewActiveRequests": len(batch.joining),
             "kvCacheStats": self._kv_cache_stats(),
-            "inflightBatchingStats": self._batching_stats(batch, outcome),
+            "inflightBatchingStats": {
+                "numScheduledRequests": len(batch.requests()),
+                "numContextRequests": len(batch.context_requests),
+                "numGenRequests": len(batch.generation_requests),
+                "numPausedRequests": self._scheduler.num_preemptions - self._num_preemptions,
+                "avgNumDecodedTokensPerIter": _mean(outcome.num_tokens, outcome.num_requests),
+            },
         }
-        if batch.shape.depth:
-            stats["specDecodingStats"] = _speculation_stats(outcome)
+        if batch.shape.depth:  # of requests that wanted drafts, without padding
+            number, num_accepted = len(outcome.num_accepted), sum(outcome.num_accepted)
+            stats["specDecodingStats"] = {
+                "numDraftTokens": outcome.num_drafted,
+                "numAcceptedTokens": num_accepted,
+                "numRequestsWithDraftTokens": number,
+                "acceptanceLength": _mean(number + num_accepted, number),
+            }
         self._rounds.append(stats)
         self._num_rounds += 1
         self._num_preemptions = self._scheduler.num_preemptions
@@ -171,18 +173,7 @@ class IterationStats:
             "tokensPerBlock": state["page_size"],
             "reusedBlocks": state["reused_pages"],
             "missedBlocks": state["missed_pages"],
-            "cacheHitRate": state["reused_pages"] / num_looked_up if num_looked_up else 0.0,
-        }
-
-    def _batching_stats(self, batch: ScheduledBatch, outcome: RoundOutcome) -> dict[str, Any]:
-        return {
-            "numScheduledRequests": len(batch.requests()),
-            "numContextRequests": len(batch.context_requests),
-            "numGenRequests": len(batch.generation_requests),
-            "numPausedRequests": self._scheduler.num_preemptions - self._num_preemptions,
-            "avgNumDecodedTokensPerIter": (
-                outcome.num_tokens / outcome.num_requests if outcome.num_requests else 0.0
-            ),
+            "cacheHitRate": _mean(state["reused_pages"], num_looked_up),
         }
 
 
@@ -212,15 +203,8 @@ class RoundLog:
         self._num_rounds += 1
 
 
-def _speculation_stats(outcome: RoundOutcome) -> dict[str, Any]:
-    """Counts the drafts of requests that wanted any, without padding."""
-    num_requests, num_accepted = len(outcome.num_accepted), sum(outcome.num_accepted)
-    return {
-        "numDraftTokens": outcome.num_drafted,
-        "numAcceptedTokens": num_accepted,
-        "numRequestsWithDraftTokens": num_requests,
-        "acceptanceLength": 1 + num_accepted / num_requests if num_requests else 0.0,
-    }
+def _mean(total: int, number: int) -> float:
+    return total / number if number else 0.0
 
 
 # Says once that hardly any draft is accepted, and why that may be.

@@ -87,7 +87,7 @@ class TrafficRecorder:
     def add_round(
         self, launched: LaunchedRound, table: list[list[int]], *, counts_drafts: bool
     ) -> None:
-        """Queues a round that the host has read. counts_drafts: as in `RoundReader`."""
+        """Queues a round that the host has read. counts_drafts: as in `read_round`."""
         batch, num_drafts = launched.batch, None if counts_drafts else launched.num_drafts
         contexts, generating = launched.ended_contexts, batch.generation_requests
         read = ReadRound(monotonic(), contexts, generating, num_drafts, batch.shape.path, table)

@@ -100,7 +100,8 @@ class Worker:
             self._executor.enter_thread()
             while not self._queue.closed:
                 self._idle.clear()
-                self._run_calls()
+                for call in self._queue.take_calls():
+                    call()
                 if not self._round():
                     self._idle.set()
                     if not self._queue.wait(QUIET_SECONDS):
@@ -112,16 +113,13 @@ class Worker:
             self.failure = self.failure or described(error)
         finally:
             self._ended = True
-            self._run_calls(last=True)
+            for call in self._queue.take_calls(last=True):
+                call()
             self._on_end(self.failure or self.why_ended)
             self._queue.end(self.failure)
             self._idle.set()
             self._executor.close()
             del self._executor  # so that its memory is freed with the last other reference
-
-    def _run_calls(self, *, last: bool = False) -> None:
-        for call in self._queue.take_calls(last=last):
-            call()
 
     def _round(self) -> bool:
         try:

@@ -15,14 +15,7 @@ from typing import Any, NamedTuple
 
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.config.option_checks import check_text, shown
-from tllm_spec.executor.request import (
-    DecodingRules,
-    DraftCounters,
-    LlmRequest,
-    RequestPause,
-    StopOptions,
-    rules_of_sample,
-)
+from tllm_spec.executor.request import DecodingRules, LlmRequest, StopOptions, samples_of
 from tllm_spec.executor.request_wire import RequestLimits
 from tllm_spec.grammar.grammar_state import GrammarState
 from tllm_spec.grammars import end_ids_of
@@ -30,7 +23,7 @@ from tllm_spec.request_errors import ContextLengthExceeded
 from tllm_spec.request_handle import RequestHandle
 from tllm_spec.sampling_params import DEFAULT_OPTIONS, RequestOptions, SamplingParams
 from tllm_spec.text.chat_prompt import ChatPrompts, Conversation
-from tllm_spec.text.stop_strings import StopStringChecker
+from tllm_spec.text.stop_strings import look_for_stops
 from tllm_spec.text.tokenizer import Tokenizer
 
 # Text, token ids, {"prompt": text} or {"prompt_token_ids": token ids}, or a conversation.
@@ -47,10 +40,6 @@ class Submission:
     token_ids: list[int]
     params: SamplingParams
     requests: list[LlmRequest]
-
-    @property
-    def ids(self) -> list[int]:
-        return [request.request_id for request in self.requests]
 
     def handle(self, tokenizer: Tokenizer | None, cancel: Callable[[], None]) -> RequestHandle:
         first_id = self.requests[0].request_id
@@ -133,28 +122,24 @@ class Intake:
         with self._lock:
             ids = [next(self._ids) for _ in range(params.n)]
         room, longest = self._limits.max_seq_len - len(token_ids), self._limits.max_draft_len
-        wanted, stop = params.speculation, stop_options(params)
+        wanted = params.speculation
         limit = longest if wanted.max_draft_len is None else min(longest, wanted.max_draft_len)
         seed = secrets.randbits(63) if params.seed is None else params.seed
-        requests = [
-            LlmRequest(
-                request_id=request_id,
-                tokens=list(token_ids),
-                rules=rules_of_sample(rules, index),
-                seed=_sample_seed(seed, index),
-                index=index,
-                arrival=request_id,
-                max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
-                draft_limit=limit if wanted.enabled else 0,
-                counters=DraftCounters(longest),
-                draft_pause=RequestPause(self._limits.pause_patience),
-                stop_options=stop,
-                stop_checker=self._stop_checker(stop),
-                grammar=grammar,
-                **vars(options),
-            )
-            for index, (request_id, grammar) in enumerate(zip(ids, grammars, strict=True))
-        ]
+        requests = samples_of(
+            *(token_ids, rules, ids),
+            [_sample_seed(seed, index) for index in range(params.n)],
+            grammars,
+            max_draft_len=longest,
+            pause_patience=self._limits.pause_patience,
+            max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
+            draft_limit=limit if wanted.enabled else 0,
+            **vars(options),
+        )
+        if params.stop_strings:
+            assert self._tokenizer is not None
+            keeps, skips = params.include_stop_str_in_output, params.skip_special_tokens
+            stop = StopOptions(params.stop_strings, keeps, skips)
+            look_for_stops(requests, self._tokenizer, stop)
         return Submission(prompt, token_ids, params, requests)
 
     def _rules(self, params: SamplingParams) -> DecodingRules:
@@ -169,17 +154,25 @@ class Intake:
             params, vocab_size=self._limits.vocab_size, end_ids=self._end_ids, encode=encode
         )
 
-    def _stop_checker(self, options: StopOptions | None) -> StopStringChecker | None:
-        if options is None:
-            return None
-        assert self._tokenizer is not None
-        return StopStringChecker.of(self._tokenizer, options)
-
     def _read(self, prompt: Prompt, params: SamplingParams) -> tuple[str | None, list[int]]:
         """The prompt's text, if it was given as text, and its tokens, truncated as `params` say.
 
         Raises ValueError for what is not a prompt, is too long or is outside the vocabulary."""
-        text, token_ids = self._tokens_of(_plain(prompt), params)
+        text, plain = None, _plain(prompt)
+        if isinstance(plain, Conversation):
+            token_ids = self._chat_prompts.token_ids(plain)
+        elif isinstance(plain, str):
+            check_text(plain)
+            if self._tokenizer is None:
+                raise ValueError(
+                    "a text prompt needs a tokenizer; give token ids, or drop skip_tokenizer_init"
+                )
+            if params.truncate_prompt_tokens is None:
+                self.check_length(plain)
+            special = params.add_special_tokens
+            text, token_ids = plain, self._tokenizer.encode(plain, add_special_tokens=special)
+        else:
+            token_ids = _token_ids(plain)
         if params.truncate_prompt_tokens is not None:
             del token_ids[: -params.truncate_prompt_tokens]
         if not token_ids:
@@ -191,21 +184,6 @@ class Intake:
             )
         self.check_length(token_ids)
         return text, token_ids
-
-    def _tokens_of(self, prompt: object, params: SamplingParams) -> tuple[str | None, list[int]]:
-        if isinstance(prompt, Conversation):
-            return None, self._chat_prompts.token_ids(prompt)
-        if not isinstance(prompt, str):
-            return None, _token_ids(prompt)
-        check_text(prompt)
-        if self._tokenizer is None:
-            raise ValueError(
-                "a text prompt needs a tokenizer; give token ids, or drop skip_tokenizer_init"
-            )
-        if params.truncate_prompt_tokens is None:
-            self.check_length(prompt)
-        special = params.add_special_tokens
-        return prompt, self._tokenizer.encode(prompt, add_special_tokens=special)
 
     def check_length(self, text: str | Sequence[int]) -> None:
         """Raises ValueError for a text that has too many tokens whatever they are. Tokenizing it
@@ -243,15 +221,6 @@ class Intake:
             f"this model's maximum context length is {self._limits.max_seq_len} tokens, and the "
             f"prompt has {length}; at most {self._max_tokens} are accepted, {reason}"
         )
-
-
-def stop_options(params: SamplingParams) -> StopOptions | None:
-    """None without stop strings."""
-    if not params.stop_strings:
-        return None
-    return StopOptions(
-        params.stop_strings, params.include_stop_str_in_output, params.skip_special_tokens
-    )
 
 
 def is_single(inputs: object) -> bool:

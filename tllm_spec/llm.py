@@ -9,7 +9,7 @@ import secrets
 import socket
 import time
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn, cast
 
@@ -101,7 +101,7 @@ class LLM:
         columns = [_one_each(name, value, len(prompts)) for name, value in given.items()]
         submit = self.generate_async if is_one else self._submit_or_explain
         results: list[RequestHandle] = []
-        with _aborted_if_interrupted(results):
+        try:
             for prompt, params, rank, salt in zip(prompts, *columns, strict=True):
                 results.append(submit(prompt, params, priority=rank, cache_salt=salt))
             if is_one:
@@ -112,6 +112,9 @@ class LLM:
             if not use_tqdm:
                 return [result.result() for result in results]
             return _shown(results)
+        finally:  # Ctrl-C or an error may have ended the wait for them
+            for result in results:
+                result.abort()
 
     def chat(
         self,
@@ -187,8 +190,14 @@ class LLM:
         self._check_alive()
         with _mistakes_as_request_errors():
             submission = self._intake.submission(inputs, params, options)
-        result = submission.handle(self.tokenizer, self._cancel_of(submission.ids))
-        for request_id in submission.ids:
+        ids = [each.request_id for each in submission.requests]
+
+        def cancel() -> None:  # holds the LLM: a running request keeps it alive
+            for request_id in ids:
+                self._queue.cancel(request_id)
+
+        result = submission.handle(self.tokenizer, cancel)
+        for request_id in ids:
             self._results.add(request_id, result)
         if not self._queue.put(submission.requests):  # it has ended since `_check_alive`
             self._results.fail_all(self._worker.why_ended)
@@ -299,13 +308,6 @@ class LLM:
             result.receive(Response(0, [], finish_reason="error", error=str(error)))
             return result
 
-    def _cancel_of(self, ids: list[int]) -> Callable[[], None]:
-        def cancel() -> None:
-            for request_id in ids:
-                self._queue.cancel(request_id)
-
-        return cancel
-
     def _check_alive(self) -> None:
         if self._is_shut_down:
             raise RuntimeError("the LLM is shut down")
@@ -356,16 +358,6 @@ def _mistakes_as_request_errors() -> Iterator[None]:
         raise
     except ValueError as error:
         raise RequestError(str(error)) from error
-
-
-@contextmanager
-def _aborted_if_interrupted(results: Sequence[RequestHandle]) -> Iterator[None]:
-    """Aborts the requests when Ctrl-C or an error ends the wait for them."""
-    try:
-        yield
-    finally:
-        for result in results:
-            result.abort()
 
 
 def _one_each(name: str, value: Any, number: int) -> list[Any]:

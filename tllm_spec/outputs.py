@@ -77,11 +77,13 @@ class SpeculativeStats:
         )
 
     def __add__(self, other: SpeculativeStats) -> SpeculativeStats:
+        drafted = zip_longest(self.per_position_drafted, other.per_position_drafted, fillvalue=0)
+        accepted = zip_longest(self.per_position_accepted, other.per_position_accepted, fillvalue=0)
         return SpeculativeStats(
             self.rounds + other.rounds,
             self.num_emitted_tokens + other.num_emitted_tokens,
-            _add(self.per_position_drafted, other.per_position_drafted),
-            _add(self.per_position_accepted, other.per_position_accepted),
+            tuple(map(sum, drafted)),
+            tuple(map(sum, accepted)),
         )
 
     def to_dict(self) -> dict[str, object]:
@@ -97,10 +99,6 @@ class SpeculativeStats:
             "per_position_acceptance": list(self.per_position_acceptance),
             "acceptance_histogram": list(self.acceptance_histogram),
         }
-
-
-def _add(left: tuple[int, ...], right: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(one + other for one, other in zip_longest(left, right, fillvalue=0))
 
 
 @dataclass

@@ -38,7 +38,7 @@ from tllm_spec.grammar.guided_decoding import GrammarSource
 from tllm_spec.grammars import Grammars
 from tllm_spec.models.registry import check_shards
 from tllm_spec.request_errors import described
-from tllm_spec.text.stop_strings import StopStringChecker
+from tllm_spec.text.stop_strings import look_for_stops
 from tllm_spec.text.tokenizer import Tokenizer, tokenizer_of
 from tllm_spec.zoo.registry import resolve_model
 
@@ -184,7 +184,12 @@ def _follow_model(comm: MPI.Intracomm, parent: MPI.Intercomm | None = None) -> i
     _mark_logs(comm.rank)
     group = ProcessGroup(comm, parent)
     try:
-        _follow(group)
+        _check_equal(VERSION, versions(), group)
+        args = LlmArgs(**group.share(None))
+        _check_equal(CHECKPOINT, checkpoints(args), group)
+        tokenizer = tokenizer_of(args)
+        built = build_together(args, tokenizer, lambda responses: None, group)
+        run_until_end(built, args, tokenizer)
     except SharedError:  # rank 0 reports it
         return FAILED
     except BaseException as error:  # a process border: the other ranks must not wait for this one
@@ -192,14 +197,6 @@ def _follow_model(comm: MPI.Intracomm, parent: MPI.Intercomm | None = None) -> i
         group.abort(described(error))
     group.close()
     return 0
-
-
-def _follow(group: Communicator) -> None:
-    _check_equal(VERSION, versions(), group)
-    args = LlmArgs(**group.share(None))
-    _check_equal(CHECKPOINT, checkpoints(args), group)
-    tokenizer = tokenizer_of(args)
-    run_until_end(build_together(args, tokenizer, lambda responses: None, group), args, tokenizer)
 
 
 def _comm(args: LlmArgs, are_joined: threading.Event) -> tuple[MPI.Intracomm, MPI.Intercomm | None]:
@@ -326,15 +323,8 @@ def _requests(
     requests = unpack_requests(packed, ids, limits, states)
     if stop is not None:
         assert tokenizer is not None
-        options = _stop_options(stop)
-        for request in requests:
-            request.stop_options = options
-            request.stop_checker = StopStringChecker.of(tokenizer, options)
+        look_for_stops(requests, tokenizer, StopOptions(**stop | {"stops": tuple(stop["stops"])}))
     return requests
-
-
-def _stop_options(plain: Mapping[str, Any]) -> StopOptions:
-    return StopOptions(**{**plain, "stops": tuple(plain["stops"])})
 
 
 def _mark_logs(rank: int) -> None:

@@ -27,34 +27,43 @@ class Sample:
     ) -> None:
         self._output = output
         self._params = params
-        self._text = _text_of(params, tokenizer)
+        self._text: StreamedText | None = None
+        if tokenizer is not None and (params.detokenize or params.stop_strings):
+            skips = params.skip_special_tokens
+            detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=skips)
+            wants_begins = params.logprobs is not None
+            self._text = StreamedText(detokenizer, params.stop_strings, wants_begins=wants_begins)
         self._held_token_ids: list[int] = []
         self._held_logprobs: list[dict[int, Logprob]] = []
 
     def grow(self, response: Response) -> None:
         """Adds a response that is not the last."""
-        self._hold(response.token_ids, response.logprobs)
-        if self._text is None:
-            self._show("", None)
-        else:
+        piece, num_tokens = "", None
+        if self._text is not None:
             piece = self._text.feed(response.token_ids)
-            self._show(piece, self._text.num_shown)
+            num_tokens = self._text.num_shown
+        self._show(piece, response.token_ids, response.logprobs, num_tokens)
 
     def finish(self, response: Response) -> None:
         """Adds the last response. Stop words are not part of the output unless asked for."""
         token_ids, match = response.token_ids, response.stop_match
         if isinstance(response.stop_reason, int) and not self._params.include_stop_str_in_output:
             token_ids = token_ids[:-1]
-        self._hold(token_ids, response.logprobs[: len(token_ids)])
+        logprobs = response.logprobs[: len(token_ids)]
         rest = self._text.finish(token_ids, match.text if match else None) if self._text else ""
-        self._show(rest, match.num_tokens if match else None)
+        self._show(rest, token_ids, logprobs, match.num_tokens if match else None)
 
-    def _hold(self, token_ids: Sequence[int], logprobs: Sequence[dict[int, Logprob]]) -> None:
+    def _show(
+        self,
+        text: str,
+        token_ids: Sequence[int],
+        logprobs: Sequence[dict[int, Logprob]],
+        num_tokens: int | None,
+    ) -> None:
+        """Adds `text` to the output, and held and new tokens until it has `num_tokens` (None:
+        all)."""
         self._held_token_ids += token_ids
         self._held_logprobs += logprobs
-
-    def _show(self, text: str, num_tokens: int | None) -> None:
-        """Adds `text` to the output, and held tokens until it has `num_tokens` (None: all)."""
         output, start = self._output, self._output.length
         count = None if num_tokens is None else num_tokens - start
         output.token_ids += self._held_token_ids[:count]
@@ -202,11 +211,8 @@ class RequestHandle(RequestOutput):
                 each.prompt_logprobs = response.prompt_logprobs
         if response.finish_reason is None:
             self._samples[response.index].grow(response)
-        else:
-            self._samples[response.index].finish(response)
-            self._finish(output, response, time)
-
-    def _finish(self, output: CompletionOutput, response: Response, time: float) -> None:
+            return
+        self._samples[response.index].finish(response)
         if output.logprobs:
             chosen = zip(output.token_ids, output.logprobs, strict=True)
             output.cumulative_logprob = sum(entry[token].logprob for token, entry in chosen)
@@ -267,10 +273,3 @@ def _wake(waiter: asyncio.Future[None]) -> None:
 def _set(waiter: asyncio.Future[None]) -> None:
     if not waiter.done():
         waiter.set_result(None)
-
-
-def _text_of(params: SamplingParams, tokenizer: Tokenizer | None) -> StreamedText | None:
-    if tokenizer is None or not (params.detokenize or params.stop_strings):
-        return None
-    detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=params.skip_special_tokens)
-    return StreamedText(detokenizer, params.stop_strings, wants_begins=params.logprobs is not None)

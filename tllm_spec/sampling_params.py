@@ -213,7 +213,14 @@ class SamplingParams:
     """`{enabled, max_draft_len}`: limits speculation for this request."""
 
     def __post_init__(self) -> None:
-        self._replace_shorthands()
+        # None is an option's default, as in TensorRT-LLM; only for `max_tokens` it has a meaning.
+        # As `logprobs`, True is 1 and False is None.
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if value is None and each.default is not MISSING and each.name != "max_tokens":
+                object.__setattr__(self, each.name, each.default)
+            if isinstance(value, bool) and each.name in ("logprobs", "prompt_logprobs"):
+                object.__setattr__(self, each.name, 1 if value else None)
         mistakes = []
         for check, *arguments in self._checks():
             try:
@@ -225,12 +232,9 @@ class SamplingParams:
 
     def _checks(self) -> Iterator[tuple[Any, ...]]:
         """Functions that raise ValueError for one mistake, with their arguments."""
-        for name, limits in INTEGERS.items():
+        for name, limits in {**INTEGERS, **NUMBERS}.items():
             if (value := getattr(self, name)) is not None:
-                yield check_integer, name, value, *limits
-        for name, bounds in NUMBERS.items():
-            if (value := getattr(self, name)) is not None:
-                yield check_number, name, value, *bounds
+                yield check_integer if name in INTEGERS else check_number, name, value, *limits
         for name in BOOLS:
             yield check_bool, name, getattr(self, name)
         for name in ("bad", "stop"):
@@ -242,18 +246,18 @@ class SamplingParams:
             yield LogitsEdit.of, processor
         yield (self._read_mappings,)
 
-    def _replace_shorthands(self) -> None:
-        """None is an option's default, as in TensorRT-LLM; only for `max_tokens` it has a meaning.
-        As `logprobs`, True is 1 and False is None."""
-        for each in fields(self):
-            value = getattr(self, each.name)
-            if value is None and each.default is not MISSING and each.name != "max_tokens":
-                object.__setattr__(self, each.name, each.default)
-            if isinstance(value, bool) and each.name in ("logprobs", "prompt_logprobs"):
-                object.__setattr__(self, each.name, 1 if value else None)
-
     def _read_mappings(self) -> None:
-        object.__setattr__(self, "speculation", _speculation_from(self.speculation))
+        """Makes objects of the options that may be mappings."""
+        value: Any = self.speculation or {}
+        if not isinstance(value, SpeculationParams):
+            known = [each.name for each in fields(SpeculationParams)]
+            if not isinstance(value, Mapping):
+                names = " and ".join(known)
+                raise ValueError(f"speculation = {value!r}: a mapping with {names} is needed")
+            unknown = {f"speculation.{name}": value[name] for name in value if name not in known}
+            if unknown:
+                raise ValueError("\n".join(unknown_options(unknown, known)))
+            object.__setattr__(self, "speculation", SpeculationParams(**value))
         if self.guided_decoding is not None:
             object.__setattr__(
                 self, "guided_decoding", GuidedDecodingParams.of(self.guided_decoding)
@@ -374,18 +378,6 @@ class RequestOptions:
 
 
 DEFAULT_OPTIONS = RequestOptions()
-
-
-def _speculation_from(value: object) -> SpeculationParams:
-    if value is None or isinstance(value, SpeculationParams):
-        return value or SpeculationParams()
-    known = [each.name for each in fields(SpeculationParams)]
-    if not isinstance(value, Mapping):
-        raise ValueError(f"speculation = {value!r}: a mapping with {' and '.join(known)} is needed")
-    unknown = {f"speculation.{name}": each for name, each in value.items() if name not in known}
-    if unknown:
-        raise ValueError("\n".join(unknown_options(unknown, known)))
-    return SpeculationParams(**value)
 
 
 def _as_tuple(value: Any) -> tuple[Any, ...]:

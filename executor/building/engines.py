@@ -10,8 +10,8 @@ from time import monotonic
 from typing import Any, TypeVar
 
 from tllm_spec.attention.choice import create_backend, create_batch_invariant
-from tllm_spec.attention.geometry import KVPool, LayerGroup
-from tllm_spec.attention.interface import AttentionBackend, SpecMetadata, default_capture_layers
+from tllm_spec.attention.geometry import KVPool
+from tllm_spec.attention.interface import SpecMetadata, default_capture_layers
 from tllm_spec.attention.recurrent import RecurrentMemory
 from tllm_spec.draft_network.network import ExternalDraft
 from tllm_spec.executor.building.draft_backend import check_pool, load_head_network, load_network
@@ -259,13 +259,13 @@ class _Memory:
 def _memory(plan: BuildPlan, own: GroupPlan, num_pages: int) -> _Memory:
     pools = [
         KVPool(
-            pool.geometry,
+            geometry,
             num_pages=num_pages,
             page_size=plan.page_size,
-            kv_format=pool.kv_format,
+            kv_format=kv_format,
             device=plan.device,
         )
-        for pool in own.pools
+        for geometry, kv_format in own.pools
     ]
     table = BlockTable(plan.slots, -(-plan.max_len // plan.page_size), plan.device)
     return _Memory(pools, RowBuilder(table, num_pages, plan.page_size, plan.device), own.span)
@@ -300,7 +300,7 @@ def _build_target(
         if plan.args.deterministic:
             backend = create_batch_invariant(own.geometry, place.pools[0])
         else:
-            backend = _backend(plan, own, place.pools[0])
+            backend = create_backend(plan.attention, own.geometry, place.pools[0])
         groups.append(PagedGroup(backend, place.rows))
     return ModelEngine(target, AttentionGroups(groups, states), spec), kv, net
 
@@ -329,13 +329,11 @@ def _draft_net(plan: BuildPlan, draft: LoadedDraft, memory: list[_Memory]) -> Dr
         return ExternalHeadNet(model, draft.spec, pools[0], place.rows)
     if isinstance(model, ExternalDraft):
         return ExternalModelNet(model, pools[0], place.rows, vocab_size)
-    backends = (_backend(plan, own, pool) for own, pool in zip(groups, pools, strict=True))
-    paged = [PagedGroup(backend, place.rows) for backend in backends]
+    paged = [
+        PagedGroup(create_backend(plan.attention, own.geometry, pool), place.rows)
+        for own, pool in zip(groups, pools, strict=True)
+    ]
     return draft.net(AttentionGroups(paged, sees=draft.plan.sees), vocab_size)
-
-
-def _backend(plan: BuildPlan, group: LayerGroup, pool: KVPool) -> AttentionBackend:
-    return create_backend(plan.attention, group.geometry, pool)
 
 
 def _manager(

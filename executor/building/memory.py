@@ -13,10 +13,7 @@ from tllm_spec.executor.engine.memory_plan import BYTES_A_GRAPH, GIB, GroupPlan,
 from tllm_spec.executor.sampling.grammar_masks import mask_words
 from tllm_spec.executor.speculative.drafting.drafter import When
 from tllm_spec.executor.speculative.drafting.heads import draft_folder
-from tllm_spec.executor.speculative.drafting.loaded_draft import (
-    LoadedDraft,
-    blank_head,
-)
+from tllm_spec.executor.speculative.drafting.loaded_draft import LoadedDraft, blank_head
 from tllm_spec.executor.speculative.drafting.network_drafter import DraftBacklog
 from tllm_spec.executor.speculative.modes import text_bytes_of
 from tllm_spec.kernels.attention.paged_prefill import PLAN_BYTES
@@ -31,9 +28,9 @@ def reserved_bytes(plan: BuildPlan, draft: LoadedDraft | None, groups: Sequence[
     states, their snapshots and what blocks of prompts need; the backlog of a draft network on the
     target's pages; a draft network's distributions for rejection sampling; texts."""
     num_bytes = sum(
-        workspace_bytes(plan.attention, pool.geometry, pool.kv_format)
+        workspace_bytes(plan.attention, geometry, kv_format)
         for group in groups
-        for pool in group.pools
+        for geometry, kv_format in group.pools
     )
     if (recurrent := plan.recurrent) is not None:
         num_bytes += (plan.slots.dummy_slot + 1) * recurrent.slot_bytes(plan.dtype)

@@ -135,7 +135,9 @@ class HostCopies:
     def __init__(self, groups: Sequence[Sequence[KVPool]], num_places: int) -> None:
         self._groups = groups
         device = groups[0][0].data.device
-        self._side = _new_stream(device) if device.type == "cuda" else None
+        self._side: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._side = torch.cuda.Stream(device)
         self._host = [
             [
                 torch.empty(
@@ -179,11 +181,6 @@ class HostCopies:
         main.wait_stream(self._side)
         buffer.record_stream(main)
         page.copy_(buffer)
-
-
-def _new_stream(device: torch.device) -> torch.cuda.Stream:
-    stream: torch.cuda.Stream = torch.cuda.Stream(device)
-    return stream
 
 
 # Where CUDA graphs leave their results for the host: a ring of pinned memory that the device
@@ -271,21 +268,15 @@ class TextStates:
         self._num_rows_left = num_bytes // row_bytes
         self._parts: list[tuple[ToHost, int, int | None]] = []
 
-    def add_chunk(self, sent: ToHost, first: int, number: int) -> None:
-        """A context chunk has these rows of sent states `[T, C]`."""
-        self._add(sent, first, number, number)
-
-    def add_window(self, sent: ToHost, index: int, width: int) -> None:
-        """A window is one of sent windows `[N, W, C]` with lengths `[N]`."""
-        self._add(sent, index, None, width)
-
-    def _add(self, sent: ToHost, first: int, number: int | None, num_rows: int) -> None:
+    def add(self, sent: ToHost, first: int, num_rows: int, *, is_window: bool) -> None:
+        """A context chunk has these rows of sent states `[T, C]`, a window is the `first`-th of
+        sent windows `[N, W, C]` with lengths `[N]`."""
         self._num_rows_left -= num_rows
         if self._num_rows_left < 0:
             self.is_dropped = True
             self._parts.clear()
         if not self.is_dropped:
-            self._parts.append((sent, first, number))
+            self._parts.append((sent, first, None if is_window else num_rows))
 
     def read(self) -> torch.Tensor:
         """`[T, C]`. A round that was launched after the text's end adds rows that mean nothing."""

@@ -98,12 +98,7 @@ def _lines(file: Path) -> list[str]:
 # Which KV pools a model and its drafter need, and how many pages each gets of the memory.
 
 
-@dataclass(frozen=True)
-class PoolPlan:
-    """The pool of one layer group."""
-
-    geometry: Geometry
-    kv_format: KVFormat
+PoolPlan = tuple[Geometry, KVFormat]  # the pool of one layer group
 
 
 @dataclass(frozen=True)
@@ -116,16 +111,14 @@ class GroupPlan:
 
     def page_bytes(self, page_size: int) -> int:
         """Bytes of a page in all pools."""
-        return sum(
-            KVPool.page_bytes(pool.geometry, page_size, pool.kv_format) for pool in self.pools
-        )
+        return sum(KVPool.page_bytes(own, page_size, each) for own, each in self.pools)
 
 
 def own_groups(layers: Sequence[LayerGroup], kv_format: KVFormat) -> list[GroupPlan]:
     """The groups of a target: one for each layer group. kv_format: of all layers of the model."""
     formats = [kv_format.of_layers(own.layers) for own in layers]
-    pools = [PoolPlan(own.geometry, each) for own, each in zip(layers, formats, strict=True)]
-    return [GroupPlan((pool,), pool.geometry.span) for pool in pools]
+    pairs = zip((own.geometry for own in layers), formats, strict=True)
+    return [GroupPlan(((geometry, each),), geometry.span) for geometry, each in pairs]
 
 
 def draft_group(layers: Sequence[LayerGroup], kv_format: KVFormat) -> GroupPlan:
@@ -273,7 +266,7 @@ def round_bytes(args: LlmArgs, models: Sequence[ServedModel]) -> int:
     num_bytes += 2 * num_rows * vocab_size * target.dtype.itemsize
     num_bytes += min(SAMPLING_BYTES, args.max_num_tokens * vocab_size * BYTES_PER_LOGIT)
     num_bytes += 2 * 5 * num_requests * vocab_size
-    if any(_has_slices(model) for model in models):
+    if any(not model.config.quantisation.is_plain for model in models):
         num_bytes += 2 * 2 * MAX_SLICE_BYTES
     if any(_widens_experts(model) for model in models):
         num_bytes += WIDE_BYTES
@@ -286,11 +279,6 @@ def round_bytes(args: LlmArgs, models: Sequence[ServedModel]) -> int:
             num_bytes += num_logits * BYTES_PER_LOGIT
             num_bytes += 2 * num_requests * longest.depth * vocab_size * torch.float32.itemsize
     return num_bytes
-
-
-def _has_slices(model: ServedModel) -> bool:
-    """Whether weights are quantised. Heads have none."""
-    return not model.config.quantisation.is_plain
 
 
 def _widens_experts(model: ServedModel) -> bool:

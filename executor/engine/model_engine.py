@@ -88,7 +88,7 @@ class ModelEngine:
     def compute_all_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """`[R, H]` -> `[R, V]` on every rank."""
         logits, shard = self.model.compute_logits(hidden), self.model.lm_head.shard
-        return logits if shard is None else shard.gather(logits)
+        return logits if shard is None else shard.communicator.all_gather(logits)
 
 
 # Runs a network outside torch over pages of KV in torch.

@@ -114,18 +114,10 @@ class GraphKey:
         return each | {self.num_tokens}
 
 
-@dataclass(frozen=True)
-class SpecRuntimeState(Generic[Result]):
-    """A tier: the graphs of one draft shape. All other buffers belong to the slots and serve every
-    tier, so switching tiers between two rounds is one look-up."""
-
-    shape: DraftShape
-    graphs: dict[tuple[int, bool], Captured[Result]]  # by padded batch size and way of sampling
-
-
 class SlotGraphs(Generic[Result]):
     """CUDA graphs by key. `work(slot_ids, shape, sampled)` takes slot numbers `[B]` on the device.
-    Without `pads` a batch between two captured sizes has no graph."""
+    Without `pads` a batch between two captured sizes has no graph. All other buffers belong to the
+    slots and serve every shape, so switching shapes between two rounds is one look-up."""
 
     def __init__(
         self,
@@ -140,7 +132,7 @@ class SlotGraphs(Generic[Result]):
         self._pads = pads
         self._dummy_slot = dummy_slot
         self._device = device
-        self.tiers: dict[DraftShape, SpecRuntimeState[Result]] = {}
+        self.captured: dict[GraphKey, Captured[Result]] = {}
         self._sizes: tuple[int, ...] = ()
         self._slot_ids = torch.empty(0, dtype=torch.int64, device=device)
         self._sent: list[int] = []  # what the first of them hold
@@ -184,10 +176,7 @@ class SlotGraphs(Generic[Result]):
         try:
             if before is not None:
                 before(key)
-            tier = self.tiers.setdefault(key.shape, SpecRuntimeState(key.shape, {}))
-            tier.graphs[key.batch_size, key.sampled] = self._pool.capture(
-                partial(self._run_work, key)
-            )
+            self.captured[key] = self._pool.capture(partial(self._run_work, key))
         except torch.cuda.OutOfMemoryError as error:
             raise ValueError(
                 f"out of memory while the CUDA graph of {key.batch_size} requests with "
@@ -197,7 +186,7 @@ class SlotGraphs(Generic[Result]):
             ) from error
 
     def __contains__(self, key: GraphKey) -> bool:
-        return self._find(key) is not None
+        return key in self.captured
 
     def padded(self, batch_size: int) -> int:
         """The batch size of the graphs that serve so many requests; 0: there are none."""
@@ -218,16 +207,14 @@ class SlotGraphs(Generic[Result]):
 
     def ready(self, key: GraphKey, slots: list[int] | None = None) -> Callable[[], None]:
         """A function that replays the graph of a key for these slots."""
-        captured = self._find(key)
-        assert captured is not None
         self._send(slots if slots is not None else [self._dummy_slot] * key.batch_size)
-        return captured.graph.replay
+        return self.captured[key].graph.replay
 
     def run(self, slots: list[int], shape: DraftShape, sampled: bool) -> Captured[Result] | None:
         """Replays the work for these slots, or None when no graph fits. Its result, of the padded
         batch, may be overwritten by any other replay."""
         size = self.padded(len(slots))
-        captured = self._find(GraphKey(size, shape, sampled))
+        captured = self.captured.get(GraphKey(size, shape, sampled))
         if captured is None:
             return None
         self._send(slots + [self._dummy_slot] * (size - len(slots)))
@@ -240,10 +227,6 @@ class SlotGraphs(Generic[Result]):
         if padded != self._sent:
             self._slot_ids[: len(padded)].copy_(to_device(padded, self._device))
             self._sent = padded
-
-    def _find(self, key: GraphKey) -> Captured[Result] | None:
-        tier = self.tiers.get(key.shape)
-        return tier.graphs.get((key.batch_size, key.sampled)) if tier is not None else None
 
     def _run_work(self, key: GraphKey) -> Result:
         """The work that is captured."""

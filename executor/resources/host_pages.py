@@ -35,17 +35,38 @@ class HostPages:
             self._copies.save(node.pages, place)
             self.num_saved += 1
 
-    def take(self, name: bytes) -> int | None:
-        """The place of the page, which no other page gets until `put_back`."""
-        return self._places.pop(name, None)
-
-    def put_back(self, name: bytes, place: int) -> None:
-        self._places[name] = place
-
-    def load(self, place: int, node: Node) -> None:
-        """The page comes back, as the node's pages."""
-        self._copies.load(place, node.pages)
-        self.num_loaded += 1
+    def restore(
+        self,
+        tree: RadixTree,
+        root: Node,
+        tokens: Sequence[int],
+        insert: Callable[[Node, Key], Node | None],
+    ) -> None:
+        """Brings the pages of a prompt's beginning that are not on the device back to it. insert:
+        makes a node with new pages, for which others may be evicted; None: there is no room."""
+        limit = max(len(tokens) - 1, 0)
+        nodes = tree.match(root, tokens, limit)
+        keys = list(tree.keys(tokens, limit))[len(nodes) :]
+        name, taken = name_of(nodes[-1] if nodes else root), list[tuple[bytes, int]]()
+        for key in keys:
+            name = _name(name, key)
+            if (place := self._places.pop(name, None)) is None:
+                break
+            taken.append((name, place))
+        firsts = [0] * len(root.pages)
+        tree.hold(nodes, firsts)  # they must not make room
+        has_room = True
+        for (_, place), key in zip(taken, keys, strict=False):
+            node = insert(nodes[-1] if nodes else root, key) if has_room else None
+            if node is not None:
+                tree.hold([node], firsts)
+                nodes.append(node)
+                self._copies.load(place, node.pages)
+                self.num_loaded += 1
+            has_room = node is not None
+        tree.release(nodes, firsts)
+        for name, place in reversed(taken):  # the first ones are the most useful
+            self._places[name] = place
 
     def clear(self) -> None:
         self._free.extend(self._places.values())
@@ -66,39 +87,6 @@ class HostPages:
             f"{len(self._free)} free + {len(self._places)} used places are not the "
             f"{self.num_places} places in host memory, each once"
         )
-
-
-def restore(
-    host: HostPages,
-    tree: RadixTree,
-    root: Node,
-    tokens: Sequence[int],
-    insert: Callable[[Node, Key], Node | None],
-) -> None:
-    """Brings the pages of a prompt's beginning that are not on the device back to it. insert: makes
-    a node with new pages, for which others may be evicted; None: there is no room."""
-    limit = max(len(tokens) - 1, 0)
-    nodes = tree.match(root, tokens, limit)
-    keys = list(tree.keys(tokens, limit))[len(nodes) :]
-    name, taken = name_of(nodes[-1] if nodes else root), list[tuple[bytes, int]]()
-    for key in keys:
-        name = _name(name, key)
-        if (place := host.take(name)) is None:
-            break
-        taken.append((name, place))
-    firsts = [0] * len(root.pages)
-    tree.hold(nodes, firsts)  # they must not make room
-    has_room = True
-    for (_, place), key in zip(taken, keys, strict=False):
-        node = insert(nodes[-1] if nodes else root, key) if has_room else None
-        if node is not None:
-            tree.hold([node], firsts)
-            nodes.append(node)
-            host.load(place, node)
-        has_room = node is not None
-    tree.release(nodes, firsts)
-    for name, place in reversed(taken):  # the first ones are the most useful
-        host.put_back(name, place)
 
 
 def name_of(node: Node) -> bytes:

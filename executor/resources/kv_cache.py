@@ -99,14 +99,12 @@ class KVCacheManager(ResourceManager):
         ]
         return min(own) * self._page_size if own else None
 
-    def available(self) -> list[int]:
-        """Pages of each group that can be taken now."""
-        return [self.cache.available(group) for group in range(len(self.groups))]
-
-    def promisable(self) -> list[int]:
-        """Pages of each group that `claims` are compared with."""
+    def available(self, *, for_claims: bool = False) -> list[int]:
+        """Pages of each group that can be taken now, or that `claims` are compared with."""
         return [
-            self.cache.available(group) if own.span is None else own.num_pages - 1
+            own.num_pages - 1
+            if for_claims and own.span is not None
+            else self.cache.available(group)
             for group, own in enumerate(self.cache.groups)
         ]
 
@@ -166,7 +164,7 @@ class KVCacheManager(ResourceManager):
 
     def num_shared(self, request: LlmRequest) -> int:
         """Tokens in the request's cached pages."""
-        return self.cache.num_shared(request.request_id)
+        return len(self.cache.sequences[request.request_id].nodes) * self._page_size
 
     def holds(self, request: LlmRequest) -> bool:
         return request.request_id in self._rows

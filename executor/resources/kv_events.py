@@ -6,7 +6,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import count
 from time import time  # noqa: TID251  # batches carry a date
 from typing import Any
@@ -62,10 +62,6 @@ class KVEventLog:
         self._stored: set[Node] = set()
         self._num_nodes: dict[int, int] = {}  # stored ones, by hash
         self._events: list[Event] = [CLEARED]  # what an engine before this one had stored
-
-    @property
-    def has_events(self) -> bool:
-        return bool(self._events)
 
     def take(self) -> list[Event]:
         events, self._events = self._events, []
@@ -253,8 +249,8 @@ class KVEvents(ResourceManager):
         self._sinks.remove(sink)
 
     def send(self) -> None:
-        if self._log.has_events:
-            payload = self._pack(self._log.take())
+        if events := self._log.take():
+            payload = self._pack(events)
             for sink in self._sinks:
                 sink(payload)
 
@@ -303,7 +299,8 @@ class KVEventPublisher:
             ) from error
         self._outlet = context.socket(zmq.PAIR)
         self._outlet.connect("inproc://batches")
-        thread = _PublisherThread(context, sockets, config)
+        own = context, sockets, config
+        thread = threading.Thread(target=_publish, args=own, name="tllm-kv-events", daemon=True)
         thread.start()
         weakref.finalize(self, _end, self._outlet, thread)
 
@@ -312,43 +309,39 @@ class KVEventPublisher:
         self._outlet.send(payload)
 
 
-class _PublisherThread(threading.Thread):
-    def __init__(self, context: Any, sockets: tuple[Any, Any, Any], config: KVEventsConfig) -> None:
-        super().__init__(name="tllm-kv-events", daemon=True)
-        self._context = context
-        self._inlet, self._published, self._replay = sockets
-        self._topic = config.topic.encode()
-        self._numbers = count()
-        self._kept = deque[tuple[bytes, bytes]](maxlen=config.buffer_steps)
+def _publish(context: Any, sockets: tuple[Any, Any, Any], config: KVEventsConfig) -> None:
+    """Publishes payloads, and answers subscribers, until an empty payload comes."""
+    zmq, topic, numbers = _zmq(), config.topic.encode(), count()
+    inlet, published, replay = sockets
+    kept = deque[tuple[bytes, bytes]](maxlen=config.buffer_steps)
+    poller = zmq.Poller()
+    for socket in (inlet, replay):
+        if socket is not None:
+            poller.register(socket, zmq.POLLIN)
+    while True:
+        ready = dict(poller.poll())
+        if replay in ready:
+            _answer(replay, kept)
+        if inlet in ready:
+            payload = inlet.recv()
+            if not payload:
+                break
+            number = next(numbers).to_bytes(NUMBER_BYTES, "big")
+            published.send_multipart((topic, number, payload))
+            kept.append((number, payload))
+    context.destroy(linger=0)
 
-    def run(self) -> None:
-        """Publishes payloads, and answers subscribers, until an empty payload comes."""
-        zmq = _zmq()
-        poller = zmq.Poller()
-        for socket in (self._inlet, self._replay):
-            if socket is not None:
-                poller.register(socket, zmq.POLLIN)
-        while True:
-            ready = dict(poller.poll())
-            if self._replay in ready:
-                self._answer(self._replay.recv_multipart())
-            if self._inlet in ready:
-                payload = self._inlet.recv()
-                if not payload:
-                    break
-                number = next(self._numbers).to_bytes(NUMBER_BYTES, "big")
-                self._published.send_multipart((self._topic, number, payload))
-                self._kept.append((number, payload))
-        self._context.destroy(linger=0)
 
-    def _answer(self, frames: list[bytes]) -> None:
-        if len(frames) != 3 or len(frames[2]) != NUMBER_BYTES:
-            return  # no subscriber sends that
-        client, _, first = frames
-        for number, payload in self._kept:
-            if number >= first:
-                self._replay.send_multipart((client, b"", number, payload))
-        self._replay.send_multipart((client, b"", END, b""))
+def _answer(replay: Any, kept: Iterable[tuple[bytes, bytes]]) -> None:
+    """Sends a subscriber what it has missed."""
+    frames = replay.recv_multipart()
+    if len(frames) != 3 or len(frames[2]) != NUMBER_BYTES:
+        return  # no subscriber sends that
+    client, _, first = frames
+    for number, payload in kept:
+        if number >= first:
+            replay.send_multipart((client, b"", number, payload))
+    replay.send_multipart((client, b"", END, b""))
 
 
 def _sockets(context: Any, config: KVEventsConfig) -> tuple[Any, Any, Any]:

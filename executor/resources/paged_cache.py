@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
-from tllm_spec.executor.resources.host_pages import HostPages, restore
+from tllm_spec.executor.resources.host_pages import HostPages
 from tllm_spec.executor.resources.interface import (
     CachedSequence,
     CacheStats,
@@ -72,7 +72,7 @@ class PagedCache:
         self._tree = RadixTree(page_size, lookahead, [own.span is None for own in groups])
         self.snapshots = snapshots
         if snapshots is not None:
-            self._tree.on_leave = snapshots.drop
+            self._tree.on_leave.append(snapshots.drop)
         # Live: set `num_known` of their pages, change nothing else.
         self.sequences: dict[int, CachedSequence] = {}
         self._log: KVEventLog | None = None
@@ -83,7 +83,9 @@ class PagedCache:
         """Gives `log` all changes of what is cached. The cache must be empty."""
         spans = [own.span for own in self.groups]
         log = KVEventLog(self.page_size, self._tree.is_current, self.lookahead, spans)
-        self._tree.log = self._log = log
+        self._log = log
+        self._tree.on_change.append(log.changed)
+        self._tree.on_leave.append(log.left)
         return log
 
     def available(self, group: int = 0) -> int:
@@ -110,7 +112,7 @@ class PagedCache:
         make room. `match` finds them then, and what `add_sequence` and `extend` need is the
         same."""
         if self.host is not None and self._reuse:
-            restore(self.host, self._tree, self._tree.root_of(salt), tokens, self._new_node)
+            self.host.restore(self._tree, self._tree.root_of(salt), tokens, self._new_node)
 
     def _new_node(self, parent: Node, key: Key) -> Node | None:
         """A node with new pages; None if a group has none."""
@@ -236,7 +238,16 @@ class PagedCache:
             return
         for index in range(len(sequence.nodes), num_stored // size):
             key = tuple(tokens[index * size : (index + 1) * size + self.lookahead])
-            self._store_page(sequence, index, key)
+            pages = [own.pages[index] for own in sequence.groups]
+            node, left_over = self._tree.insert(sequence.end, key, pages)
+            # A node's page is not held where the sequence has let go of its own.
+            self._tree.hold([node], [int(page == NO_PAGE) for page in pages])
+            sequence.nodes.append(node)
+            self._give_back(left_over)
+            for own, page, stored in zip(sequence.groups, pages, node.pages, strict=True):
+                if page not in (NO_PAGE, stored):
+                    own.pages[index] = stored
+                    own.changed(index)
 
     def free(self, seq_id: int, tokens: Sequence[int] = ()) -> None:
         """Ends the sequence. The KV of `tokens` is stored first (see `store`), a last partial page
@@ -264,10 +275,6 @@ class PagedCache:
     def pages(self, seq_id: int, group: int = 0) -> list[int]:
         """The sequence's pages in one group, in order. The live list: do not change it."""
         return self.sequences[seq_id].groups[group].pages
-
-    def num_shared(self, seq_id: int) -> int:
-        """Tokens of the sequence's pages in the tree."""
-        return len(self.sequences[seq_id].nodes) * self.page_size
 
     def private_pages(self, seq_id: int, group: int = 0) -> list[int]:
         """The pages after those in the tree: only this sequence reads or writes them."""
@@ -359,18 +366,6 @@ class PagedCache:
         for group, span in self._spans:
             firsts[group] = span.first_key(position) // self.page_size
         return firsts
-
-    def _store_page(self, sequence: CachedSequence, index: int, key: Key) -> None:
-        pages = [own.pages[index] for own in sequence.groups]
-        node, left_over = self._tree.insert(sequence.end, key, pages)
-        # A node's page is not held where the sequence has let go of its own.
-        self._tree.hold([node], [int(page == NO_PAGE) for page in pages])
-        sequence.nodes.append(node)
-        self._give_back(left_over)
-        for own, page, stored in zip(sequence.groups, pages, node.pages, strict=True):
-            if page not in (NO_PAGE, stored):
-                own.pages[index] = stored
-                own.changed(index)
 
     def _take_pages(self, group: int, number: int) -> list[int]:
         free = self._free_pages[group]

@@ -25,7 +25,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from hashlib import blake2b
 from itertools import pairwise
-from typing import Protocol
 from weakref import WeakValueDictionary
 
 Key = tuple[int, ...]
@@ -67,24 +66,12 @@ class Node:
         self.child_keys: list[Key] = []
 
 
-class TreeLog(Protocol):
-    """Observes the changes of a tree."""
-
-    def changed(self, node: Node) -> None:
-        """The node is new, or a page of a group without all keys has come or gone."""
-
-    def left(self, node: Node) -> None:
-        """The node has left the tree."""
-
-
 class RadixTree:
     """Pages by the tokens that they hold, with LRU eviction of pages without references.
 
-    keeps_all: of each group, whether it keeps all keys."""
-
-    log: TreeLog | None = None
-    on_leave: Callable[[Node], None] | None = None
-    """Called with each node that leaves the tree."""
+    keeps_all: of each group, whether it keeps all keys. Each of `on_change` is called with a node
+    that is new, or of which a page of a group without all keys has come or gone; each of `on_leave`
+    with a node that leaves the tree."""
 
     def __init__(
         self, page_size: int, lookahead: int = 0, keeps_all: Sequence[bool] = (True,)
@@ -92,6 +79,8 @@ class RadixTree:
         self._page_size = page_size
         self._lookahead = lookahead
         self._keeps_all = keeps_all
+        self.on_change: list[Callable[[Node], None]] = []
+        self.on_leave: list[Callable[[Node], None]] = []
         # Roots live as long as there are nodes below them, which refer to them; that of requests
         # without a salt always.
         self._roots = WeakValueDictionary[tuple[int, str | None], Node]()
@@ -181,8 +170,8 @@ class RadixTree:
         for group, page in enumerate(pages):
             if page != NO_PAGE:
                 self._evictable[group][node] = None
-        if self.log is not None:
-            self.log.changed(node)
+        for tell in self.on_change:
+            tell(node)
         return node, left_over
 
     def _complete(self, node: Node, pages: Sequence[int]) -> list[int]:
@@ -192,8 +181,9 @@ class RadixTree:
             if page != NO_PAGE and node.pages[group] == NO_PAGE:
                 node.pages[group], left_over[group] = page, NO_PAGE
                 self._evictable[group][node] = None
-        if self.log is not None and left_over != pages:
-            self.log.changed(node)
+        if left_over != pages:
+            for tell in self.on_change:
+                tell(node)
         return left_over
 
     def hold(self, nodes: Sequence[Node], firsts: Sequence[int]) -> None:
@@ -247,8 +237,8 @@ class RadixTree:
         left = [NO_PAGE] * len(node.pages)
         left[group], node.pages[group] = node.pages[group], NO_PAGE
         del self._evictable[group][node]
-        if self.log is not None:
-            self.log.changed(node)
+        for tell in self.on_change:
+            tell(node)
         self._drop_if_needless(node)
         return left
 
@@ -268,10 +258,8 @@ class RadixTree:
                 del self._evictable[group][leaf]
         del leaf.parent.children[leaf.key]
         del leaf.parent.child_keys[bisect_left(leaf.parent.child_keys, leaf.key)]
-        if self.log is not None:
-            self.log.left(leaf)
-        if self.on_leave is not None:
-            self.on_leave(leaf)
+        for tell in self.on_leave:
+            tell(leaf)
         return leaf.pages
 
     def nodes(self) -> Iterator[Node]:

@@ -15,12 +15,7 @@ from tllm_spec.config.draft_shape import DraftShape, DraftShapes
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.interface import SeqSlotManager
 from tllm_spec.kernels.slots import slot_windows
-from tllm_spec.kernels.slots.accept import (
-    Drafts,
-    DraftTree,
-    SlotTables,
-    TreeTables,
-)
+from tllm_spec.kernels.slots.accept import Drafts, DraftTree, SlotTables, TreeTables
 from tllm_spec.kernels.slots.choose_rows import DraftValues, choose_rows, features_of, learn_values
 from tllm_spec.kernels.slots.round_rows import RoundRows
 from tllm_spec.kernels.slots.row_copies import gather_rows

@@ -103,7 +103,7 @@ class RoundClock:
 
 @dataclass
 class RoundOutcome:
-    """Filled by `RoundReader`. seconds: None if the round has no comparable time."""
+    """Filled by `read_round`. seconds: None if the round has no comparable time."""
 
     seconds: float | None
     # One number for every request that wanted drafts.
@@ -145,101 +145,99 @@ NO_TOKEN_ERROR = (
 RunLogprobs = dict[int, list[dict[int, Logprob]]]
 
 
-class RoundReader:
-    """Gives a round's results to its requests. `speculating`: accepted and rejected drafts are
-    counted. `counts_drafts`: the results have a column of how many there were."""
+def read_round(
+    launched: LaunchedRound,
+    table: list[list[int]],
+    logprobs: RunLogprobs,
+    outcome: RoundOutcome,
+    *,
+    speculating: bool,
+    counts_drafts: bool,
+) -> list[LlmRequest]:
+    """Gives a round's results to its requests. Returns those that may need a response: those
+    with a first token, streamed ones and finished ones. table: as `LaunchedRound.wait`.
+    speculating: accepted and rejected drafts are counted. counts_drafts: the results have a
+    column of how many there were.
 
-    def __init__(self, *, speculating: bool, counts_drafts: bool = False) -> None:
-        self._speculating, self._counts_drafts = speculating, counts_drafts
-
-    def read(
-        self,
-        launched: LaunchedRound,
-        table: list[list[int]],
-        logprobs: RunLogprobs,
-        outcome: RoundOutcome,
-    ) -> list[LlmRequest]:
-        """Returns the requests that may need a response: those with a first token, streamed ones
-        and finished ones. table: as `LaunchedRound.wait`.
-
-        The round's tokens are no longer in flight afterwards, even where reading raises: a request
-        that was preempted meanwhile would wait for them forever."""
-        path, num_contexts = launched.batch.shape.path, len(launched.ended_contexts)
-        contexts, generating = (
-            iter(launched.ended_contexts),
-            iter(launched.batch.generation_requests),
-        )
-        try:
-            responding = _read_contexts(contexts, table, logprobs)
-            num_drafts, shows_ranks = launched.num_drafts, False
-            if self._counts_drafts:
-                num_drafts = [row[1 + path] for row in table[num_contexts:]]
-                columns = zip(*(row[2 + path :] for row in table[num_contexts:]), strict=True)
-                outcome.expected = [sum(column) / EXPECTED_SCALE for column in columns]
-            elif table:
-                shows_ranks = len(table[0]) > 1 + path
-            rows = zip(generating, num_drafts, table[num_contexts:], strict=True)
-            return responding + self._read_windows(rows, path, logprobs, outcome, shows_ranks)
-        finally:
-            for request in contexts:
-                request.tokens_in_flight -= 1
-            for request in generating:
-                request.tokens_in_flight -= path
-
-    def _read_windows(
-        self,
-        rows: Iterable[tuple[LlmRequest, int, list[int]]],
-        path: int,
-        logprobs: RunLogprobs,
-        outcome: RoundOutcome,
-        shows_ranks: bool,
-    ) -> list[LlmRequest]:
-        """rows: requests, the number of drafts that each really had, and their tokens. The tokens
-        of requests that ended meanwhile are dropped."""
-        responding: list[LlmRequest] = []
-        generation, finished = RequestState.GENERATION, RequestState.FINISHED
-        speculating, num_requests, num_tokens = self._speculating, 0, 0
-        for request, num_drafts, row in rows:
+    The round's tokens are no longer in flight afterwards, even where reading raises: a request
+    that was preempted meanwhile would wait for them forever."""
+    path, num_contexts = launched.batch.shape.path, len(launched.ended_contexts)
+    contexts, generating = (
+        iter(launched.ended_contexts),
+        iter(launched.batch.generation_requests),
+    )
+    try:
+        responding = _read_contexts(contexts, table, logprobs)
+        num_drafts, shows_ranks = launched.num_drafts, False
+        if counts_drafts:
+            num_drafts = [row[1 + path] for row in table[num_contexts:]]
+            columns = zip(*(row[2 + path :] for row in table[num_contexts:]), strict=True)
+            outcome.expected = [sum(column) / EXPECTED_SCALE for column in columns]
+        elif table:
+            shows_ranks = len(table[0]) > 1 + path
+        rows = zip(generating, num_drafts, table[num_contexts:], strict=True)
+        how = {"shows_ranks": shows_ranks, "speculating": speculating}
+        return responding + _read_windows(rows, path, logprobs, outcome, **how)
+    finally:
+        for request in contexts:
+            request.tokens_in_flight -= 1
+        for request in generating:
             request.tokens_in_flight -= path
-            num_new = num_emitted = row[0]
-            if request.state is generation:
-                request.kv_len += num_new
-            elif request.state is finished:
-                continue  # any other was preempted, and starts again at 0
-            run, tokens = row[1 : 1 + num_new], request.tokens
-            if (
-                request.stop_checker is None
-                and len(tokens) + num_new < request.prompt_len + request.max_tokens
-                and request.watched_ids.isdisjoint(run)
-                and not logprobs
-            ):
-                tokens += run
-                responds = request.streaming
-            else:
-                num_emitted = _emit(request, run, logprobs)
-                responds = request.streaming or request.state is finished
-            if responds:
-                responding.append(request)
-            num_requests += 1
-            num_tokens += num_emitted
-            if speculating:
-                num_accepted = (
-                    num_new - 1 if num_emitted == num_new else min(num_new - 1, num_emitted)
-                )
-                counters = request.counters
-                counters.rounds_by_outcome[num_drafts * counters.width + num_accepted] += 1
-                if num_emitted < num_new:
-                    counters.num_unfinished += 1
-                pauses = request.may_pause and request.draft_pause.rounds_left > 0
-                if request.draft_limit and not pauses:
-                    outcome.num_accepted.append(num_new - 1)
-                    if shows_ranks:
-                        outcome.ranks.append(row[1 + path :])
-                    outcome.num_drafted += num_drafts
-                if request.may_pause:
-                    request.draft_pause.observe(num_drafts, num_accepted)
-        outcome.num_requests, outcome.num_tokens = num_requests, num_tokens
-        return responding
+
+
+def _read_windows(
+    rows: Iterable[tuple[LlmRequest, int, list[int]]],
+    path: int,
+    logprobs: RunLogprobs,
+    outcome: RoundOutcome,
+    *,
+    shows_ranks: bool,
+    speculating: bool,
+) -> list[LlmRequest]:
+    """rows: requests, the number of drafts that each really had, and their tokens. The tokens
+    of requests that ended meanwhile are dropped."""
+    responding: list[LlmRequest] = []
+    generation, finished = RequestState.GENERATION, RequestState.FINISHED
+    num_requests = num_tokens = 0
+    for request, num_drafts, row in rows:
+        request.tokens_in_flight -= path
+        num_new = num_emitted = row[0]
+        if request.state is generation:
+            request.kv_len += num_new
+        elif request.state is finished:
+            continue  # any other was preempted, and starts again at 0
+        run, tokens = row[1 : 1 + num_new], request.tokens
+        if (
+            request.stop_checker is None
+            and len(tokens) + num_new < request.prompt_len + request.max_tokens
+            and request.watched_ids.isdisjoint(run)
+            and not logprobs
+        ):
+            tokens += run
+            responds = request.streaming
+        else:
+            num_emitted = _emit(request, run, logprobs)
+            responds = request.streaming or request.state is finished
+        if responds:
+            responding.append(request)
+        num_requests += 1
+        num_tokens += num_emitted
+        if speculating:
+            num_accepted = num_new - 1 if num_emitted == num_new else min(num_new - 1, num_emitted)
+            counters = request.counters
+            counters.rounds_by_outcome[num_drafts * counters.width + num_accepted] += 1
+            if num_emitted < num_new:
+                counters.num_unfinished += 1
+            pauses = request.may_pause and request.draft_pause.rounds_left > 0
+            if request.draft_limit and not pauses:
+                outcome.num_accepted.append(num_new - 1)
+                if shows_ranks:
+                    outcome.ranks.append(row[1 + path :])
+                outcome.num_drafted += num_drafts
+            if request.may_pause:
+                request.draft_pause.observe(num_drafts, num_accepted)
+    outcome.num_requests, outcome.num_tokens = num_requests, num_tokens
+    return responding
 
 
 def _read_contexts(

@@ -54,14 +54,11 @@ class GrammarMasks:
         self._for_graphs = torch.empty(0, dtype=torch.int32, device=slots.device)
         self._max_rows = 0  # of the largest graph
         self._is_sent = False  # whether `_for_graphs` has masks
-        self._read_rounds: Callable[[], None] = lambda: None
+        # Reads the rounds in flight, which brings their tokens to the requests: called where masks
+        # need such tokens.
+        self.read_rounds: Callable[[], None] = lambda: None
         self.is_served = is_served
         self.has_windows = False  # whether requests of this round have grammars
-
-    def read_tokens_with(self, read_rounds: Callable[[], None]) -> None:
-        """read_rounds: reads the rounds in flight, which brings their tokens to the requests. It is
-        called where masks need such tokens."""
-        self._read_rounds = read_rounds
 
     def begin(self, batch: ScheduledBatch) -> None:
         """Sends a round's drafts, which are in the slots, to the host. Called before the forward is
@@ -121,7 +118,7 @@ class GrammarMasks:
         """Fills the masks of `num_rows` rows on the host. counts: the rows of each request. A
         request that has ended needs no masks."""
         if any(request.grammar and request.tokens_in_flight for request in requests):
-            self._read_rounds()
+            self.read_rounds()
         guided = {
             index: request
             for index, request in enumerate(requests)
@@ -142,7 +139,8 @@ class GrammarMasks:
         return filled
 
     def _fill_all(self, guided: list[LlmRequest], masks: Sequence[torch.Tensor]) -> None:
-        self._receive_windows()
+        if self._windows is not None:
+            self._drafts, self._windows = self._windows.wait(), None
         jobs = list(zip(guided, masks, strict=True))
         if len(jobs) < MIN_FOR_THREADS:
             self._fill_some(jobs)
@@ -156,10 +154,6 @@ class GrammarMasks:
             assert request.grammar is not None
             request.grammar.read(request.tokens, request.prompt_len)
             request.grammar.fill(*self._nodes(request, len(masks)), masks.fill_(-1))
-
-    def _receive_windows(self) -> None:
-        if self._windows is not None:
-            self._drafts, self._windows = self._windows.wait(), None
 
     def _nodes(self, request: LlmRequest, num_rows: int) -> tuple[list[int], Sequence[int]]:
         """Tokens and parents of the request's rows, without padding after the proposed drafts."""

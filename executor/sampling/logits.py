@@ -2,6 +2,7 @@
 probabilities of emitted tokens, from the model's own logits before any edit."""
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -161,12 +162,12 @@ def rows_at_once(group: RowGroup, logits: torch.Tensor, *, rejection: bool) -> i
     return max(1, SAMPLING_BYTES // num_bytes)
 
 
+@dataclass
 class LogprobRows:
     """The log probabilities of one round. The tensors stay on the device until they are copied."""
 
-    def __init__(self) -> None:
-        self._found: list[tuple[list[LlmRequest], int]] = []
-        self.tensors: list[torch.Tensor] = []  # values, then ids, of every group
+    tensors: list[torch.Tensor] = field(default_factory=list)  # values, then ids, of every group
+    _found: list[tuple[list[LlmRequest], int]] = field(default_factory=list)
 
     def add(
         self, group: RowGroup, raw: torch.Tensor, subset: Subset, sampled: SampledTokens

@@ -15,12 +15,7 @@ from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.sampling.draft_sampling import DraftSampling
 from tllm_spec.executor.sampling.grammar_masks import GrammarMasks
 from tllm_spec.executor.sampling.logits import LogprobRows
-from tllm_spec.executor.sampling.row_group import (
-    RowGroup,
-    RowGroups,
-    RowPositions,
-    SamplingState,
-)
+from tllm_spec.executor.sampling.row_group import RowGroup, RowGroups, RowPositions, SamplingState
 from tllm_spec.executor.sampling.sampler import Sampler
 from tllm_spec.kernels.sampling.choose_token import offer_token
 from tllm_spec.kernels.slots.round_rows import RoundRows
@@ -70,7 +65,7 @@ class ShardedSampler(Sampler):
         logprobs: LogprobRows,
     ) -> SampledTokens:
         if logits.shape[1] < self.state.vocab_size and self._needs_all(group):
-            logits = self._shard.gather(logits)
+            logits = self._shard.communicator.all_gather(logits)
         return super().sample(group, logits, at, draft_probs, logprobs)
 
     def _choose(self, group: RowGroup, logits: torch.Tensor, at: RowPositions) -> torch.Tensor:
@@ -78,7 +73,7 @@ class ShardedSampler(Sampler):
             return super()._choose(group, logits, at)
         first, sampled = self._shard.first, group.sampled
         if sampled is None:
-            return self._shard.best(offer_token(logits, first))
+            return self._shard.communicator.best_offers(offer_token(logits, first))
         offers = offer_token(
             sampled.take(logits),
             first,
@@ -89,7 +84,7 @@ class ShardedSampler(Sampler):
         )
         if sampled.rows is not None:
             offers = sampled.put(offer_token(logits, first), offers)
-        return self._shard.best(offers)
+        return self._shard.communicator.best_offers(offers)
 
 
 class ShardedDraftSampling(DraftSampling):
@@ -112,7 +107,7 @@ class ShardedDraftSampling(DraftSampling):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         sampled = None if self._mode == "greedy" else group.sampled
         if self._always_gathers or (group.filtered and sampled is not None):
-            return super().choose(group, step, self._shard.gather(logits), first)
+            return super().choose(group, step, self._shard.communicator.all_gather(logits), first)
         if sampled is None:
             offers = offer_token(logits, self._shard.first)
         else:
@@ -128,12 +123,12 @@ class ShardedDraftSampling(DraftSampling):
             if sampled.requests is not None:
                 greedy = offer_token(logits, self._shard.first)
                 offers = sampled.put_requests(greedy, offers)
-        return self._target_ids(self._shard.best(offers).clamp_min(0)), None
+        return self._target_ids(self._shard.communicator.best_offers(offers).clamp_min(0)), None
 
     def best(
         self, group: RowGroup, logits: torch.Tensor, positions: torch.Tensor, topk: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return super().best(group, self._shard.gather(logits), positions, topk)
+        return super().best(group, self._shard.communicator.all_gather(logits), positions, topk)
 
 
 def sampler_of(

@@ -78,11 +78,7 @@ def num_replays(harness: Harness) -> dict[GraphKey, int]:
 
 
 def replays_of(graphs: SlotGraphs[Any]) -> dict[GraphKey, int]:
-    dummies: dict[GraphKey, Any] = {
-        GraphKey(size, shape, is_sampled): captured.graph
-        for shape, tier in graphs.tiers.items()
-        for (size, is_sampled), captured in tier.graphs.items()
-    }
+    dummies: dict[GraphKey, Any] = {key: own.graph for key, own in graphs.captured.items()}
     return {key: stand_in.replays for key, stand_in in dummies.items() if stand_in.replays}
 
 

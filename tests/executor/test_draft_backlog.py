@@ -28,7 +28,6 @@ from tests.executor.draft_caches import (
 from tests.executor.graph_rounds import capture_rounds
 from tests.executor.harness import Harness, all_pages_are_back, output_of, user_provided
 from tests.executor.tiny_llama import write_tiny_llama
-from tllm_spec.config.draft_shape import NO_DRAFTS
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.executor.building.engines import load_draft
 from tllm_spec.executor.building.memory import reserved_bytes
@@ -460,7 +459,7 @@ def test_no_catch_up_has_more_rows_than_a_round_may_have(
     assert_alike(*run_in_step([harness, eager], sampled=False))
     odd = set() if mode == "draft_target" else {(1, True)}
     assert set(seen) == odd | {(2, True)}
-    assert {size for size, _ in catch_ups_of(harness).tiers[NO_DRAFTS].graphs} == {1, 2}
+    assert {key.batch_size for key in catch_ups_of(harness).captured} == {1, 2}
 
 
 def test_a_catch_up_that_fits_no_graph_runs_without(

@@ -168,10 +168,10 @@ def test_where_grammars_are_refused_rounds_have_no_second_graphs(
 ) -> None:
     harness = with_graphs(tiny, SIZES, {0}, guided_decoding_backend=None)
     graphs = harness.parts.runner.graphs
-    assert graphs is not None and graphs.whole.tiers and graphs.forwards.tiers
-    assert not graphs.tails.tiers and not len(harness.parts.sampler.grammar_masks._for_graphs)
+    assert graphs is not None and graphs.whole.captured and graphs.forwards.captured
+    assert not graphs.tails.captured and not len(harness.parts.sampler.grammar_masks._for_graphs)
     guided = with_graphs(tiny, SIZES, {0}).parts.runner.graphs
-    assert guided is not None and guided.tails.tiers
+    assert guided is not None and guided.tails.captured
 
 
 @pytest.mark.thinned(4)

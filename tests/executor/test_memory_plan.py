@@ -27,7 +27,6 @@ from tllm_spec.executor.building.plan import BuildPlan
 from tllm_spec.executor.engine.memory_plan import (
     DUMMY_PAGES,
     GroupPlan,
-    PoolPlan,
     free_bytes,
     machine_bytes,
     own_groups,
@@ -50,7 +49,7 @@ from tllm_spec.models.registry import model_config_of
 GEOMETRY = AttentionGeometry(num_layers=1, num_heads=1, num_kv_heads=1, head_dim=8, scale=1.0)
 ROOM = SpanRoom(page_size=32, ahead=10, in_context=128)
 FLOAT32 = KVFormat(torch.float32)
-GROUP = GroupPlan((PoolPlan(GEOMETRY, FLOAT32),), None)
+GROUP = GroupPlan(((GEOMETRY, FLOAT32),), None)
 PAGE_BYTES = KVPool.page_bytes(GEOMETRY, 32, FLOAT32)
 GIB = 1 << 30
 
@@ -136,8 +135,7 @@ def test_a_cache_in_fp8_has_as_many_more_tokens_as_its_numbers_are_smaller(
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, free))
     wide, codes = (
-        GroupPlan((PoolPlan(GEOMETRY, KVFormat(dtype, scales)),), None)
-        for scales in (None, (UNSCALED,))
+        GroupPlan(((GEOMETRY, KVFormat(dtype, scales)),), None) for scales in (None, (UNSCALED,))
     )
     pages = [plan_num_pages(args, [own], [model], 2048, ROOM) for own in (wide, codes)]
     number, more = (own[0] - DUMMY_PAGES for own in pages)

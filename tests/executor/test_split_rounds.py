@@ -79,7 +79,7 @@ def test_forward_and_tail_are_replayed_before_the_round_before_is_read(
 ) -> None:
     harness = with_graphs(tiny, (2,), {0, 3}, **two_model(head))
     graphs, events = harness.parts.runner.graphs, list[str]()
-    assert graphs is not None and not graphs.whole.tiers
+    assert graphs is not None and not graphs.whole.captured
     requests = [harness.submit([i, *PROMPT], max_tokens=60) for i in range(2)]
     for request in requests:
         harness.run_until(request, RequestState.GENERATION)

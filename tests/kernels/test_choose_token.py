@@ -291,7 +291,7 @@ def test_the_best_of_all_ranks_offers_is_the_choice_among_all_columns(
     gathering = Communicator()
     monkeypatch.setattr(gathering, "all_gather", lambda offers: torch.cat(offered, 1))
     shard = VocabShard(gathering, 0, size)
-    assert torch.equal(shard.best(offered[0]), expected)
+    assert torch.equal(shard.communicator.best_offers(offered[0]), expected)
 
 
 @pytest.mark.gpu

@@ -145,7 +145,7 @@ def draft_backend_gpu_check(
         drafter, rounds = llm._executor.parts.drafter, llm._executor.parts.runner.graphs
         assert rounds is not None
         drafting = drafter.graphs if isinstance(drafter, ModelDrafter) else rounds.tails
-        assert drafting is not None and drafting.tiers
+        assert drafting is not None and drafting.captured
     for case, output, alone in zip(cases, outputs, plain, strict=True):
         assert_same(case, output, alone, oracle, GPU_TOLERANCE[dtype], at_edges=dtype == "bfloat16")
     stats = [output.speculative_decoding for output in outputs]

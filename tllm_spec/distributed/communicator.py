@@ -124,7 +124,7 @@ class Communicator:
 
     def minimum(self, number: int) -> int:
         """The smallest of all ranks' numbers."""
-        return number
+        return int(min(self.gather(number)))
 
     def all_reduce(self, values: torch.Tensor) -> None:
         """The sum of all ranks' values, in place: the same bits on every rank. Enqueued on the
@@ -142,7 +142,8 @@ class Communicator:
         return values
 
     def best_offers(self, offers: torch.Tensor) -> torch.Tensor:
-        """`rank_best` of all ranks' offers. As `all_reduce`."""
+        """The best column of all ranks' offers `[R, 2]` int32 (`offer_token`), `[R]` int64: 8 bytes
+        are sent for each row. As `rank_best` and `all_reduce`."""
         return rank_best_reference(self.all_gather(offers).view(len(offers), -1, 2))
 
     def join(self, device: torch.device) -> None:
@@ -230,12 +231,3 @@ class VocabShard:
     def num_columns(self) -> int:
         """Columns of all ranks together."""
         return self.size * self.communicator.mapping.tp_size
-
-    def gather(self, logits: torch.Tensor) -> torch.Tensor:
-        """`[R, size]` to `[R, num_columns]`."""
-        return self.communicator.all_gather(logits)
-
-    def best(self, offers: torch.Tensor) -> torch.Tensor:
-        """The best column of all ranks' offers `[R, 2]` int32 (`offer_token`), `[R]` int64: 8 bytes
-        are sent for each row. As `rank_best`."""
-        return self.communicator.best_offers(offers)

@@ -175,9 +175,6 @@ class ProcessGroup(Communicator):
                 request.Wait()
         return agrees
 
-    def minimum(self, number: int) -> int:
-        return int(min(self.gather(number)))
-
     def all_reduce(self, values: torch.Tensor) -> None:
         self._tensors.all_reduce(values)
 

@@ -238,7 +238,7 @@ class EngineClient:
         guided = made.params.guided_decoding
         grammar = None if guided is None else (guided.source.kind, guided.source.text)
         message = pack(["submit", *pack_requests(made.requests), grammar])
-        ids = made.ids
+        ids = [each.request_id for each in made.requests]
         handle = made.handle(self.tokenizer, lambda: self._in_loop(self._cancel, ids, "cancelled"))
         samples = {}
         for request in made.requests:

@@ -101,17 +101,27 @@ def visible(messages: Messages, tools: Tools, rendered: Rendered) -> Visible:
     """rendered: runs the template, and raises ValueError for messages that it does not accept.
     Raises ValueError for a message that it leaves out in all forms."""
     marked = [_marked(index, message) for index, message in enumerate(messages)]
-    marked_tools = [_marked_tool(*each) for each in enumerate(tools or ())]
+    marked_tools = [
+        {**tool, "function": {**tool["function"], "name": _mark("t", index)}}
+        if _has_name(tool)
+        else tool
+        for index, tool in enumerate(tools or ())
+    ]
     tried: list[Messages] = []
     lost: list[tuple[int, str]] = []
 
     def text_of(form: Change) -> str | None:
         """None if the template does not accept the form, or leaves a message out."""
         tried.append(form(marked))
-        text = _accepted(tried[-1], marked_tools, rendered)
-        missing = None if text is None else _lost(messages, text)
-        lost.extend([] if missing is None else [missing])
-        return text if missing is None else None
+        try:
+            text = rendered(tried[-1], marked_tools)
+        except TemplateOverLimit:
+            raise  # it would be over the limit with others, too
+        except ValueError:
+            return None
+        missing = [own for own in enumerate(messages) if any(_missing(*own, text))]
+        lost.extend((index, next(_missing(index, each, text))) for index, each in missing[:1])
+        return None if missing else text
 
     for form in _forms():
         if form(marked) in tried or (text := text_of(form)) is None:
@@ -122,8 +132,8 @@ def visible(messages: Messages, tools: Tools, rendered: Rendered) -> Visible:
                 form, text = with_text, other
         return Visible(
             form(messages),
-            all(_tool_mark(i) in text for i, tool in enumerate(tools or ()) if _has_name(tool)),
-            all(_name_mark(i) in text for i, each in enumerate(messages) if each.get("name")),
+            all(_mark("t", i) in text for i, tool in enumerate(tools or ()) if _has_name(tool)),
+            all(_mark("n", i) in text for i, each in enumerate(messages) if each.get("name")),
         )
     if not lost:
         return Visible(messages)
@@ -196,7 +206,9 @@ def _calls_as_text(messages: Messages) -> Messages:
     for message in messages:
         is_tool, own = message["role"] == "tool", dict(message)
         calls = own.pop("tool_calls", None) or ()
-        lines = [json.dumps(_plain_call(call), ensure_ascii=False) for call in calls]
+        functions = [call["function"] for call in calls]
+        plain = [{name: each[name] for name in ("name", "arguments")} for each in functions]
+        lines = [json.dumps(each, ensure_ascii=False) for each in plain]
         own["content"] = "\n".join([*([own["content"]] if own["content"] else []), *lines])
         if is_tool:
             own = {"role": "user", "content": own["content"]}
@@ -208,56 +220,31 @@ def _calls_as_text(messages: Messages) -> Messages:
     return found
 
 
-def _plain_call(call: Mapping[str, Any]) -> Mapping[str, Any]:
-    return {name: call["function"][name] for name in ("name", "arguments")}
-
-
-def _accepted(messages: Messages, tools: Tools, rendered: Rendered) -> str | None:
-    """The template's text; None if the template does not accept the messages."""
-    try:
-        return rendered(messages, tools)
-    except TemplateOverLimit:
-        raise  # it would be over the limit with others, too
-    except ValueError:
-        return None
-
-
-def _lost(messages: Messages, text: str) -> tuple[int, str] | None:
-    """The first message that is left out, and what of it."""
-    for index, message in enumerate(messages):
-        for what, mark in _marks(index, message):
-            if mark not in text:
-                return index, what
-    return None
-
-
-def _marks(index: int, message: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """What must be seen. Templates may leave out the text next to calls, as Llama's do."""
+def _missing(index: int, message: Mapping[str, Any], text: str) -> Iterator[str]:
+    """What a template's text leaves out of a message. Templates may leave out the text next to
+    calls, as Llama's do."""
     calls = message.get("tool_calls") or ()
-    if message.get("content") and not calls:
-        yield "the content", _mark(index)
-    for number in range(len(calls)):
-        yield "tool_calls", _mark(index, number)
+    if message.get("content") and not calls and _mark("z", index) not in text:
+        yield "the content"
+    if any(_mark("z", index, number) not in text for number in range(len(calls))):
+        yield "tool_calls"
 
 
 def _marked(index: int, message: Mapping[str, Any]) -> Mapping[str, Any]:
     marked = dict(message)
     if message.get("content"):
-        marked["content"] = _mark(index)
+        marked["content"] = _mark("z", index)
     if message.get("name"):
-        marked["name"] = _name_mark(index)
+        marked["name"] = _mark("n", index)
     if calls := message.get("tool_calls"):
-        marks = [_mark(index, number) for number in range(len(calls))]
+        marks = [_mark("z", index, number) for number in range(len(calls))]
         marked["tool_calls"] = [
-            {**call, "function": {"name": mark, "arguments": _marked_arguments(call, mark)}}
+            # A model may have written arguments that are no object.
+            {**call, "function": {"name": mark, "arguments": mark if is_text else {mark: mark}}}
             for call, mark in zip(calls, marks, strict=True)
+            for is_text in [isinstance(call["function"]["arguments"], str)]
         ]
     return marked
-
-
-def _marked_arguments(call: Mapping[str, Any], mark: str) -> str | dict[str, str]:
-    """A model may have written what is no object."""
-    return mark if isinstance(call["function"]["arguments"], str) else {mark: mark}
 
 
 def _has_name(tool: object) -> bool:
@@ -265,19 +252,6 @@ def _has_name(tool: object) -> bool:
     return isinstance(tool, Mapping) and isinstance(tool.get("function"), Mapping)
 
 
-def _marked_tool(index: int, tool: Mapping[str, Any]) -> Mapping[str, Any]:
-    if not _has_name(tool):
-        return tool
-    return {**tool, "function": {**tool["function"], "name": _tool_mark(index)}}
-
-
-def _mark(index: int, call: int | None = None) -> str:
-    return f"qz{index}" + ("" if call is None else f"y{call}") + "zq"
-
-
-def _name_mark(index: int) -> str:
-    return f"qn{index}nq"
-
-
-def _tool_mark(index: int) -> str:
-    return f"qt{index}tq"
+def _mark(kind: str, *numbers: int) -> str:
+    """kind: z of texts and calls, n of names, t of tools."""
+    return f"q{kind}{'y'.join(map(str, numbers))}{kind}q"

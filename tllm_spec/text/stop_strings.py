@@ -9,7 +9,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from tllm_spec.executor.request import StopMatch, StopOptions
+from tllm_spec.executor.request import LlmRequest, StopMatch, StopOptions
 from tllm_spec.text.tokenizer import REPLACEMENT, IncrementalDetokenizer, Tokenizer
 
 
@@ -112,13 +112,6 @@ class StopStringChecker:
         self._include_stop = include_stop
         self._pieces: list[str] = []
 
-    @classmethod
-    def of(cls, tokenizer: Tokenizer, options: StopOptions) -> StopStringChecker:
-        detokenizer = IncrementalDetokenizer(
-            tokenizer, skip_special_tokens=options.skip_special_tokens
-        )
-        return cls(detokenizer, options.stops, include_stop=options.include_stop)
-
     def feed(self, token: int) -> StopMatch | None:
         """What the request's output becomes when `token` completes a stop string, else None."""
         piece = self._tokens.feed(token)
@@ -128,6 +121,17 @@ class StopStringChecker:
             return None
         end = found.end if self._include_stop else found.begin
         return StopMatch(found.stop, "".join(self._pieces)[:end], self._tokens.num_before(end))
+
+
+def look_for_stops(
+    requests: Sequence[LlmRequest], tokenizer: Tokenizer, options: StopOptions
+) -> None:
+    """Gives each request these stop strings, and a checker of its own."""
+    skips, keeps = options.skip_special_tokens, options.include_stop
+    for request in requests:
+        detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=skips)
+        request.stop_options = options
+        request.stop_checker = StopStringChecker(detokenizer, options.stops, include_stop=keeps)
 
 
 class StreamedText:
@@ -145,15 +149,12 @@ class StreamedText:
         self._tokens = TokenTexts(detokenizer)
         self._has_stops = bool(stops)
         self._wants_begins = wants_begins
+        # Where each token begins in the text, in characters. Empty without `wants_begins`.
+        self.token_begins = self._tokens.begins if wants_begins else []
         self._matcher = StopStringMatcher(stops)
         self._held = ""
         self._num_chars_shown = 0
         self._num_tokens = 0
-
-    @property
-    def token_begins(self) -> list[int]:
-        """Where each token begins in the text, in characters. Empty without `wants_begins`."""
-        return self._tokens.begins if self._wants_begins else []
 
     @property
     def num_shown(self) -> int:

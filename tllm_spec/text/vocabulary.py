@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,27 +104,15 @@ def _keys(tokenizer: Tokenizer, size: int) -> list[tuple[Key, int]]:
     found += [(name, i) for i, name in names if i in added]
     texts = [(i, name) for i, name in names if not (i in added and added[i].special)]
     if is_byte_level:
-        return [*found, *_byte_level_keys(texts, added)]
-    return [*found, *_sentencepiece_keys(texts)]
-
-
-def _byte_level_keys(
-    names: Iterable[tuple[int, str]], added: dict[int, Any]
-) -> Iterable[tuple[Key, int]]:
-    table = byte_of_character()
-    for i, name in names:
-        if i not in added and table.keys() >= set(name):
-            yield bytes(map(table.__getitem__, name)), i
-        else:
-            yield _utf8(name), i
-
-
-def _sentencepiece_keys(names: list[tuple[int, str]]) -> Iterable[tuple[Key, int]]:
-    bytes_of = {i: re.fullmatch("<0x([0-9A-F]{2})>", name) for i, name in names}
-    yield from ((bytes.fromhex(found[1]), i) for i, found in bytes_of.items() if found)
-    for i, name in names:
-        if not bytes_of[i]:
-            yield _utf8(name.replace(SENTENCEPIECE_SPACE, " ")), i
+        table = byte_of_character()
+        for i, name in texts:
+            is_text = i not in added and table.keys() >= set(name)
+            found.append((bytes(map(table.__getitem__, name)) if is_text else _utf8(name), i))
+        return found
+    bytes_of = {i: re.fullmatch("<0x([0-9A-F]{2})>", name) for i, name in texts}
+    found += [(bytes.fromhex(each[1]), i) for i, each in bytes_of.items() if each]
+    words = ((i, name.replace(SENTENCEPIECE_SPACE, " ")) for i, name in texts if not bytes_of[i])
+    return found + [(_utf8(word), i) for i, word in words]
 
 
 def _utf8(text: str) -> bytes:

@@ -46,7 +46,7 @@ class StateRecorder:
         for place, index in enumerate(wanted):
             found = requests[index].text_states
             assert found is not None
-            found.add_window(sent, place, path)
+            found.add(sent, place, path, is_window=True)
 
     def _send_chunks(self, contexts: ContextResult) -> None:
         first, rows = 0, list[int]()
@@ -64,7 +64,7 @@ class StateRecorder:
         first = 0
         for request, number in found:
             assert request.text_states is not None
-            request.text_states.add_chunk(sent, first, number)
+            request.text_states.add(sent, first, number, is_window=False)
             first += number
 
     def _note(self, windows: WindowResult, num_before: int) -> None:
