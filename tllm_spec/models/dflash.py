@@ -71,12 +71,7 @@ class DFlashConfig(Eagle3Config):
         """
         if (path / "mask_embedding.pt").exists():
             raise ValueError(f"{path / 'mask_embedding.pt'}: mask embeddings are not served.")
-        return cls.from_dict(read_config(path))
-
-    @classmethod
-    def from_dict(cls, raw: dict[str, Any]) -> "DFlashConfig":
-        """The same, from the parsed file."""
-        flat = _flat(raw)
+        flat = _flat(read_config(path))
         config = cls(
             **vars(model_config_of(flat)) | {"unknown_keys": flat["unknown_keys"]},
             draft_vocab_size=flat.get("draft_vocab_size"),
