@@ -18,7 +18,7 @@ import torch
 
 from tllm_spec.kernels.attention.kv_codes import CODES, UNSCALED, KVScales
 from tllm_spec.kernels.attention.rotary_write import HeadWeights, Rotary, rotary_write
-from tllm_spec.kernels.attention.visible_keys import KeySpans, TreeMask
+from tllm_spec.kernels.attention.visible_keys import KeySpans, TreeMask, hidden_keys
 from tllm_spec.kernels.attention.window_attention_cuda import (
     BLOCK_KEYS,
     Layout,
@@ -296,10 +296,9 @@ def plain_window_attention(
     cached = layer.view(2, -1, kv_heads, head_dim)[:, slots].float()
     cached = cached.masked_fill(absent[:, :, None, None], 0)
     cached = cached.permute(0, 1, 3, 2, 4)  # [2, B, Hkv, L, D]
-    positions = (kv_lens - rows.counts)[:, None] + torch.arange(rows.window, device=q.device)
-    hidden = (keys > positions[:, :, None]) | absent[:, None]
-    if tree is not None:
-        hidden = ~tree.visible(kv_lens, keys)
+    hidden = hidden_keys(rows, kv_lens, keys, tree)
+    if tree is None:
+        hidden |= absent[:, None]
     if spans is not None:
         hidden |= keys < first_keys[:, :, None]
     hidden = hidden.repeat_interleave(heads // kv_heads, dim=1)[:, None]  # [B, 1, W * G, L]
