@@ -88,7 +88,7 @@ class WindowCall:
     norm: HeadWeights | None = None
     """RMSNorm of each head of q and k before the rotation."""
     scales: KVScales = UNSCALED
-    """Of codes."""
+    """The scales of codes."""
     sinks: torch.Tensor | None = None
     """`[Hq]` float32, contiguous: one more score of each head, which has no value; None: no
     sinks."""

@@ -37,8 +37,8 @@ class TritonPlan(VanillaPlan):
     prefill: Any = None
     """FLASHINFER's plan of at least one chunk, instead of both."""
     page_list: tuple[torch.Tensor, torch.Tensor | None] | None = None
-    """Of FLASHINFER: the pages of the chunks and their count, as in `WidePages.fill`, if the pool
-    has codes."""
+    """FLASHINFER's pages of the chunks and their count, as in `WidePages.fill`, if the pool has
+    codes."""
 
 
 class TritonAttention(VanillaAttention):
