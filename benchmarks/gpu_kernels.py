@@ -81,7 +81,11 @@ def window_calls(
     tree: "TreeMask | None" = None,
 ) -> list[Callable[[], object]]:
     """One call for each layer: norm and rotary embedding, the KV write, and attention."""
-    from tllm_spec.kernels.attention.window_attention import WindowTables, window_attention
+    from tllm_spec.kernels.attention.window_attention import (
+        WindowCall,
+        WindowTables,
+        window_attention,
+    )
     from tllm_spec.kernels.attention.window_splits import WindowWorkspace
     from tllm_spec.kernels.slots.round_rows import RoundRows
 
@@ -97,7 +101,8 @@ def window_calls(
     workspace = WindowWorkspace.allocate(HEAD_DIM, torch.device(CUDA))
 
     def call(pool: torch.Tensor) -> Callable[[], object]:
-        return lambda: window_attention(qkv, cos_sin, pool, places, HEAD_DIM**-0.5, workspace)
+        own = WindowCall(qkv, cos_sin, pool, places, HEAD_DIM**-0.5, workspace)
+        return lambda: window_attention(own)
 
     return [call(pool) for pool in pools]
 

@@ -339,7 +339,7 @@ class AttentionGroups:
                 if self._sees is not None:
                     metadata = self._sees.cut(metadata, rows.page_size)
             plan = AttentionPlan(metadata.kv_slots) if only_writes else group.backend.plan(metadata)
-            planned.append(GroupAttention(group.backend, plan))
+            planned.append((group.backend, plan))
         recurrent = None
         if self.memory is not None:
             recurrent = self._recurrent(self.memory, contexts, windows)

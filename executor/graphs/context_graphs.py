@@ -15,7 +15,7 @@ from time import monotonic
 import torch
 
 from tllm_spec.attention.flashinfer import FlashInferContexts
-from tllm_spec.attention.interface import AttentionBackend, GroupAttention
+from tllm_spec.attention.interface import AttentionBackend
 from tllm_spec.executor.device.transfer import to_device
 from tllm_spec.executor.engine.memory_plan import DUMMY_PAGES
 from tllm_spec.executor.engine.model_engine import ModelEngine
@@ -106,7 +106,7 @@ class ContextGraphs:
 
     def _forward(self, size: int) -> torch.Tensor:
         token_ids, positions, kv_slots = self._rows[size].unbind(0)
-        attention = GroupAttention(self._backend, self._plans.for_graph(kv_slots))
+        attention = self._backend, self._plans.for_graph(kv_slots)
         return self._engine.run(token_ids, positions, (attention,), self._last_rows)
 
 

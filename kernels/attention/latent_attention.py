@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from tllm_spec.kernels.attention.kv_codes import CODES, UNSCALED, KVScales, widened
-from tllm_spec.kernels.attention.visible_keys import TreeMask, is_set
+from tllm_spec.kernels.attention.visible_keys import TreeMask, hidden_keys, is_set
 from tllm_spec.kernels.attention.window_splits import WindowWorkspace, add_keys, power_of_two
 from tllm_spec.kernels.dispatch import tl, triton, with_kernel
 from tllm_spec.kernels.launch import (
@@ -236,13 +236,7 @@ def plain_latent_attention(
     entries = layer.view(-1, width)[slots].float().masked_fill(absent[:, :, None], 0)
     queries = torch.cat((q_latent.transpose(0, 1), q[..., rank - width :]), -1)
     queries = own.padded(queries.float())
-    if tables.tree is None:
-        firsts = tables.kv_lens - own.counts
-        positions = firsts[:, None] + torch.arange(own.window, device=q.device)
-        seen = keys <= positions[:, :, None]
-    else:
-        seen = tables.tree.visible(tables.kv_lens, keys)
-    hidden = ~seen | absent[:, None]  # [B, W, L]
+    hidden = hidden_keys(own, tables.kv_lens, keys, tables.tree) | absent[:, None]  # [B, W, L]
     scores = torch.einsum("bwhd,bld->hbwl", queries, entries) * (scale * scales.key)
     # The softmax of a row without keys is NaN; it becomes zeros.
     weights = scores.masked_fill(hidden, -torch.inf).softmax(-1).masked_fill(hidden, 0)

@@ -66,6 +66,17 @@ class TreeMask:
         return (bits | (in_region < 0).unsqueeze(1)) & (in_region < self.length).unsqueeze(1)
 
 
+def hidden_keys(
+    rows: RoundRows, kv_lens: torch.Tensor, keys: torch.Tensor, tree: TreeMask | None
+) -> torch.Tensor:
+    """Which of the `keys` `[L]` the windows' rows do not see, `[B, W, L]`: those after their own,
+    or those that the tree hides. kv_lens `[B]`: tokens with those of the windows."""
+    if tree is not None:
+        return ~tree.visible(kv_lens, keys)
+    queries = (kv_lens - rows.counts)[:, None] + torch.arange(rows.window, device=keys.device)
+    return keys > queries[:, :, None]
+
+
 @dataclass(frozen=True)
 class TreePaths:
     """The keys of the region that each row sees, in order: the row's path from the region's start

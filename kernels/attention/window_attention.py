@@ -18,7 +18,7 @@ import torch
 
 from tllm_spec.kernels.attention.kv_codes import CODES, UNSCALED, KVScales
 from tllm_spec.kernels.attention.rotary_write import HeadWeights, Rotary, rotary_write
-from tllm_spec.kernels.attention.visible_keys import KeySpans, TreeMask
+from tllm_spec.kernels.attention.visible_keys import KeySpans, TreeMask, hidden_keys
 from tllm_spec.kernels.attention.window_attention_cuda import (
     BLOCK_KEYS,
     Layout,
@@ -69,96 +69,33 @@ class WindowTables:
     before their own."""
 
 
-@with_kernel("attention.window_attention.launch_window_attention")
-def window_attention(
-    qkv: torch.Tensor,
-    cos_sin: torch.Tensor,
-    layer: torch.Tensor,
-    tables: WindowTables,
-    scale: float,
-    workspace: WindowWorkspace,
-    norm: HeadWeights | None = None,
-    scales: KVScales = UNSCALED,
-    sinks: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """The queries of request b are its last tokens, up to token kv_lens[b] - 1. Each attends to the
-    keys up to its own, or to those that `tables.tree` names, with `tables.spans` to those of its
-    span only.
-
-    Lengths, tables, and the keys and values of earlier tokens must have been written before the
-    projection that made qkv began (programmatic_launch.py). Keys beyond a request's length or its
-    block table are never read. A query before position 0, which only a row of graph padding can
-    have, attends to nothing and gives zeros (if its page holds finite values).
-
-    Args:
-        qkv: `[T, Hq + 2 * Hkv, D]`, contiguous, D even, as projected; may be overwritten.
-        cos_sin: `[T, 2, 1, D]`, contiguous: rows of the rotary table (`Rotary.cos_sin`).
-        layer: `[2, pages, page_size, Hkv, D]`, contiguous, of qkv's dtype or CODES, page_size a
-            power of two; keys at 0, values at 1.
-        tables: of the windows.
-        scale: factor of the scores before the softmax.
-        workspace: for partial results; overwritten.
-        norm: RMSNorm of each head of q and k before the rotation, or None.
-        scales: of codes.
-        sinks: `[Hq]` float32, contiguous: one more score of each head, which has no value; None:
-            no sinks.
-
-    Returns:
-        `[T, Hq * D]`.
-    """
-    rotary = Rotary(cos_sin, torch.arange(len(cos_sin), device=cos_sin.device))
-    rotary_write.reference(qkv, rotary, tables.kv_slots, layer, norm, scales)
-    q = qkv[:, : qkv.shape[1] - 2 * layer.shape[3]]
-    lengths, masks = (tables.block_tables, tables.kv_lens), (tables.tree, tables.spans)
-    return plain_window_attention(q, layer, tables.rows, *lengths, scale, *masks, scales, sinks)
-
-
-def launch_window_attention(
-    qkv: torch.Tensor,
-    cos_sin: torch.Tensor,
-    layer: torch.Tensor,
-    tables: WindowTables,
-    scale: float,
-    workspace: WindowWorkspace,
-    norm: HeadWeights | None = None,
-    scales: KVScales = UNSCALED,
-    sinks: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """The kernels of `window_attention`."""
-    assert qkv.is_contiguous() and layer.is_contiguous() and layer.dtype in (qkv.dtype, CODES)
-    assert cos_sin.is_contiguous() and tables.kv_slots.is_contiguous()
-    assert tables.block_tables.stride(1) == 1 and tables.kv_lens.stride(0) == 1
-    assert tables.block_tables.dtype == tables.kv_lens.dtype == torch.int32
-    assert tables.kv_slots.dtype == torch.int64
-    assert tables.num_padding is None or tables.num_padding.dtype == torch.int64
-    assert tables.num_padding is None or tables.tree is None
-    offsets = tables.rows.offsets
-    assert offsets is None or tables.num_padding is None
-    assert tables.tree is None or tables.tree.rows.offsets is offsets
-    assert offsets is None or (offsets.dtype == torch.int32 and offsets.is_contiguous())
-    assert norm is None or norm.weight.is_contiguous()
-    assert tables.spans is None or tables.spans.positions.is_contiguous()
-    assert sinks is None or (sinks.dtype == torch.float32 and sinks.is_contiguous())
-    call = _Call(qkv, cos_sin, layer, tables, scale, workspace, norm, scales, sinks)
-    windows, layout = call.windows(), None
-    if tables.spans is None and serves(qkv, cos_sin, call.weights[0], layer):
-        layout = layout_of(windows, workspace.num_processors, len(workspace.outputs))
-    return _launch_triton(call, windows) if layout is None else _launch_cuda(call, windows, layout)
-
-
 @dataclass(frozen=True)
-class _Call:
+class WindowCall:
     """The arguments of `window_attention`."""
 
     qkv: torch.Tensor
+    """`[T, Hq + 2 * Hkv, D]`, contiguous, D even, as projected; may be overwritten."""
     cos_sin: torch.Tensor
+    """`[T, 2, 1, D]`, contiguous: rows of the rotary table (`Rotary.cos_sin`)."""
     layer: torch.Tensor
+    """`[2, pages, page_size, Hkv, D]`, contiguous, of qkv's dtype or CODES, page_size a power of
+    two; keys at 0, values at 1."""
     tables: WindowTables
     scale: float
+    """Factor of the scores before the softmax."""
     workspace: WindowWorkspace
-    norm: HeadWeights | None
-    scales: KVScales
-    sinks: torch.Tensor | None
+    """For partial results; overwritten."""
+    norm: HeadWeights | None = None
+    """RMSNorm of each head of q and k before the rotation."""
+    scales: KVScales = UNSCALED
+    """The scales of codes."""
+    sinks: torch.Tensor | None = None
+    """`[Hq]` float32, contiguous: one more score of each head, which has no value; None: no
+    sinks."""
+
+    @property
+    def device(self) -> torch.device:
+        return self.qkv.device
 
     @property
     def tree(self) -> tuple[torch.Tensor | None, int]:
@@ -188,7 +125,52 @@ class _Call:
         return self.qkv.new_empty(len(self.qkv), heads * windows.head_dim)
 
 
-def _launch_cuda(call: _Call, windows: WindowSizes, layout: Layout) -> torch.Tensor:
+@with_kernel("attention.window_attention.launch_window_attention")
+def window_attention(call: WindowCall) -> torch.Tensor:
+    """The queries of request b are its last tokens, up to token kv_lens[b] - 1. Each attends to the
+    keys up to its own, or to those that `tables.tree` names, with `tables.spans` to those of its
+    span only.
+
+    Lengths, tables, and the keys and values of earlier tokens must have been written before the
+    projection that made qkv began (programmatic_launch.py). Keys beyond a request's length or its
+    block table are never read. A query before position 0, which only a row of graph padding can
+    have, attends to nothing and gives zeros (if its page holds finite values).
+
+    Returns `[T, Hq * D]`."""
+    qkv, layer, tables = call.qkv, call.layer, call.tables
+    rotary = Rotary(call.cos_sin, torch.arange(len(call.cos_sin), device=call.device))
+    rotary_write.reference(qkv, rotary, tables.kv_slots, layer, call.norm, call.scales)
+    q = qkv[:, : qkv.shape[1] - 2 * layer.shape[3]]
+    lengths, masks = (tables.block_tables, tables.kv_lens), (tables.tree, tables.spans)
+    options = call.scales, call.sinks
+    return plain_window_attention(q, layer, tables.rows, *lengths, call.scale, *masks, *options)
+
+
+def launch_window_attention(call: WindowCall) -> torch.Tensor:
+    """The kernels of `window_attention`."""
+    qkv, cos_sin, layer, tables = call.qkv, call.cos_sin, call.layer, call.tables
+    norm, sinks, workspace = call.norm, call.sinks, call.workspace
+    assert qkv.is_contiguous() and layer.is_contiguous() and layer.dtype in (qkv.dtype, CODES)
+    assert cos_sin.is_contiguous() and tables.kv_slots.is_contiguous()
+    assert tables.block_tables.stride(1) == 1 and tables.kv_lens.stride(0) == 1
+    assert tables.block_tables.dtype == tables.kv_lens.dtype == torch.int32
+    assert tables.kv_slots.dtype == torch.int64
+    assert tables.num_padding is None or tables.num_padding.dtype == torch.int64
+    assert tables.num_padding is None or tables.tree is None
+    offsets = tables.rows.offsets
+    assert offsets is None or tables.num_padding is None
+    assert tables.tree is None or tables.tree.rows.offsets is offsets
+    assert offsets is None or (offsets.dtype == torch.int32 and offsets.is_contiguous())
+    assert norm is None or norm.weight.is_contiguous()
+    assert tables.spans is None or tables.spans.positions.is_contiguous()
+    assert sinks is None or (sinks.dtype == torch.float32 and sinks.is_contiguous())
+    windows, layout = call.windows(), None
+    if tables.spans is None and serves(qkv, cos_sin, call.weights[0], layer):
+        layout = layout_of(windows, workspace.num_processors, len(workspace.outputs))
+    return _launch_triton(call, windows) if layout is None else _launch_cuda(call, windows, layout)
+
+
+def _launch_cuda(call: WindowCall, windows: WindowSizes, layout: Layout) -> torch.Tensor:
     (weights, eps), (tree_bits, offset) = call.weights, call.tree
     tables, workspace, output = call.tables, call.workspace, call.output(windows)
     operands = Operands(
@@ -206,7 +188,7 @@ def _launch_cuda(call: _Call, windows: WindowSizes, layout: Layout) -> torch.Ten
     return output
 
 
-def _launch_triton(call: _Call, windows: WindowSizes) -> torch.Tensor:
+def _launch_triton(call: WindowCall, windows: WindowSizes) -> torch.Tensor:
     from tllm_spec.kernels.attention.window_attention_triton import attention_kernel
 
     qkv, layer, tables, workspace = call.qkv, call.layer, call.tables, call.workspace
@@ -256,7 +238,7 @@ def _launch_triton(call: _Call, windows: WindowSizes) -> torch.Tensor:
 
 
 def _reduce(
-    call: _Call,
+    call: WindowCall,
     windows: WindowSizes,
     splits: Splits,
     block_n: int,
@@ -314,10 +296,9 @@ def plain_window_attention(
     cached = layer.view(2, -1, kv_heads, head_dim)[:, slots].float()
     cached = cached.masked_fill(absent[:, :, None, None], 0)
     cached = cached.permute(0, 1, 3, 2, 4)  # [2, B, Hkv, L, D]
-    positions = (kv_lens - rows.counts)[:, None] + torch.arange(rows.window, device=q.device)
-    hidden = (keys > positions[:, :, None]) | absent[:, None]
-    if tree is not None:
-        hidden = ~tree.visible(kv_lens, keys)
+    hidden = hidden_keys(rows, kv_lens, keys, tree)
+    if tree is None:
+        hidden |= absent[:, None]
     if spans is not None:
         hidden |= keys < first_keys[:, :, None]
     hidden = hidden.repeat_interleave(heads // kv_heads, dim=1)[:, None]  # [B, 1, W * G, L]

@@ -244,11 +244,12 @@ def windows(*, has_codes: bool) -> None:
         norm = HeadWeights(empty(q_heads + kv_heads, head_dim, dtype=dtype), 1e-6)
         # Masks take no shared memory, so one shape has all kinds.
         for kind in KINDS if (shape, dtype, window, batch) == OF_ALL_KINDS else (PLAIN,):
-            window_attention.window_attention(
+            call = window_attention.WindowCall(
                 qkv, cos_sin, layer, kind.tables(batch, window), 0.1, workspace,
                 norm if kind.has_norm else None,
                 sinks=float32(q_heads) if kind.has_sinks else None,
             )  # fmt: skip
+            window_attention.window_attention(call)
 
 
 def invariant_attention(*, has_codes: bool) -> None:

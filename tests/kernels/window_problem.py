@@ -11,6 +11,7 @@ from tllm_spec.kernels.attention.kv_codes import UNSCALED, KVScales, encoded
 from tllm_spec.kernels.attention.rotary_write import HeadWeights, Rotary, rotary_write
 from tllm_spec.kernels.attention.visible_keys import KeySpan, KeySpans
 from tllm_spec.kernels.attention.window_attention import (
+    WindowCall,
     WindowTables,
     plain_window_attention,
     window_attention,
@@ -147,17 +148,8 @@ class Problem:
     def attend(self, workspace: WindowWorkspace | None = None) -> torch.Tensor:
         workspace = workspace or self.workspace()
         qkv = self.qkv.flatten(0, 1)
-        output = window_attention(
-            qkv,
-            self.cos_sin,
-            self.layer,
-            self.tables,
-            self.scale,
-            workspace,
-            self.norm,
-            self.case.scales,
-            self.sinks,
-        )
+        own = self.tables, self.scale, workspace, self.norm, self.case.scales, self.sinks
+        output = window_attention(WindowCall(qkv, self.cos_sin, self.layer, *own))
         return output.view(*self.qkv.shape[:2], -1)
 
     def attend_plainly(self) -> torch.Tensor:

@@ -20,7 +20,6 @@ from tllm_spec.attention.interface import (
     AttentionBackend,
     AttentionMetadata,
     ForwardContext,
-    GroupAttention,
     HeadsBackend,
 )
 from tllm_spec.attention.recurrent import RecurrentGeometry, RecurrentMemory, RecurrentRows
@@ -165,7 +164,7 @@ class PagedRunner:
         self, metadata: AttentionMetadata, *arguments: Any, **options: Any
     ) -> ForwardContext:
         """All groups have the same pages."""
-        groups = (GroupAttention(backend, backend.plan(metadata)) for backend in self.backends)
+        groups = ((backend, backend.plan(metadata)) for backend in self.backends)
         return ForwardContext(tuple(groups), *arguments, **options)
 
     @property

@@ -6,7 +6,6 @@ of context chunks share a plan that is updated in place. FP8 codes are widened i
 first; chunks whose requests have more pages run as in TRITON."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,15 +25,6 @@ from tllm_spec.kernels.attention.rotary_write import HeadWeights, Rotary
 
 HEAD_DIMS = (64, 128, 256)  # that FlashInfer has kernels for
 DTYPES = (torch.bfloat16, torch.float16)
-
-
-@dataclass(frozen=True)
-class FlashInferPlan(TritonPlan):
-    """At least one chunk. They replace TRITON's chunks."""
-
-    prefill: Any
-    page_list: tuple[torch.Tensor, torch.Tensor | None] | None
-    """The pages of the chunks and their count, as in `WidePages.fill`, if the pool has codes."""
 
 
 class FlashInferContexts:
@@ -71,12 +61,12 @@ class FlashInferContexts:
             rows = self._wide.rows(rows)
         self._plan = self._prefill.plan(rows)
 
-    def for_graph(self, kv_slots: torch.Tensor) -> FlashInferPlan:
+    def for_graph(self, kv_slots: torch.Tensor) -> TritonPlan:
         """The plan for capturing a forward of T rows; `kv_slots` `[T]` holds the slots of the rows
         of each replay."""
         assert self._plan is not None
         parts = self._plan, self._page_list
-        return FlashInferPlan(kv_slots, len(kv_slots), (), None, None, None, *parts)
+        return TritonPlan(kv_slots, len(kv_slots), (), None, None, None, *parts)
 
 
 class FlashInferAttention(TritonAttention):
@@ -125,7 +115,7 @@ class FlashInferAttention(TritonAttention):
             rows, page_list = self._wide.rows(rows), (rows.pages, None)
         windows, prefill = self._plan_windows(metadata), self._prefill.plan(rows)
         parts = (), None, windows, None, prefill, page_list
-        return FlashInferPlan(metadata.kv_slots, rows.num_rows, *parts)
+        return TritonPlan(metadata.kv_slots, rows.num_rows, *parts)
 
     def run(
         self,
@@ -136,7 +126,8 @@ class FlashInferAttention(TritonAttention):
         norm: HeadWeights | None = None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        if not isinstance(plan, FlashInferPlan):
+        assert isinstance(plan, TritonPlan)
+        if plan.prefill is None:
             return super().run(layer, qkv, rotary, plan, norm, sinks)
         num_rows = plan.first
         own = AttentionPlan(plan.kv_slots[:num_rows])

@@ -224,12 +224,8 @@ class HeadsBackend(AttentionBackend):
         rotary_write(qkv, rotary, plan.kv_slots, self.pool.data[layer], norm, scales)
 
 
-@dataclass(frozen=True)
-class GroupAttention:
-    """The attention of a layer group in one forward."""
-
-    backend: AttentionBackend
-    plan: AttentionPlan
+# The attention of a layer group in one forward.
+GroupAttention = tuple[AttentionBackend, AttentionPlan]
 
 
 @dataclass(frozen=True)

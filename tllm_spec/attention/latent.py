@@ -32,6 +32,7 @@ from tllm_spec.kernels.attention.latent_prefill import (
 )
 from tllm_spec.kernels.attention.latent_write import LatentNorm, latent_write
 from tllm_spec.kernels.attention.rotary_write import Rotary
+from tllm_spec.kernels.attention.visible_keys import hidden_keys
 from tllm_spec.kernels.attention.window_splits import WindowWorkspace
 from tllm_spec.kernels.gemm.head_gemm import head_gemm
 
@@ -107,7 +108,7 @@ class LatentBackend(AttentionBackend):
             keys, values = inputs.up.split_with_sizes((nope, geometry.value_dim), 1)
             absorbed = q.new_empty(geometry.num_heads, len(own), geometry.latent_dim)
             head_gemm(own[..., :nope], keys, absorbed.transpose(0, 1))
-            mixed = self._run_windows(layer, absorbed, own, plan, plan.windows)
+            mixed = self._run_windows(layer, absorbed, own, plan)
             head_gemm(mixed.transpose(0, 1), values.mT, output[first:])
         return output.flatten(1)
 
@@ -135,12 +136,7 @@ class LatentBackend(AttentionBackend):
 
     @abstractmethod
     def _run_windows(
-        self,
-        layer: int,
-        q_latent: torch.Tensor,
-        q: torch.Tensor,
-        plan: LatentPlan,
-        tables: LatentTables,
+        self, layer: int, q_latent: torch.Tensor, q: torch.Tensor, plan: LatentPlan
     ) -> torch.Tensor:
         """As `latent_attention`."""
 
@@ -217,25 +213,16 @@ class VanillaLatent(LatentBackend):
         keys = torch.arange(length, device=device)
         own_keys = torch.minimum(keys, kv_lens[:, None] - 1)
         slots = slots_of(block_tables, own_keys, self.pool.page_size).flatten()
-        if metadata.tree is None:
-            queries = (kv_lens - rows.counts)[:, None] + torch.arange(window, device=device)
-            hidden = keys > queries[:, :, None]
-        else:
-            hidden = ~metadata.tree.visible(kv_lens, keys)
+        hidden = hidden_keys(rows, kv_lens, keys, metadata.tree)
         mask = additive_mask(hidden, self.pool.kv_format.dtype)
         mask = mask[:, None, :, None].expand(batch, 1, window, heads, length).flatten(2, 3)
         return LatentTables(rows, block_tables, kv_lens), slots, mask
 
     def _run_windows(
-        self,
-        layer: int,
-        q_latent: torch.Tensor,
-        q: torch.Tensor,
-        plan: LatentPlan,
-        tables: LatentTables,
+        self, layer: int, q_latent: torch.Tensor, q: torch.Tensor, plan: LatentPlan
     ) -> torch.Tensor:
-        assert plan.slots is not None and plan.mask is not None
-        (heads, _, rank), nope, rows = q_latent.shape, self.geometry.nope_dim, tables.rows
+        assert plan.windows is not None and plan.slots is not None
+        (heads, _, rank), nope, rows = q_latent.shape, self.geometry.nope_dim, plan.windows.rows
         queries = rows.padded(torch.cat((q_latent.transpose(0, 1), q[..., nope:]), -1))
         entries = self._layers[layer].flatten(0, 1).index_select(0, plan.slots)
         entries, scale = entries.to(q.dtype), self.pool.scales[layer].key
@@ -276,14 +263,8 @@ class TritonLatent(LatentBackend):
         return tables, None, None
 
     def _run_windows(
-        self,
-        layer: int,
-        q_latent: torch.Tensor,
-        q: torch.Tensor,
-        plan: LatentPlan,
-        tables: LatentTables,
+        self, layer: int, q_latent: torch.Tensor, q: torch.Tensor, plan: LatentPlan
     ) -> torch.Tensor:
-        return latent_attention(
-            *(q_latent, q, self._layers[layer], tables, self.geometry.scale, self._workspace),
-            self.pool.scales[layer],
-        )
+        assert plan.windows is not None
+        own = self._layers[layer], plan.windows, self.geometry.scale, self._workspace
+        return latent_attention(q_latent, q, *own, self.pool.scales[layer])

@@ -6,6 +6,7 @@ A plan without context chunks depends on no length, so a CUDA graph can hold its
 capture, a forward of the same shape must have run: kernels are compiled at their first launch."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -19,7 +20,7 @@ from tllm_spec.kernels.attention.batch_invariant_attention import (
 )
 from tllm_spec.kernels.attention.rotary_write import HeadWeights, Rotary
 from tllm_spec.kernels.attention.visible_keys import KeySpans
-from tllm_spec.kernels.attention.window_attention import WindowTables, window_attention
+from tllm_spec.kernels.attention.window_attention import WindowCall, WindowTables, window_attention
 from tllm_spec.kernels.attention.window_splits import MAX_PARTIAL_ROWS, WindowWorkspace
 from tllm_spec.kernels.slots.round_rows import RoundRows
 
@@ -33,6 +34,11 @@ class TritonPlan(VanillaPlan):
     tiled_chunks: tuple[torch.Tensor, QueryTiles] | None
     """Instead of VANILLA's chunks, if the pool has codes or heads have sinks: the pages of all
     requests, `[C + B, P]` int32, and the tiles of all chunks."""
+    prefill: Any = None
+    """FLASHINFER's plan of at least one chunk, instead of both."""
+    page_list: tuple[torch.Tensor, torch.Tensor | None] | None = None
+    """FLASHINFER's pages of the chunks and their count, as in `WidePages.fill`, if the pool has
+    codes."""
 
 
 class TritonAttention(VanillaAttention):
@@ -118,15 +124,9 @@ class TritonAttention(VanillaAttention):
         norm: HeadWeights | None,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        assert plan.windows is not None
-        return window_attention(
-            qkv[plan.first :],
-            rotary.cos_sin[plan.first :],
-            self._layers[layer],
-            plan.windows,
-            self.geometry.scale,
-            self._workspace,
-            norm,
-            self.pool.scales[layer],
-            sinks,
-        )
+        first, windows = plan.first, plan.windows
+        assert windows is not None
+        inputs = qkv[first:], rotary.cos_sin[first:], self._layers[layer], windows
+        options = norm, self.pool.scales[layer], sinks
+        call = WindowCall(*inputs, self.geometry.scale, self._workspace, *options)
+        return window_attention(call)

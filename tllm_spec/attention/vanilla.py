@@ -31,7 +31,7 @@ from tllm_spec.kernels.attention.rotary_write import (
     plain_rotate,
     plain_write_kv,
 )
-from tllm_spec.kernels.attention.visible_keys import KeySpans
+from tllm_spec.kernels.attention.visible_keys import KeySpans, hidden_keys
 from tllm_spec.kernels.slots.round_rows import RoundRows
 
 
@@ -151,26 +151,20 @@ class VanillaAttention(HeadsBackend):
         device = metadata.kv_slots.device
         keys = torch.arange(length, device=device)
         kv_lens = metadata.kv_lens[-batch:, None]
-        own_keys, spans = torch.minimum(keys, kv_lens - 1), None
+        own_keys, spans, tree = torch.minimum(keys, kv_lens - 1), None, metadata.tree
         if self.geometry.span is not None:
             spans = KeySpans(self.geometry.span, metadata.positions[first:])
             first_keys = rows.padded(spans.first_keys())
             # Keys before these may have no page any more.
             own_keys = torch.maximum(own_keys, first_keys.amin(1, keepdim=True))
+            tree = tree and spans.cut(tree)
         kv_rows = self._kv_rows(metadata.block_tables[-batch:], own_keys)
         gathered = widened = self.pool.data.new_empty(2 * batch * length, heads * head_dim)
         dtype = self.pool.kv_format.dtype
         if dtype != gathered.dtype:
             widened = torch.empty_like(gathered, dtype=dtype)
         cached = widened.view(2, batch, length, heads, head_dim).transpose(2, 3)
-        tree = metadata.tree
-        if tree is None:
-            firsts = metadata.kv_lens[-batch:] - rows.counts
-            queries = firsts[:, None] + torch.arange(window, device=device)
-            hidden = keys > queries[:, :, None]
-        else:
-            tree = tree if spans is None else spans.cut(tree)
-            hidden = ~tree.visible(kv_lens[:, 0], keys)
+        hidden = hidden_keys(rows, kv_lens[:, 0], keys, tree)
         if spans is not None:
             hidden |= keys < first_keys[:, :, None]
         mask = additive_mask(hidden, dtype)[:, None, :, None]

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from tllm_spec.attention.interface import ForwardContext
-from tllm_spec.attention.latent import LatentBackend, LatentInputs
+from tllm_spec.attention.latent import LatentInputs
 from tllm_spec.config.option_checks import shown
 from tllm_spec.kernels.attention.latent_write import LatentNorm
 from tllm_spec.kernels.attention.rotary_write import Rotary
@@ -291,26 +291,22 @@ class LatentAttention(Module):
             q = self.q_b_proj.forward(q, self.q_a_layernorm)
         heads = q.contiguous().view(len(q), self.num_heads, -1)
         inputs = LatentInputs(heads, latent, self.norm, self.kv_b_proj.heads)
-        return self._backend(context).run(self.layer, inputs, rotary, context.groups[0].plan)
+        backend, plan = context.groups[0]
+        return backend.run(self.layer, inputs, rotary, plan)
 
     def write(
         self, hidden: torch.Tensor, norm: RMSNorm | None, rotary: Rotary, context: ForwardContext
     ) -> None:
         """The same, but only latents and keys are computed and written."""
         _, latent = self._project(hidden, norm)
-        plan = context.groups[0].plan
-        self._backend(context).write(self.layer, latent, self.norm, rotary, plan)
+        backend, plan = context.groups[0]
+        backend.write(self.layer, latent, self.norm, rotary, plan)
 
     def _project(
         self, hidden: torch.Tensor, norm: RMSNorm | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         both = self.a_proj.forward(hidden, norm)
         return both[:, : -self.latent_dim], both[:, -self.latent_dim :]
-
-    def _backend(self, context: ForwardContext) -> LatentBackend:
-        backend = context.groups[0].backend
-        assert isinstance(backend, LatentBackend)
-        return backend
 
 
 class DeepseekLayer(DecoderLayer):

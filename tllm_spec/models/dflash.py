@@ -16,7 +16,7 @@ from torch import nn
 from tllm_spec.attention.interface import ForwardContext
 from tllm_spec.kernels.attention.rotary_write import Rotary
 from tllm_spec.models.config_file import read_config
-from tllm_spec.models.draft_head import DraftHead, HeadSource, Masks, head_tensors
+from tllm_spec.models.draft_head import DraftHead, HeadSource, Masks
 from tllm_spec.models.draft_kind import HeadKind
 from tllm_spec.models.eagle3 import fill_head
 from tllm_spec.models.eagle3_config import DECODER_KEYS, Eagle3Config, check_head, unknown_keys
@@ -71,12 +71,7 @@ class DFlashConfig(Eagle3Config):
         """
         if (path / "mask_embedding.pt").exists():
             raise ValueError(f"{path / 'mask_embedding.pt'}: mask embeddings are not served.")
-        return cls.from_dict(read_config(path))
-
-    @classmethod
-    def from_dict(cls, raw: dict[str, Any]) -> "DFlashConfig":
-        """The same, from the parsed file."""
-        flat = _flat(raw)
+        flat = _flat(read_config(path))
         config = cls(
             **vars(model_config_of(flat)) | {"unknown_keys": flat["unknown_keys"]},
             draft_vocab_size=flat.get("draft_vocab_size"),
@@ -210,8 +205,4 @@ def load_dflash_head(source: HeadSource, config: DFlashConfig, num_captured: int
     """config: of the head in the folder. num_captured: how many layers of the target are captured
     for `fuse`. Raises ValueError if the checkpoint does not fit the config or the target."""
     config = config.for_target(source.target.config, num_captured)
-    return fill_head(DFlashHead, config, source, num_captured, dflash_tensors)
-
-
-def dflash_tensors(path: Path) -> dict[str, torch.Tensor]:
-    return head_tensors(path, "DFlash", _UNUSED, _RENAMED)
+    return fill_head(DFlashHead, config, source, num_captured, _UNUSED, _RENAMED)

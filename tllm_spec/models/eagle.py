@@ -8,7 +8,6 @@ the drafting loop are not known here."""
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -64,11 +63,7 @@ class EagleConfig(ModelConfig):
         Raises:
             ValueError: the file is missing or unreadable, or asks for something that is not served.
         """
-        return cls.from_dict(read_config(path))
-
-    @classmethod
-    def from_dict(cls, raw: dict[str, Any]) -> "EagleConfig":
-        """The same, from the parsed file."""
+        raw = read_config(path)
         names = raw.get("architectures") or []
         if len(names) != 1 or names[0] not in _LAYERS:
             raise ValueError(

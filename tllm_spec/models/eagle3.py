@@ -7,7 +7,7 @@ The state comes from the target (`fuse`) or from the head's own previous step. T
 target's, and without a draft vocabulary the output layer too, unless the checkpoint has others.
 Requests, pages and the drafting loop are not known here."""
 
-from collections.abc import Callable, Collection, Set
+from collections.abc import Callable, Collection, Mapping, Set
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -162,17 +162,18 @@ def fill_head(
     config: Config,
     source: HeadSource,
     num_captured: int,
-    tensors_of: Callable[[Path], dict[str, torch.Tensor]],
+    unused: tuple[str, ...],
+    renamed: Mapping[str, str],
 ) -> Head:
-    """A head with this config, which fits the target. kind: the class of heads. Raises ValueError
-    if the checkpoint does not fit it."""
+    """A head with this config, which fits the target. kind: the class of heads. The others are
+    as in `head_tensors`. Raises ValueError if the checkpoint does not fit it."""
     placement = source.placement
     arguments = config, source.target, num_captured, source.max_positions, placement
     if source.load_format == "dummy":
         head = kind(*arguments, config.own_modules)
         _fill_dummy(head, config)
     else:
-        tensors = tensors_of(source.path)
+        tensors = head_tensors(source.path, config.kind, unused, renamed)
         check_sizes(tensors, config, num_captured)
         ids = target_ids(tensors.pop("d2t", None), tensors.pop("t2d", None), config)
         head = kind(*arguments, _own_modules(tensors, ids, config, source))
@@ -371,6 +372,6 @@ def load_eagle3_head(source: HeadSource, num_captured: int) -> Eagle3Head:
     """
     config = Eagle3Config.from_pretrained(source.path)
     config = config.for_target(source.target.config, num_captured).within(source.max_positions)
-    head = fill_head(Eagle3Head, config, source, num_captured, eagle3_tensors)
+    head = fill_head(Eagle3Head, config, source, num_captured, _UNUSED, _RENAMED)
     head.derive_masks()
     return head

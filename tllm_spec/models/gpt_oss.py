@@ -24,7 +24,7 @@ import torch
 from tllm_spec.models.checkpoint import checkpoint_names, checkpoint_tensors, listed
 from tllm_spec.models.config import FULL, SLIDING, ModelConfig, decoder_config
 from tllm_spec.models.config_file import required, with_defaults
-from tllm_spec.models.formats.four_bit_packings import FourBitTensor, e2m1_codes, mxfp4_scales
+from tllm_spec.models.formats.four_bit_packings import FourBitTensor, four_bits, mxfp4_scales
 from tllm_spec.models.layers import StoredWeight
 from tllm_spec.models.llama import CausalLM
 from tllm_spec.models.moe_config import MoENames, moe_config, sparse_layers
@@ -170,7 +170,7 @@ def _mxfp4_experts(
         )
     for expert, (own, own_scales) in enumerate(zip(blocks, scales, strict=True)):
         for part, rows in _parts(found[2]):
-            codes = e2m1_codes(own[rows].flatten(1))
+            codes = four_bits(own[rows].flatten(1))
             words = mxfp4_scales(own_scales[rows])
             yield f"{found[1]}.{expert}.{part}.weight", FourBitTensor(codes, words, GROUP)
 

@@ -2,7 +2,7 @@
 attribute lookups without overhead; embedding and norms."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -91,6 +91,8 @@ class WeightSlot:
     start: int = 0
     order: torch.Tensor | None = None
     """int64, on the host: the tensor's rows in the order of the parameter's; None: the same."""
+    adds_one: bool = field(default=False, kw_only=True)
+    """Whether the checkpoint has the differences of a norm's weights from 1."""
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
@@ -103,7 +105,7 @@ class WeightSlot:
             return
         if not isinstance(tensor, torch.Tensor):
             tensor = tensor.dequantised(self.destination.dtype)
-        self.destination.copy_(self.own(tensor))
+        self.destination.copy_(self.own(tensor.float() + 1 if self.adds_one else tensor))
 
     def own(self, tensor: torch.Tensor, inputs: int = 1) -> torch.Tensor:
         """This rank's slice. `inputs`: that share a column. Where columns of scales lie in two
@@ -226,23 +228,7 @@ class RMSNorm(Module):
         self.root_eps = torch.tensor((self.size * self.eps) ** 0.5)
 
     def slots(self, path: str) -> Iterator[tuple[str, WeightSlot]]:
-        yield f"{path}.weight", norm_slot(self.weight, is_offset=self.is_offset)
-
-
-@dataclass(frozen=True)
-class OffsetSlot(WeightSlot):
-    """A norm's weight, of which the checkpoint has the difference from 1."""
-
-    def load(self, tensor: torch.Tensor | StoredWeight) -> None:
-        assert isinstance(tensor, torch.Tensor)  # norms are not quantised
-        super().load(tensor.float() + 1)
-
-
-def norm_slot(
-    weight: torch.Tensor, order: torch.Tensor | None = None, *, is_offset: bool
-) -> WeightSlot:
-    kind = OffsetSlot if is_offset else WeightSlot
-    return kind(weight, (weight.shape[-1],), order=order)
+        yield f"{path}.weight", WeightSlot(self.weight, (self.size,), adds_one=self.is_offset)
 
 
 def in_float32(placement: Placement) -> Placement:
@@ -286,8 +272,9 @@ class HeadNorm(Module):
         k."""
         parts = self.weight[: self.num_heads], self.weight[self.num_heads :]
         for name, own in zip(("q_norm", "k_norm"), parts, strict=True):
-            slot = norm_slot(own, self.order, is_offset=self.is_offset)
-            yield f"{sibling(path, name)}.weight", slot
+            shape, module = (own.shape[-1],), sibling(path, name)
+            slot = WeightSlot(own, shape, order=self.order, adds_one=self.is_offset)
+            yield f"{module}.weight", slot
 
 
 class AllHeadsNorm(HeadNorm):

@@ -189,16 +189,16 @@ class Attention(Module):
         """The input of `o_proj`, `[T, Hq * D]`, for hidden `[T, input_size]`. `norm` is applied to
         hidden first."""
         heads, head_weights = self._heads(hidden, norm)
-        own = context.groups[self.group]
-        return own.backend.run(self.layer, heads, rotary, own.plan, head_weights, self.sinks)
+        backend, plan = context.groups[self.group]
+        return backend.run(self.layer, heads, rotary, plan, head_weights, self.sinks)
 
     def write(
         self, hidden: torch.Tensor, norm: RMSNorm | None, rotary: Rotary, context: ForwardContext
     ) -> None:
         """The same, but only keys and values are computed and written."""
         heads, head_weights = self._heads(hidden, norm)
-        own = context.groups[self.group]
-        own.backend.write(self.layer, heads, rotary, own.plan, head_weights)
+        backend, plan = context.groups[self.group]
+        backend.write(self.layer, heads, rotary, plan, head_weights)
 
     def _heads(
         self, hidden: torch.Tensor, norm: RMSNorm | None

@@ -141,8 +141,8 @@ class Llama4Attention(Attention):
         heads, _ = self._heads(hidden, norm)
         if rotary.query_scales is not None:
             heads[:, : self.num_heads].mul_(rotary.query_scales)
-        own = context.groups[self.group]
-        return own.backend.run(self.layer, heads, rotary.unrotated, own.plan)
+        backend, plan = context.groups[self.group]
+        return backend.run(self.layer, heads, rotary.unrotated, plan)
 
     def write(
         self, hidden: torch.Tensor, norm: RMSNorm | None, rotary: Rotary, context: ForwardContext

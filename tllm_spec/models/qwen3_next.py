@@ -289,10 +289,10 @@ class GatedAttention(Attention):
         self, hidden: torch.Tensor, norm: RMSNorm | None, rotary: Rotary, context: ForwardContext
     ) -> torch.Tensor:
         heads, gates = self._split(hidden, norm)
-        own = context.groups[self.group]
+        backend, plan = context.groups[self.group]
         assert self.qk_norm is not None
         weights = self.qk_norm.head_weights
-        attended = own.backend.run(self.layer, heads, rotary, own.plan, weights)
+        attended = backend.run(self.layer, heads, rotary, plan, weights)
         return attended.mul_(gates.sigmoid())
 
     def _heads(

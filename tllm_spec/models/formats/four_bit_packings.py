@@ -76,7 +76,8 @@ class PackedTensors:
 
 
 def four_bits(words: torch.Tensor) -> torch.Tensor:
-    """int32 `[R, C]` as uint8 `[R, 8C]`: the lowest bits of a word come first."""
+    """int32 `[R, C]` as uint8 `[R, 8C]`, or uint8 as `[R, 2C]`: the lowest bits of a word come
+    first."""
     pairs = words.contiguous().view(torch.uint8)
     return torch.stack((pairs & 15, pairs >> 4), -1).flatten(1)
 
@@ -116,12 +117,7 @@ def _unpack_compressed(tensors: Tensors) -> Unpacked:
 def _unpack_mxfp4(tensors: Tensors) -> Unpacked:
     """`weight_packed` `[N, K / 2]`, `weight_scale` `[N, K / 32]`: exponents of E8M0, plus 127."""
     scales = mxfp4_scales(tensors["weight_scale"].view(torch.uint8))
-    return Unpacked(e2m1_codes(tensors["weight_packed"]), scales, None)
-
-
-def e2m1_codes(pairs: torch.Tensor) -> torch.Tensor:
-    """uint8 `[N, K / 2]` as codes `[N, K]`: the low bits come first."""
-    return torch.stack((pairs & 15, pairs >> 4), -1).flatten(1)
+    return Unpacked(four_bits(tensors["weight_packed"]), scales, None)
 
 
 def mxfp4_scales(exponents: torch.Tensor) -> torch.Tensor:
@@ -133,13 +129,13 @@ def _unpack_nvfp4(tensors: Tensors) -> Unpacked:
     """`weight_packed` `[N, K / 2]`, `weight_scale` `[N, K / 16]` E4M3, and the number that scales
     are divided by, `[1]` float32."""
     scales = tensors["weight_scale"].float() / tensors["weight_global_scale"]
-    return Unpacked(e2m1_codes(tensors["weight_packed"]), scales, None)
+    return Unpacked(four_bits(tensors["weight_packed"]), scales, None)
 
 
 def _unpack_modelopt(tensors: Tensors) -> Unpacked:
     """The same of ModelOpt: `weight`, and `[]` a factor of the scales."""
     scales = tensors["weight_scale"].float() * tensors["weight_scale_2"]
-    return Unpacked(e2m1_codes(tensors["weight"]), scales, None)
+    return Unpacked(four_bits(tensors["weight"]), scales, None)
 
 
 # The numbers that mean a zero point of 8, with the version that has them.
