@@ -89,8 +89,7 @@ def traffic(harness: Harness, is_sampled: bool) -> list[LlmRequest]:
                 seed=i,
             )
         )
-        for _ in range(i % 3):
-            harness.round()
+        harness.rounds(i % 3)
     harness.run()
     return requests
 
@@ -151,8 +150,7 @@ def test_a_prompt_with_windows_is_two_graph_launches(
     requests = []
     for length in (20, 3, 9):
         requests.append(harness.submit(list(range(length)), max_tokens=30))
-        for _ in range(3):
-            harness.round()
+        harness.rounds(3)
     harness.run()
     assert [len(output_of(request)) for request in requests] == [30] * 3
     assert sum(replays(harness).values()) == 3

@@ -17,7 +17,7 @@ from tests.executor.graph_rounds import (
     submit_mixture,
     with_graphs,
 )
-from tests.executor.harness import Harness, all_pages_are_back, draft_target, output_of
+from tests.executor.harness import Harness, draft_target, output_of
 from tllm_spec.config.draft_shape import DraftShape, chain_of
 from tllm_spec.executor.batch import SampledTokens
 from tllm_spec.executor.graphs.slot_graphs import CudaGraphs, GraphKey, GraphPool, graph_keys
@@ -84,7 +84,6 @@ def test_replayed_rounds_give_the_texts_of_eager_rounds(
     assert {key.batch_size for key in num_replays(harness)} == {1, 4, 8}
     # The batch is greedy again when its sampled requests have ended.
     assert any(key.sampled for key in num_replays(harness)) == is_sampled
-    assert all_pages_are_back(harness.executor)
 
 
 @pytest.mark.thinned(3)

@@ -67,7 +67,6 @@ def test_the_drafts_of_graphs_are_those_without(
     assert {key.batch_size for key in watched.replays()} == {1, 4, 8}
     assert any(key.sampled for key in watched.replays()) == is_sampled
     assert watched.eager == ([7] if mode == "eagle3" else [])  # after the prompts
-    assert all_pages_are_back(watched.harness.executor)
 
 
 class OpCounter(TorchDispatchMode):
@@ -99,15 +98,13 @@ def test_a_steady_round_is_two_launches_and_nothing_else(
     requests = [harness.submit([5, i], max_tokens=100) for i in range(3)]
     for request in requests:
         harness.run_until(request, RequestState.GENERATION)
-    for _ in range(3):
-        harness.round()
+    harness.rounds(3)
     graphs = harness.parts.runner.graphs
     assert graphs is not None
     others: SlotGraphs[Any] = graphs.whole if mode == "draft_target" else graphs.forwards
     before, others_before = watched.replays(), replays_of(others)
     with OpCounter(depth) as ops:
-        for _ in range(6):
-            harness.round()
+        harness.rounds(6)
     key = GraphKey(4, chain_of(3), False)
     assert watched.replays() == {key: before[key] + 6}
     assert replays_of(others)[key] == others_before[key] + 6

@@ -269,8 +269,7 @@ def test_a_round_that_breaks_off_leaves_no_hole_in_the_draft_cache(
 
     harness = Harness(tiny, **SMALL_PAGES, **draft_target(tiny, 3, draft_target_one_model=True))
     requests = [harness.submit([i, *PROMPT[1:]], max_tokens=60) for i in (3, 4)]
-    for _ in range(6):
-        harness.round()
+    harness.rounds(6)
     bad = harness.submit([1, 2, 3], max_tokens=5, logits_processor=fail)
     while not bad.is_finished:
         harness.round()

@@ -29,7 +29,7 @@ from tests.executor.draft_caches import (
     with_lengths,
 )
 from tests.executor.graph_rounds import num_replays, submit_mixture, with_graphs
-from tests.executor.harness import Harness, all_pages_are_back, draft_target, output_of
+from tests.executor.harness import Harness, draft_target, output_of
 from tests.models.deepseek import save_deepseek
 from tests.models.eagle3_runner import captured_states
 from tests.models.eagle_reference import EagleReference
@@ -241,7 +241,6 @@ def test_texts_are_those_of_plain_decoding_with_any_draft_lengths(
             with_lengths(harness, random_lengths(Random(3)))
         runs.append(submit_traffic(harness, Random(5), 24))
         harness.run()
-        assert all_pages_are_back(harness.executor)
     assert_texts_are(runs[1], runs[0])
     assert harness.parts.scheduler.num_preemptions and assert_cached_pages_are_whole(harness)
 
@@ -368,7 +367,6 @@ def test_texts_are_those_of_plain_decoding_with_preemption_and_prefix_hits(
         requests = submit_traffic(harness, Random(5), 24)
         harness.run()
         texts.append([output_of(request) for request in requests])
-        assert all_pages_are_back(harness.executor)
     assert texts[0] == texts[1]
     assert harness.parts.scheduler.num_preemptions
 

@@ -192,7 +192,6 @@ def test_replayed_rounds_of_chains_and_trees_give_the_texts_of_eager_rounds(
             with_lengths(harness, cycle([3, 4, 4, 0, 4]))
         requests = [harness.submit(random_tokens(9, seed=i), max_tokens=20) for i in range(3)]
         harness.run()
-        assert all_pages_are_back(harness.executor)
         found.append([request.tokens for request in requests])
     assert found[0] == found[1]
     shapes = {key.shape.is_tree for key in num_replays(graphs)}
