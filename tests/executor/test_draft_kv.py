@@ -143,7 +143,9 @@ def test_a_target_that_drafts_for_itself_is_always_right_whenever_drafting_resum
         assert stats.num_drafted_tokens - stats.num_accepted_tokens <= 4
 
 
-def test_a_request_drafts_again_when_draft_pages_come_back(tiny: Path) -> None:
+def test_where_draft_pages_are_short_a_request_goes_on_without_drafts_until_they_come_back(
+    tiny: Path,
+) -> None:
     cache = {"tokens_per_block": 4, "max_tokens": 128}
     harness = Harness(tiny, kv_cache_config=cache, **draft_target(tiny, 3))
     kv = draft_kv(harness)
@@ -161,6 +163,7 @@ def test_a_request_drafts_again_when_draft_pages_come_back(tiny: Path) -> None:
     stats = request.counters.stats()
     assert stats.num_drafted_tokens - stats.num_accepted_tokens <= 3
     assert request.counters.by_accepted[3] >= (80 - 31) // 4
+    assert_texts_are_those_of(Harness(tiny), [request])
 
 
 def test_most_rounds_send_no_page_numbers(tiny: Path) -> None:

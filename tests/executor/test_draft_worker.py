@@ -180,18 +180,6 @@ def test_a_model_that_drafts_for_itself_is_always_accepted(
     assert stats.rounds == 6 and stats.acceptance_length == draft_len + 1
 
 
-def test_after_a_pause_a_model_that_drafts_for_itself_is_accepted_at_once(tiny: Path) -> None:
-    speculation = draft_target(tiny, 3, draft_target_one_model=True, max_concurrency=1)
-    harness = Harness(tiny, **speculation, disable_overlap_scheduler=True)
-    request = harness.submit(PROMPT, max_tokens=60)
-    company = harness.submit(PROMPT[::-1], max_tokens=20)
-    harness.run_until(company, RequestState.FINISHED)
-    assert request.counters.by_drafted == [19, 0, 0, 0]
-    harness.run()
-    # The round after the pause has no drafts yet, and makes the first.
-    assert request.counters.by_drafted == [20, 0, 0, 10] == request.counters.by_accepted
-
-
 def test_a_request_that_joins_others_without_drafts_has_drafts_at_once(tiny: Path) -> None:
     harness = Harness(tiny, **draft_target(tiny, 3, draft_target_one_model=True))
     company = harness.submit(PROMPT[::-1], max_tokens=40, draft_limit=0)
