@@ -222,8 +222,9 @@ def test_a_reusable_prefix_ends_where_the_draft_layers_have_read(
         assert second.cached_tokens == expected
 
 
-def test_a_round_that_breaks_off_adds_nothing_to_the_backlog(
-    tiny: Path, speculation: dict[str, Any]
+@pytest.mark.parametrize("draft_len", [0, 3])
+def test_a_round_that_breaks_off_leaves_no_hole_in_the_draft_cache_and_adds_nothing_to_the_backlog(
+    tiny: Path, speculation: dict[str, Any], draft_len: int
 ) -> None:
     def fail(tokens: list[int], logits: torch.Tensor) -> torch.Tensor:
         if len(tokens) > 5:
@@ -231,8 +232,8 @@ def test_a_round_that_breaks_off_adds_nothing_to_the_backlog(
         return logits
 
     harness = Harness(tiny, **PAGES, **speculation)
-    with_lengths(harness, 0)
-    requests = [harness.submit([i, *PROMPT], max_tokens=60) for i in (1, 2)]
+    with_lengths(harness, draft_len)
+    requests = [harness.submit([i, *PROMPT], max_tokens=120) for i in (1, 2)]
     harness.rounds(5)
     bad = harness.submit([1, 2, 3], max_tokens=9, logits_processor=fail)
     while not bad.is_finished:

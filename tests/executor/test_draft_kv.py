@@ -11,6 +11,7 @@ import torch
 
 from tests.executor.draft_caches import (
     HOT,
+    SMALL_POOL,
     TREE,
     assert_cached_pages_are_whole,
     assert_nothing_is_missing,
@@ -295,12 +296,8 @@ def test_a_prompt_is_read_once_whatever_its_chunks(
 
 
 LATE_DRAFT_MODEL_PROMPT = [3, 14, 15, 9, 26, 5, 35, 8]
-LATE_DRAFT_MODEL_SMALL = {
-    "kv_cache_config": {"tokens_per_block": 4, "max_tokens": 170},
-    "scheduler_config": {"capacity_scheduler_policy": "MAX_UTILIZATION"},
-    "max_batch_size": 4,
-    "max_num_tokens": 24,
-    "enable_chunked_prefill": True,
+LATE_DRAFT_MODEL_SMALL = SMALL_POOL | {
+    "kv_cache_config": {"tokens_per_block": 4, "max_tokens": 170}
 }
 
 

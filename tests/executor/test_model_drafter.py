@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.executor.draft_caches import PREEMPTS
 from tests.executor.harness import Harness, all_pages_are_back, draft_target, output_of
 from tests.executor.tiny_llama import write_tiny_llama
 from tllm_spec.executor.engine.rows import ContextChunk
@@ -39,10 +40,7 @@ def fresh_keys_and_values(model: Path, tokens: list[int]) -> torch.Tensor:
 SITUATIONS: dict[str, dict[str, Any]] = {
     "undisturbed": {},
     "chunked_prefill": {"enable_chunked_prefill": True, "max_num_tokens": 16},
-    "preemption": {
-        "kv_cache_config": {"tokens_per_block": 4, "max_tokens": 72},
-        "scheduler_config": {"capacity_scheduler_policy": "MAX_UTILIZATION"},
-    },
+    "preemption": PREEMPTS,
 }
 
 
