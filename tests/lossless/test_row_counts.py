@@ -209,9 +209,7 @@ def compare(
 
 
 def test_rounds_with_budgets_of_their_own_give_the_text_of_plain_decoding(
-    tiny: Path,
-    drafts: tuple[Path, Path],
-    monkeypatch: pytest.MonkeyPatch,
+    tiny: Path, drafts: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(build, "time_rounds", lambda *_: TIMES)
     options = tiny_engine("eagle3", drafts, 7, enable_adaptive_verification=True)
