@@ -117,11 +117,21 @@ def run_changed(change: str, change_folder: Path, *arguments: str) -> World:
 
 
 @pytest.mark.slow
-def test_a_round_that_fails_on_all_ranks_fails_its_request_only(folder: str) -> None:
-    world = run_world(2, [*PROGRAM, folder, "all"])
-    assert world.returncode == 0, world.output
-    assert "error MemoryError: no room for counts" in world.output
-    assert "others [8, 8, 8, 8]" in world.output
+@pytest.mark.parametrize(
+    ("num_ranks", "kind", "ends", "sentences"),
+    [
+        (2, "all", False, ["error MemoryError: no room for counts", "others [8, 8, 8, 8]"]),
+        (2, "one", True, ["error rank 1 (process", "has ended: MemoryError: no room for counts"]),
+        (3, "none", True, ["tensor_parallel_size = 2, and mpirun has started 3 processes"]),
+    ],
+    ids=["all ranks", "one rank", "another number"],
+)
+def test_a_round_that_fails_on_all_ranks_fails_its_request_and_another_fault_ends_all(
+    num_ranks: int, kind: str, ends: bool, sentences: list[str], folder: str
+) -> None:
+    world = run_world(num_ranks, [*PROGRAM, folder, kind])
+    assert bool(world.returncode) == ends, world.output
+    assert all(sentence in world.output for sentence in sentences), world.output
 
 
 def test_ranks_of_mpirun_serve_one_model_after_the_other(tmp_path: Path) -> None:
@@ -142,20 +152,20 @@ def test_a_killed_rank_ends_the_model_that_started_it(folder: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_killed_before_it_joins_ends_the_model_that_started_it(
-    folder: str, tmp_path: Path
+@pytest.mark.parametrize(
+    ("change", "kind", "sentences"),
+    [
+        (KILLED_AT_ITS_START, "none", ["ended before it joined"]),
+        (KILLED_AT_ITS_END, "ends", ["all ranks end: rank 1", "others [8, 8, 8, 8]"]),
+    ],
+    ids=["before it joins", "while they part"],
+)
+def test_a_rank_that_is_killed_early_or_late_ends_the_model_that_started_it(
+    change: str, kind: str, sentences: list[str], folder: str, tmp_path: Path
 ) -> None:
-    world = run_changed(KILLED_AT_ITS_START, tmp_path, folder, "none")
-    assert world.returncode == 1 and "ended before it joined" in world.output, world.output
-
-
-@pytest.mark.slow
-def test_a_rank_that_is_killed_while_they_part_ends_the_model_that_started_it(
-    folder: str, tmp_path: Path
-) -> None:
-    world = run_changed(KILLED_AT_ITS_END, tmp_path, folder, "ends")
-    assert world.returncode == 1 and "all ranks end: rank 1" in world.output, world.output
-    assert "others [8, 8, 8, 8]" in world.output
+    world = run_changed(change, tmp_path, folder, kind)
+    assert world.returncode == 1, world.output
+    assert all(sentence in world.output for sentence in sentences), world.output
 
 
 @pytest.mark.slow
@@ -169,33 +179,14 @@ def test_two_models_run_next_to_each_other_and_only_one_ends_with_its_rank(folde
 
 
 @pytest.mark.slow
-def test_a_killed_rank_ends_all_that_mpirun_started(folder: str) -> None:
+@pytest.mark.parametrize(("by_mpirun", "rank"), [(True, 1), (False, 0), (True, 0)])
+def test_the_other_ranks_end_after_one_is_killed(folder: str, by_mpirun: bool, rank: int) -> None:
     """mpirun ends the others, too, perhaps before they have written why."""
-    status, output = end_after_kill(mpirun(2, [*PROGRAM, folder, "none"]), 1)
-    assert status != 0 and re.search(r"rank 1 \(process|signal 9", output), output
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("by_mpirun", [False, True])
-def test_the_other_ranks_end_after_rank_0_is_killed(folder: str, by_mpirun: bool) -> None:
     program = [*PROGRAM, folder, "none"]
-    status, _ = end_after_kill(mpirun(2, program) if by_mpirun else [sys.executable, *program], 0)
+    command = mpirun(2, program) if by_mpirun else [sys.executable, *program]
+    status, output = end_after_kill(command, rank)
     assert status != 0
-
-
-@pytest.mark.slow
-def test_an_error_of_one_rank_ends_all_and_names_it(folder: str) -> None:
-    world = run_world(2, [*PROGRAM, folder, "one"])
-    assert world.returncode != 0
-    assert "error rank 1 (process" in world.output, world.output
-    assert "has ended: MemoryError: no room for counts" in world.output
-
-
-@pytest.mark.slow
-def test_another_number_of_processes_than_asked_for_is_refused(folder: str) -> None:
-    world = run_world(3, [*PROGRAM, folder, "none"])
-    assert world.returncode != 0
-    assert "tensor_parallel_size = 2, and mpirun has started 3 processes" in world.output
+    assert rank == 0 or re.search(r"rank 1 \(process|signal 9", output), output
 
 
 @pytest.mark.parametrize("kind", ["version", pytest.param("checkpoint", marks=pytest.mark.slow)])

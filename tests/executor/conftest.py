@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,14 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A target with as many layers as the default capture layers need."""
     return write_tiny_llama(tmp_path_factory.mktemp("deep"), num_layers=7)
+
+
+@pytest.fixture
+def speculate(tiny_draft: Path, head: Path) -> Callable[..., dict[str, Any]]:
+    """`graph_rounds.speculate` with these drafts."""
+    from tests.executor.graph_rounds import speculate
+
+    return partial(speculate, tiny_draft, head)
 
 
 @pytest.fixture

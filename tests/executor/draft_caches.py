@@ -1,7 +1,7 @@
 """What a draft network on the target's pages should hold and propose: from one prefill of the true
 tokens and a plain loop after it. Shared by the tests of drafters, graphs and overlap."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tests.executor.harness import Harness, draft_target, output_of
-from tests.models.eagle3_runner import HeadRunner, captured_states_of
+from tests.models.eagle3_runner import HeadRunner, captured_states, captured_states_of
 from tests.models.helpers import PagedRunner, pages_for
 from tests.models.tiny_eagle import write_tiny_eagle
 from tests.models.tiny_eagle3 import write_tiny_eagle3
@@ -30,9 +30,12 @@ LAYERS = (0, 1)  # of the two-layer target, for a head with num_captured=2
 TOLERANCE = 1e-4
 MASK = 63  # of heads and models that draft all tokens at once
 HOT = 6.0  # a temperature at which the common noise makes any two networks agree now and then
-SMALL_POOL = {
+# Pages for little more than a request, which others take from it.
+PREEMPTS: dict[str, Any] = {
     "kv_cache_config": {"tokens_per_block": 4, "max_tokens": 72},
     "scheduler_config": {"capacity_scheduler_policy": "MAX_UTILIZATION"},
+}
+SMALL_POOL = PREEMPTS | {
     "max_batch_size": 4,
     "max_num_tokens": 24,
     "enable_chunked_prefill": True,
@@ -353,3 +356,53 @@ def assert_texts_are_those_of(plain: Harness, requests: list[LlmRequest]) -> Non
     ]
     plain.run()
     assert_texts_are(requests, expected)
+
+
+def assert_drafts_one_by_one(
+    harness: Harness, layers: tuple[int, ...], reference: Any, draft_len: int
+) -> None:
+    """In every round, those of greedy requests. reference: of a head that reads these layers."""
+    target, slots = harness.parts.runner.engine.model, harness.parts.slots
+    token_map, num_checked = network_of(harness).net.token_map, 0
+    while harness.round():
+        for request in generating(harness):
+            if request.rules.temperature:
+                continue  # its drafts are sampled
+            tokens = request.tokens[1:]
+            hidden = reference.fuse(captured_states(target, request.tokens[:-1], layers))
+            for _ in range(draft_len):
+                logits, states = reference.forward(tokens, hidden)
+                hidden = torch.cat((hidden, states[-1:]))
+                best = logits[-1].argmax()
+                tokens = [*tokens, int(best if token_map is None else token_map[best])]
+            window = slots.window[request.slot].tolist()
+            assert window == [request.tokens[-1], *tokens[-draft_len:]]
+            num_checked += 1
+    assert num_checked > 20
+
+
+def assert_drafts_at_once(
+    harness: Harness,
+    layers: tuple[int, ...],
+    block: Callable[[list[int], torch.Tensor], torch.Tensor],
+    draft_len: int,
+) -> None:
+    """In every round. block: the logits `[K, V]` of a head that drafts all tokens at once, after
+    these tokens and the captured states before the last."""
+    target, slots = harness.parts.runner.engine.model, harness.parts.slots
+    net, num_checked = network_of(harness).net, 0
+    seen = watch_logits(net)
+    while harness.round():
+        running = generating(harness)
+        for place, request in enumerate(running):
+            captured = captured_states(target, request.tokens[:-1], layers)
+            logits = block(request.tokens, captured)
+            own = seen[-1].view(draft_len, -1, logits.shape[1])
+            if own.shape[1] == len(running):
+                assert (own[:, place] - logits).abs().max() < TOLERANCE
+                num_checked += 1
+            if not request.rules.temperature:
+                best = logits.argmax(-1)
+                drafts = best if net.token_map is None else net.token_map[best]
+                assert slots.window[request.slot].tolist() == [request.tokens[-1], *drafts.tolist()]
+    assert num_checked > 20

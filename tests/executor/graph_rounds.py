@@ -1,5 +1,6 @@
 """Executors with stand-ins for CUDA graphs, their traffic, and what a build would capture."""
 
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -24,6 +25,7 @@ from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.speculative.drafting.drafter import Drafter, When
 
 CPU = torch.device("cpu")
+Speculate = Callable[..., dict[str, Any]]  # options of a mode by its name
 DUMMY = 8  # the slot after those of max_batch_size
 MODES = ["plain", "draft_target", "eagle3", "eagle3_two_model", "draft_target_two_model", "peagle"]
 MODES += [*(f"{mode}_tree" for mode in MODES[1:]), "sa"]

@@ -108,12 +108,17 @@ class Harness:
             self.executor.recover(error)
             return True
 
+    def rounds(self, number: int) -> None:
+        for _ in range(number):
+            self.round()
+
     def run(self, rounds: int = 10_000) -> None:
-        """Rounds until nothing is left to do."""
+        """Rounds until nothing is left to do, and no request holds a page or a slot."""
         while self.round():
             rounds -= 1
             assert rounds, "the executor does not come to an end"
         self.executor.check_integrity()
+        assert all_pages_are_back(self.executor)
 
     def run_until(self, request: LlmRequest, state: RequestState) -> None:
         while request.state is not state:

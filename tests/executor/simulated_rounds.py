@@ -35,18 +35,28 @@ Traffic = Callable[
 ]  # seconds since the start -> acceptance of every request under way
 
 
-def example_round_times() -> MeasuredRoundTimes:
+def example_table() -> tuple[dict[int, float], dict[int, float], float]:
+    """Milliseconds of all linears by rows and of a plain round by batch size, and of a draft."""
     tree = json.loads(EXAMPLE_TABLE.read_text(encoding="utf-8"))
-    linears = {int(rows): ms for rows, ms in tree["linears_ms"].items()}
-    plain = MeasuredRoundTimes({int(size): {0: ms} for size, ms in tree["plain_ms"].items()})
+    linears, plain = (
+        {int(number): ms for number, ms in tree[name].items()}
+        for name in ("linears_ms", "plain_ms")
+    )
+    return linears, plain, float(tree["draft_ms"])
 
-    def linear_ms(rows: int) -> float:
-        last = max(linears)
-        return float(np.interp(rows, list(linears), list(linears.values())) * max(1.0, rows / last))
+
+def at(values: dict[int, float], number: int) -> float:
+    """Between neighbours; beyond the last in proportion."""
+    found = float(np.interp(number, list(values), list(values.values())))
+    return found * max(1.0, number / max(values))
+
+
+def example_round_times() -> MeasuredRoundTimes:
+    linears, plain, draft_ms = example_table()
 
     def round_ms(size: int, steps: int) -> float:
-        added = linear_ms(size * (steps + 1)) - linear_ms(size)
-        return plain.round_time(size, 0) + added + steps * float(tree["draft_ms"])
+        added = at(linears, size * (steps + 1)) - at(linears, size)
+        return at(plain, size) + added + steps * draft_ms
 
     return MeasuredRoundTimes(
         {

@@ -3,26 +3,21 @@ is drawn, time comes from a table. As in `simulated_rounds.py` results are seen 
 a round verifies what the round before drafted. A tree has the nodes that are likeliest at the true
 acceptance."""
 
-import json
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from heapq import heappop, heappush
 from random import Random
 from typing import Any
 
-import numpy as np
-
 from benchmarks.harness.forced_rounds import Profile, by_rank
-from tests.executor.simulated_rounds import EXAMPLE_TABLE
+from tests.executor.simulated_rounds import MIN_STEADY, TIME_NOISE, Outcome, at, example_table
 from tllm_spec.config.draft_shape import END, NOTHING, OFF_CHAIN, DraftShape, DraftShapes
 from tllm_spec.config.speculative_config import Eagle3DecodingConfig
 from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController, controller_for
 from tllm_spec.executor.speculative.draft_length.decisions import ObservedRound
 from tllm_spec.executor.speculative.draft_length.round_times import MeasuredRoundTimes
 
-TIME_NOISE = 0.02  # standard deviation of a round's time, relative
 BATCH_SIZES, ACCEPTANCES = (1, 4, 8, 16, 32), (0.2, 0.4, 0.6, 0.7, 0.8, 0.9)
 OPTIONS: dict[str, Any] = {
     "speculative_model": "head",
@@ -34,7 +29,6 @@ OPTIONS: dict[str, Any] = {
 SPEC = Eagle3DecodingConfig(**OPTIONS, adaptive={})
 SHAPES = SPEC.shapes
 TIERS = tuple(range(SHAPES.further_tiers.stop))
-MIN_STEADY = 0.98
 BEAMS_MS = {1: 0.06, 4: 0.08, 8: 0.12, 32: 0.35}  # more than a chain's step, by batch size
 Path = tuple[int, ...]
 
@@ -83,16 +77,6 @@ def num_accepted(shown: Sequence[int]) -> int:
     return sum(value % OFF_CHAIN < END for value in shown if value != NOTHING)
 
 
-@dataclass
-class Outcome:
-    tokens: float = 0.0
-    seconds: float = 0.0
-
-    @property
-    def rate(self) -> float:
-        return self.tokens / self.seconds
-
-
 class TreeSimulator:
     """times: seconds by batch size and tier."""
 
@@ -134,19 +118,12 @@ class TreeSimulator:
 
 def example_times() -> dict[int, list[float]]:
     """Seconds by batch size and tier."""
-    tree = json.loads(EXAMPLE_TABLE.read_text(encoding="utf-8"))
-    linears = {int(rows): ms for rows, ms in tree["linears_ms"].items()}
-    plain = {int(size): ms for size, ms in tree["plain_ms"].items()}
-
-    def at(values: dict[int, float], number: int) -> float:
-        """Between neighbours; beyond the last in proportion."""
-        found = float(np.interp(number, list(values), list(values.values())))
-        return found * max(1.0, number / max(values))
+    linears, plain, draft_ms = example_table()
 
     def round_ms(size: int, tier: int) -> float:
         shape = SHAPES.of(tier)
         rows_ms = at(linears, size * shape.window) - at(linears, size)
-        step_ms = tree["draft_ms"] + (at(BEAMS_MS, size) if shape.is_tree else 0.0)
+        step_ms = draft_ms + (at(BEAMS_MS, size) if shape.is_tree else 0.0)
         return at(plain, size) + rows_ms + shape.depth * step_ms
 
     return {size: [round_ms(size, tier) / 1e3 for tier in TIERS] for size in BATCH_SIZES}

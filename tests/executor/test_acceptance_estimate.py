@@ -211,16 +211,11 @@ def test_shorter_contexts_never_make_a_time_fall_below_half() -> None:
     assert min(times.row(1).values()) >= 0.005 - 1e-9
 
 
-def test_one_round_that_took_a_second_changes_the_times_little() -> None:
+@pytest.mark.parametrize("seconds", [1.0, 1e-9])
+def test_one_round_that_took_a_second_or_no_time_changes_the_times_little(seconds: float) -> None:
     times = corrected()
-    times.observe(1, 0, 1.0)
-    assert times.row(1)[0] < 0.0103
-
-
-def test_one_round_that_took_no_time_changes_the_times_little() -> None:
-    times = corrected()
-    times.observe(1, 0, 1e-9)
-    assert times.row(1)[0] > 0.0097
+    times.observe(1, 0, seconds)
+    assert 0.0097 < times.row(1)[0] < 0.0103
 
 
 def test_times_without_contexts_are_not_corrected() -> None:
@@ -351,38 +346,36 @@ def test_a_probe_shows_what_the_longest_drafts_would_bring() -> None:
     assert own.state()["slots"]["17"]["expected"]["7@4.5"] == pytest.approx(3.2, abs=0.1)
 
 
+def chosen_tiers(
+    ms: dict[int, float], accepted: tuple[float, ...], runs: list[int], rounds: int
+) -> list[int]:
+    """What is chosen in each round. ms: by tier. accepted: drafts of a request by COMPARED. runs:
+    accepted drafts of each request where whole windows are as long."""
+    times = {tier: ms.get(tier, 20.0) for tier in range(SHAPES.further_tiers.stop)}
+    own, chosen = controller(seconds={16: times, BATCH: times}), list[int]()
+    for _ in range(rounds):
+        chosen.append(tier := own.tier_for(BATCH))
+        known = zip(COMPARED, accepted, strict=True)
+        seen = [n * BATCH for each, n in known if SHAPES.of(each).depth <= SHAPES.of(tier).depth]
+        expected = seen if tier > 7 else []
+        own.observe(ObservedRound(BATCH, [min(n, tier) for n in runs], tier, expected=expected))
+    return chosen
+
+
 def test_probes_that_take_less_time_and_emit_fewer_tokens_are_rare() -> None:
     """Longer windows than the probe's are played: round times as of 32 requests on an H200."""
     ms = {0: 5.4, 1: 5.8, 2: 6.4, 3: 6.9, 5: 8.4, 7: 10.0, THREE: 6.5, FIVE: 7.3, SEVEN: 8.2}
-    times = {tier: ms.get(tier, 20.0) for tier in range(SHAPES.further_tiers.stop)}
-    own = controller(seconds={16: times, BATCH: times})
-    accepted = dict(zip(COMPARED, (0.8, 1.43, 1.97, 1.28, 2.69, 1.9, 3.15, 2.4), strict=True))
     counts = enumerate((13, 11, 5, 9, 6, 4, 3, 13))  # the same for whole windows
     runs = [length for length, number in counts for _ in range(number)]
-    chosen = []
-    for _ in range(1000):
-        tier = own.tier_for(BATCH)
-        known = [each for each in accepted if SHAPES.of(each).depth <= SHAPES.of(tier).depth]
-        expected = [accepted[each] * BATCH for each in known] if tier > 7 else []
-        own.observe(ObservedRound(BATCH, [min(n, tier) for n in runs], tier, expected=expected))
-        chosen.append(tier)
+    chosen = chosen_tiers(ms, (0.8, 1.43, 1.97, 1.28, 2.69, 1.9, 3.15, 2.4), runs, 1000)
     assert set(chosen[200:]) == {5, SEVEN} and chosen[200:].count(SEVEN) < 0.15 * 800
 
 
 def test_the_best_budget_is_found_within_a_hundred_rounds_of_the_start() -> None:
     """Round times and accepted drafts of a batch of 64 with mixed traffic, as on an H100."""
-    accepted = dict(zip(COMPARED, (0.54, 0.98, 1.34, 1.23, 1.99, 1.89, 2.47, 2.35), strict=True))
     ms = {0: 9.0, 1: 9.8, 2: 10.8, 3: 11.8, THREE: 10.9, 5: 14.9, FIVE: 12.4, 7: 17.0, SEVEN: 13.9}
-    times = {tier: ms.get(tier, 20.0) for tier in range(SHAPES.further_tiers.stop)}
-    own = controller(seconds={16: times, BATCH: times})
-    chosen = []
-    for _ in range(200):
-        tier = own.tier_for(BATCH)
-        known = [each for each in accepted if SHAPES.of(each).depth <= SHAPES.of(tier).depth]
-        expected = [accepted[each] * BATCH for each in known] if tier > 7 else []
-        own.observe(ObservedRound(BATCH, [0] * BATCH, tier, expected=expected))
-        chosen.append(tier)
-    assert set(chosen[100:]) == {SEVEN}
+    accepted = (0.54, 0.98, 1.34, 1.23, 1.99, 1.89, 2.47, 2.35)
+    assert set(chosen_tiers(ms, accepted, [0] * BATCH, 200)[100:]) == {SEVEN}
 
 
 # Draft lengths that depend on the context: rounds of short and of long texts learn apart.

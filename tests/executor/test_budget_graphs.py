@@ -11,14 +11,14 @@ from tests.executor.draft_caches import HOT
 from tests.executor.draft_graphs import DUMMY, assert_same
 from tests.executor.graph_rounds import (
     MODES,
+    Speculate,
     num_replays,
     on_cuda,
     replays_of,
-    speculate,
     with_graphs,
 )
 from tests.executor.guided_rounds import grammar_of, submit_guided
-from tests.executor.harness import Harness, all_pages_are_back, output_of
+from tests.executor.harness import Harness, output_of
 from tests.executor.row_rounds import DRAFT_LEN, PROMPT, rows_and_batches
 from tests.lossless.engines import tiny_engine
 from tests.models import qwen3_next
@@ -29,6 +29,7 @@ from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.kernels.slots.round_rows import RoundRows
 
 SIZES, BUDGET = (1, 2, 4, 8), 2.5
+SAMPLING: list[dict[str, Any]] = [{}, {"temperature": 0.8}, {}, {"temperature": 0.5}, {}]
 MTP = {"decoding_type": "MTP", "max_draft_len": DRAFT_LEN, "verify_budget": BUDGET}
 SAVED = {"latents": save_predictable, "states": qwen3_next.save_predictable}
 ROWS = {3, 5, 10, 20}  # of these sizes
@@ -61,13 +62,12 @@ def test_graphs_have_a_budget_of_rows_and_the_text_of_plain_decoding(
     else:
         options = tiny_engine(mode, drafts, DRAFT_LEN, verify_budget=BUDGET)
     common = {"max_seq_len": 64, "attn_backend": attn_backend}
-    ways: list[dict[str, Any]] = [{}, {"temperature": 0.8}, {}, {"temperature": 0.5}, {}]
     plain = Harness(target, **common)
-    expected = submit(plain, *ways)
+    expected = submit(plain, *SAMPLING)
     plain.run()
     harness = with_graphs(target, SIZES, {0, DRAFT_LEN}, **common, **options)
     seen = rows_and_batches(harness)
-    requests = submit(harness, *ways)
+    requests = submit(harness, *SAMPLING)
     harness.run()
     assert list(map(output_of, requests)) == list(map(output_of, expected))
     replays = num_replays(harness)
@@ -79,9 +79,8 @@ def test_graphs_have_a_budget_of_rows_and_the_text_of_plain_decoding(
 def test_graphs_of_shared_and_of_whole_windows_follow_each_other(
     tiny: Path, drafts: tuple[Path, Path], eager_graphs: None
 ) -> None:
-    ways: list[dict[str, Any]] = [{}, {"temperature": 0.8}, {}, {"temperature": 0.5}, {}]
     plain = Harness(tiny)
-    expected = submit(plain, *ways)
+    expected = submit(plain, *SAMPLING)
     plain.run()
     options = tiny_engine("eagle3", drafts, DRAFT_LEN, enable_adaptive_verification=True)
     names = ("4@3", "4", "4", "3@2.5", "2", "4@3", "0")
@@ -90,7 +89,7 @@ def test_graphs_of_shared_and_of_whole_windows_follow_each_other(
     harness = with_graphs(tiny, SIZES[-1:], {tiers[name] for name in names}, **options)
     coming = cycle(tiers[name] for name in names)
     harness.parts.tier_for = lambda _: next(coming)
-    requests = submit(harness, *ways)
+    requests = submit(harness, *SAMPLING)
     harness.run()
     assert list(map(output_of, requests)) == list(map(output_of, expected))
     assert {key.shape.name for key in num_replays(harness)} == set(names)
@@ -158,8 +157,7 @@ def test_a_request_without_drafts_has_one_row_in_a_graph(
     harness.round()
     monkeypatch.setattr(SlotState, "choose_rows", watched)
     before = sum(num_replays(harness).values())
-    for _ in range(5):
-        harness.round()
+    harness.rounds(5)
     assert sum(num_replays(harness).values()) == before + 5 == before + len(given)
     assert [rows[requests[1].slot] for rows in given] == [1] * 5
     assert all(sum(rows.values()) == 4 * BUDGET for rows in given)
@@ -252,14 +250,13 @@ def forbid_eager_windows(
 @pytest.mark.parametrize("mode", MODES)
 def test_the_forward_of_any_windows_is_a_graph_and_the_text_that_without(
     tiny: Path,
-    tiny_draft: Path,
-    head: Path,
+    speculate: Speculate,
     depth: list[int],
     monkeypatch: pytest.MonkeyPatch,
     mode: str,
     rules: str,
 ) -> None:
-    speculation = speculate(tiny_draft, head, mode)
+    speculation = speculate(mode)
     lengths = {0, 1, 2, 3} if speculation else {0}
     harness, eager = (
         with_graphs(tiny, FORWARD_GRAPHS_SIZES, lengths, **speculation),
@@ -274,7 +271,6 @@ def test_the_forward_of_any_windows_is_a_graph_and_the_text_that_without(
         assert logprobs_of(harness, mine) == logprobs_of(eager, other)
         assert bool(logprobs_of(harness, mine)) == (mine.rules.logprobs is not None)
     assert {size for size, _ in forwards_of(harness)} == set(FORWARD_GRAPHS_SIZES)
-    assert all_pages_are_back(harness.executor)
 
 
 @torch.inference_mode()
@@ -302,9 +298,9 @@ def test_requests_without_such_rules_still_have_rounds_that_are_one_graph(
 @pytest.mark.parametrize("rules", RULES)
 @pytest.mark.parametrize("mode", MODES)
 def test_on_a_gpu_a_replayed_forward_is_the_eager_one(
-    tiny: Path, tiny_draft: Path, head: Path, mode: str, rules: str
+    tiny: Path, speculate: Speculate, mode: str, rules: str
 ) -> None:
-    speculation = speculate(tiny_draft, head, mode)
+    speculation = speculate(mode)
     harness, eager = (
         on_cuda(tiny, sizes, **speculation) for sizes in (list(FORWARD_GRAPHS_SIZES), None)
     )
@@ -323,4 +319,3 @@ def test_on_a_gpu_a_replayed_forward_is_the_eager_one(
     eager.run()
     assert_same(ours, theirs)
     assert len(num_replayed) > 10 and {1, 7} <= set(num_replayed)
-    assert all_pages_are_back(harness.executor)

@@ -47,7 +47,12 @@ def speculate(tiny_draft: Path, head: Path, mode: str) -> dict[str, Any]:
 
 
 def with_graphs(
-    monkeypatch: pytest.MonkeyPatch, model: Path, windows: tuple[int, ...] = (), **options: Any
+    monkeypatch: pytest.MonkeyPatch,
+    model: Path,
+    windows: tuple[int, ...] = (),
+    *,
+    sizes: tuple[int, ...] = SIZES,
+    **options: Any,
 ) -> Harness:
     """A harness with graphs of contexts, and of rounds of so many windows."""
     harness = Harness(model, **options)
@@ -58,7 +63,7 @@ def with_graphs(
     runner.engine.attention = AttentionGroups([group])
     draft_lens = {0, harness.max_draft_len}
     with torch.inference_mode():
-        runner.context_graphs = capture_contexts(runner.engine, SIZES, DUMMY, pool)
+        runner.context_graphs = capture_contexts(runner.engine, sizes, DUMMY, pool)
     if windows:
         capture_rounds(harness, graph_keys(windows, lambda _: draft_lens), pool=pool)
     return harness
@@ -89,8 +94,7 @@ def traffic(harness: Harness, is_sampled: bool) -> list[LlmRequest]:
                 seed=i,
             )
         )
-        for _ in range(i % 3):
-            harness.round()
+        harness.rounds(i % 3)
     harness.run()
     return requests
 
@@ -151,8 +155,7 @@ def test_a_prompt_with_windows_is_two_graph_launches(
     requests = []
     for length in (20, 3, 9):
         requests.append(harness.submit(list(range(length)), max_tokens=30))
-        for _ in range(3):
-            harness.round()
+        harness.rounds(3)
     harness.run()
     assert [len(output_of(request)) for request in requests] == [30] * 3
     assert sum(replays(harness).values()) == 3
@@ -162,16 +165,8 @@ def test_the_smallest_graph_that_has_room_runs_a_forward(
     tiny: Path, eager_graphs: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     harness = with_graphs(monkeypatch, tiny, kv_cache_config={"enable_block_reuse": False})
-    for length, size in (
-        (1, 4),
-        (4, 4),
-        (5, 8),
-        (23, 24),
-        (24, 24),
-        (25, 40),
-        (40, 40),
-        (41, None),
-    ):
+    sizes = {1: 4, 4: 4, 5: 8, 23: 24, 24: 24, 25: 40, 40: 40, 41: None}
+    for length, size in sizes.items():
         before = replays(harness)
         harness.submit([7] * length, max_tokens=1)
         harness.run()
@@ -384,14 +379,8 @@ def test_few_operations_are_done_before_a_prompts_graph_is_launched_and_slots_ar
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     head = write_tiny_eagle3(tmp_path / "head", num_captured=2)
-    harness = Harness(tiny, **one_model(tiny, head, mode))
+    harness = with_graphs(monkeypatch, tiny, sizes=(256,), **one_model(tiny, head, mode))
     runner, random = harness.parts.runner, Random(3)
-    old = runner.engine.attention.groups[0].backend
-    flashinfer = FlashInferAttention(old.geometry, old.pool, PlainPrefill(old.geometry))
-    group = PagedGroup(flashinfer, runner.engine.rows)
-    runner.engine.attention = AttentionGroups([group])
-    with torch.inference_mode():
-        runner.context_graphs = capture_contexts(runner.engine, (256,), 8, GraphPool(CPU))
     assert runner.context_graphs is not None
 
     def fail(*_: Any) -> None:

@@ -410,27 +410,10 @@ def test_a_probe_of_a_tree_that_takes_less_time_pays_for_the_tokens_that_it_lack
 # Log lines of the draft length: one a switch, none for probes.
 
 
-ROUNDS = 4000
-
-
-def decision_log_play(controller: AdaptiveController, rounds: int, num_accepted: int) -> list[int]:
-    asked = []
-    for _ in range(rounds):
-        steps = controller.tier_for(1)
-        asked.append(steps)
-        controller.observe(ObservedRound(1, [min(steps, num_accepted)] if steps else [], steps))
-    return asked
-
-
 @pytest.mark.parametrize(
     "config",
     [
-        {
-            "strategy": "cost_model",
-            "candidate_steps": [0, 1, 2, 3],
-            "window_trials": 32,
-            "probe_time_share": 0.2,
-        },
+        {"candidate_steps": [0, 1, 2, 3], "window_trials": 32, "probe_time_share": 0.2},
         {"strategy": "ema", "1": {"candidate_steps": [1, 3]}},
     ],
 )
@@ -440,7 +423,7 @@ def test_every_switch_is_one_line_with_its_reason(
     controller = AdaptiveController.from_config(config)
     with caplog.at_level(logging.INFO):
         for num_accepted in (3, 0, 3, 0):
-            decision_log_play(controller, 300, num_accepted)
+            play(controller, 300, num_accepted)
     lines = [record.getMessage() for record in caplog.records]
     decisions = controller.state()["decisions"]
     assert len(lines) == decisions["num_switches"] >= 3
@@ -455,9 +438,9 @@ def test_probes_write_no_lines(caplog: pytest.LogCaptureFixture) -> None:
     controller = AdaptiveController.from_config(
         {"strategy": "cost_model", "candidate_steps": [0, 1, 2, 3]}
     )
-    decision_log_play(controller, 1000, 0)
+    play(controller, 1000, 0)
     with caplog.at_level(logging.INFO):
-        asked = decision_log_play(controller, ROUNDS, 0)
+        asked = play(controller, 4000, 0)
     assert sum(steps > 0 for steps in asked) > 10, "there were probes"
     assert not caplog.records
 
@@ -465,7 +448,7 @@ def test_probes_write_no_lines(caplog: pytest.LogCaptureFixture) -> None:
 def test_a_limit_that_no_length_of_the_ladder_meets_is_a_switch_there_and_back() -> None:
     limits = DraftLenTable(gate=(1.0, 5))
     controller = AdaptiveController.from_config({"candidate_steps": [1, 3]}, table=limits)
-    decision_log_play(controller, 600, 0)
+    play(controller, 600, 0)
     switches = controller.state()["decisions"]["last"]
     steps = [(switch["old_steps"], switch["new_steps"]) for switch in switches]
     assert steps == list(pairwise([steps[0][0], *(new for _, new in steps)]))

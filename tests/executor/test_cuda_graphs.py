@@ -10,17 +10,19 @@ from tests.executor.graph_rounds import (
     CPU,
     DUMMY,
     MODES,
+    Speculate,
     graphs_of,
-    keys_of_build,
     num_replays,
-    speculate,
+    on_cuda,
     submit_mixture,
     with_graphs,
 )
-from tests.executor.harness import Harness, all_pages_are_back, draft_target, output_of
-from tllm_spec.config.draft_shape import DraftShape, chain_of
+from tests.executor.harness import Harness, draft_target, output_of, user_provided
+from tllm_spec.config.draft_shape import NO_DRAFTS, DraftShape, chain_of
 from tllm_spec.executor.batch import SampledTokens
+from tllm_spec.executor.device.transfer import ToHost
 from tllm_spec.executor.graphs.slot_graphs import CudaGraphs, GraphKey, GraphPool, graph_keys
+from tllm_spec.executor.request import RequestState
 
 
 def test_slot_ids_are_sent_only_when_they_change(
@@ -67,9 +69,9 @@ def test_slot_ids_are_sent_only_when_they_change(
 @pytest.mark.parametrize("is_sampled", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("mode", MODES)
 def test_replayed_rounds_give_the_texts_of_eager_rounds(
-    tiny: Path, tiny_draft: Path, head: Path, eager_graphs: None, mode: str, is_sampled: bool
+    tiny: Path, speculate: Speculate, eager_graphs: None, mode: str, is_sampled: bool
 ) -> None:
-    speculation = speculate(tiny_draft, head, mode)
+    speculation = speculate(mode)
     lengths = {0, 1, 2, 3} if speculation else {0}
     harness, eager = (
         with_graphs(tiny, (1, 4, 8), lengths, **speculation),
@@ -84,15 +86,14 @@ def test_replayed_rounds_give_the_texts_of_eager_rounds(
     assert {key.batch_size for key in num_replays(harness)} == {1, 4, 8}
     # The batch is greedy again when its sampled requests have ended.
     assert any(key.sampled for key in num_replays(harness)) == is_sampled
-    assert all_pages_are_back(harness.executor)
 
 
 @pytest.mark.thinned(3)
 @pytest.mark.parametrize("mode", MODES)
 def test_the_dummy_slot_of_padded_batches_does_not_grow_and_has_no_pages(
-    tiny: Path, tiny_draft: Path, head: Path, eager_graphs: None, mode: str
+    tiny: Path, speculate: Speculate, eager_graphs: None, mode: str
 ) -> None:
-    speculation = speculate(tiny_draft, head, mode)
+    speculation = speculate(mode)
     harness = with_graphs(tiny, (8,), {0, 1, 2, 3} if speculation else {0}, **speculation)
     slots, table = harness.parts.slots, harness.parts.kv.groups[0].table
     graphs = graphs_of(harness)
@@ -160,14 +161,143 @@ def test_running_out_of_memory_while_capturing_says_which_options_to_lower(
         with_graphs(tiny, (1, 8), {3}, **draft_target(tiny, 3, draft_target_one_model=True))
 
 
-def test_every_candidate_of_an_adaptive_draft_length_has_a_graph_and_a_measured_time(
-    tiny: Path, tiny_draft: Path, head: Path
+# On a GPU.
+
+
+MODES_HERE = [*MODES, "eagle3_sa", "eagle3_two_model_sa"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", MODES_HERE)
+def test_on_a_gpu_rounds_without_drafts_are_graphs_of_draft_length_0(
+    tiny: Path, speculate: Speculate, mode: str
 ) -> None:
-    options = {"adaptive": {"candidate_steps": [0, 1, 3]}}
-    keys = keys_of_build(tiny, **speculate(tiny_draft, head, "eagle3", **options))
-    assert {(key.batch_size, key.shape.depth) for key in keys} == {
-        (size, steps) for size in (1, 2, 4, 8) for steps in (0, 1, 3)
-    }
-    gate = {"acceptance_rate_threshold": 0.5, "acceptance_rate_window_size": 4}
-    keys = keys_of_build(tiny, **speculate(tiny_draft, head, "eagle3", **gate))
-    assert {key.shape.depth for key in keys} == {0, 3}
+    harness = on_cuda(tiny, [1, 4], **speculate(mode))
+    graphs: Any = graphs_of(harness)
+    replay, lengths = graphs.replay, []
+
+    def watched(slots: list[int], shape: DraftShape, sampled: bool) -> SampledTokens | None:
+        result = replay(slots, shape, sampled)
+        lengths.append(shape.depth if result is not None else None)
+        return result
+
+    graphs.replay = watched
+    requests = [harness.submit([i, 2, 3], max_tokens=40, draft_limit=0) for i in range(3)]
+    harness.run()
+    assert lengths == [0] * 39 and all(request.num_output_tokens == 40 for request in requests)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_sampled", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("mode", MODES_HERE)
+def test_on_a_gpu_a_replayed_round_is_the_eager_one(
+    tiny: Path, speculate: Speculate, mode: str, is_sampled: bool
+) -> None:
+    speculation = speculate(mode)
+    harness, eager = (on_cuda(tiny, sizes, **speculation) for sizes in ([1, 4, 8], None))
+    graphs = graphs_of(harness)
+    replay, num_replayed = graphs.replay, []
+
+    def watched(slots: list[int], draft_len: int, sampled: bool) -> SampledTokens | None:
+        result = replay(slots, draft_len, sampled)
+        num_replayed.append(0 if result is None else len(slots))
+        return result
+
+    graphs.replay = watched  # type: ignore[method-assign] # a spy on this one object
+    ours, theirs = (submit_mixture(each, 7, is_sampled) for each in (harness, eager))
+    harness.run()
+    eager.run()
+    assert len(num_replayed) > 10 and {1, 7} <= set(num_replayed)
+    assert list(map(output_of, ours)) == list(map(output_of, theirs))
+    assert [r.counters.by_accepted for r in ours] == [r.counters.by_accepted for r in theirs]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", MODES_HERE)
+def test_on_a_gpu_the_dummy_slot_of_padded_batches_does_not_grow(
+    tiny: Path, speculate: Speculate, mode: str
+) -> None:
+    harness = on_cuda(tiny, [8], **speculate(mode))
+    submit_mixture(harness, 3, is_sampled=True)
+    while harness.round():
+        assert harness.parts.slots.kv_lens[DUMMY].item() <= 1 + harness.max_draft_len
+    assert not harness.parts.kv.groups[0].table.device_rows[DUMMY].any()
+    with torch.inference_mode():
+        harness.parts.slots.reset_dummy()
+    assert harness.parts.slots.kv_lens[DUMMY].item() == 0
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_batch_above_the_largest_graph_runs_without(tiny: Path) -> None:
+    harness, eager = on_cuda(tiny, [2]), on_cuda(tiny, None)
+    assert graphs_of(harness).replay([0, 1, 2], NO_DRAFTS, False) is None
+    ours, theirs = (submit_mixture(each, 5, False) for each in (harness, eager))
+    harness.run()
+    eager.run()
+    assert list(map(output_of, ours)) == list(map(output_of, theirs))
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_running_out_of_memory_while_capturing_says_which_options_to_lower(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: Any, **keywords: Any) -> None:
+        raise torch.cuda.OutOfMemoryError("no more")
+
+    monkeypatch.setattr(torch.cuda, "graph", fail)
+    with pytest.raises(
+        ValueError, match="out of memory while the CUDA graph of 8 requests with 0 drafts"
+    ):
+        on_cuda(tiny, [1, 8])
+
+
+# Steady rounds on a GPU wait for the device nowhere but where a round's results are read.
+
+
+HOST_DRAFTERS: dict[str, dict[str, Any]] = {
+    "ngram": {"speculative_config": {"decoding_type": "NGram", "max_draft_len": 3}},
+    "ngram_tree": {
+        "speculative_config": {
+            "decoding_type": "NGram",
+            "max_draft_len": 3,
+            "use_dynamic_tree": True,
+            "dynamic_tree_max_topK": 2,
+        }
+    },
+    "user_provided": user_provided(lambda request: [1, 2, 3][: request.num_drafts_wanted], 3),
+    "user_provided_tree": user_provided(
+        lambda request: [[1, 2, 3][: request.num_drafts_wanted], [4]], 3, max_total_draft_tokens=5
+    ),
+}
+NUM_ROUNDS = 12
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", [*MODES, *HOST_DRAFTERS])
+def test_on_a_gpu_a_steady_round_waits_only_where_a_round_is_read(
+    tiny: Path, speculate: Speculate, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    speculation = HOST_DRAFTERS.get(mode) or speculate(mode)
+    harness = on_cuda(tiny, [4], **speculation)
+    # Repetitions, so that NGram finds drafts.
+    requests = [harness.submit([5, i, 7] * 4, max_tokens=150) for i in range(3)]
+    for request in requests:
+        harness.run_until(request, RequestState.GENERATION)
+    harness.rounds(3)
+    waits, wait = [], ToHost.wait
+
+    def counted(to_host: ToHost) -> list[torch.Tensor]:
+        waits.append(to_host)
+        return wait(to_host)
+
+    monkeypatch.setattr(ToHost, "wait", counted)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(NUM_ROUNDS):
+            assert harness.executor.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert len(waits) == NUM_ROUNDS and not any(request.is_finished for request in requests)
+    num_drafted = sum(request.counters.stats().num_drafted_tokens for request in requests)
+    assert bool(num_drafted) == (mode != "plain")
+    harness.run()

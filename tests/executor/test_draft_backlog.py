@@ -155,8 +155,7 @@ def test_catching_up_writes_the_positions_of_the_backlog_and_no_others(
         (PROMPT[::-1], 1),
     ):  # the first begins before its window
         requests.append(harness.submit(prompt, max_tokens=60))
-        for _ in range(rounds):
-            harness.round()
+        harness.rounds(rounds)
     assert [request.draft_backlog for request in requests] == [7, 4, 0]
     for pool in pools_of(harness):
         pool.data[:, :, 0] = 0.0
@@ -222,8 +221,9 @@ def test_a_reusable_prefix_ends_where_the_draft_layers_have_read(
         assert second.cached_tokens == expected
 
 
-def test_a_round_that_breaks_off_adds_nothing_to_the_backlog(
-    tiny: Path, speculation: dict[str, Any]
+@pytest.mark.parametrize("draft_len", [0, 3])
+def test_a_round_that_breaks_off_leaves_no_hole_in_the_draft_cache_and_adds_nothing_to_the_backlog(
+    tiny: Path, speculation: dict[str, Any], draft_len: int
 ) -> None:
     def fail(tokens: list[int], logits: torch.Tensor) -> torch.Tensor:
         if len(tokens) > 5:
@@ -231,10 +231,9 @@ def test_a_round_that_breaks_off_adds_nothing_to_the_backlog(
         return logits
 
     harness = Harness(tiny, **PAGES, **speculation)
-    with_lengths(harness, 0)
-    requests = [harness.submit([i, *PROMPT], max_tokens=60) for i in (1, 2)]
-    for _ in range(5):
-        harness.round()
+    with_lengths(harness, draft_len)
+    requests = [harness.submit([i, *PROMPT], max_tokens=120) for i in (1, 2)]
+    harness.rounds(5)
     bad = harness.submit([1, 2, 3], max_tokens=9, logits_processor=fail)
     while not bad.is_finished:
         harness.round()
@@ -254,8 +253,7 @@ def test_a_request_whose_logits_are_nan_does_not_harm_the_backlog_of_others(
     harness = Harness(write_tiny_llama(tmp_path, nan_token=63), **PAGES, **speculation)
     with_lengths(harness, 0)
     request = harness.submit(PROMPT, max_tokens=40, logit_bias={63: -100.0})
-    for _ in range(BACKLOG_LEN - 1):
-        harness.round()
+    harness.rounds(BACKLOG_LEN - 1)
     bad = harness.submit([5], max_tokens=9, logit_bias={63: 100.0})
     harness.round()
     harness.round()
@@ -307,8 +305,7 @@ def test_with_a_fixed_draft_length_rounds_are_plain_while_no_request_wants_draft
 
     harness.parts.runner.launch = watched  # type: ignore[method-assign] # the test looks on
     request = harness.submit(PROMPT, max_tokens=60, draft_limit=0)
-    for _ in range(BACKLOG_LEN + 5):
-        harness.round()
+    harness.rounds(BACKLOG_LEN + 5)
     assert widths == [0, *[1] * (BACKLOG_LEN + 4)]
     assert request.draft_backlog == (BACKLOG_LEN + 4 if waits_long(harness) else 4)
     other = harness.submit([5, *PROMPT], max_tokens=30)

@@ -1,6 +1,7 @@
 """CUDA graphs of what drafts before the target's forward: which rounds are two launches and nothing
 else, and that drafts and texts are those of eager rounds."""
 
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from random import Random
@@ -11,7 +12,15 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.executor.draft_caches import HOT, SMALL_POOL, pools_of, submit_traffic
-from tests.executor.draft_graphs import DUMMY, MODES, assert_same, two_model, watch, with_graphs
+from tests.executor.draft_graphs import (
+    DUMMY,
+    MODES,
+    Watched,
+    assert_same,
+    two_model,
+    watch,
+    with_graphs,
+)
 from tests.executor.graph_rounds import on_cuda, replays_of, submit_mixture
 from tests.executor.harness import Harness, all_pages_are_back, output_of
 from tests.executor.test_split_rounds import watch_windows
@@ -31,6 +40,25 @@ FREE_OPS = {
 }  # no launch
 
 
+Pair = Callable[..., tuple[Watched, Harness]]
+
+
+@pytest.fixture
+def pair(
+    tiny: Path, drafts: tuple[Path, Path], depth: list[int], monkeypatch: pytest.MonkeyPatch
+) -> Pair:
+    """Makes an engine of a mode with graphs of these sizes and draft lengths, and an eager one."""
+
+    def make(
+        mode: str, sizes: tuple[int, ...], draft_lens: set[int], *, pads: bool = True, **own: Any
+    ) -> tuple[Watched, Harness]:
+        options = two_model(drafts, mode, **own)
+        watched = with_graphs(monkeypatch, tiny, sizes, draft_lens, pads=pads, **options)
+        return watched, Harness(tiny, **options)
+
+    return make
+
+
 def run_with_cancellations(harness: Harness) -> None:
     """Until all requests have ended, some of them cancelled."""
     random = Random(1)
@@ -44,20 +72,10 @@ def run_with_cancellations(harness: Harness) -> None:
 @pytest.mark.parametrize("is_sampled", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize(("mode", "rejects"), list(product(MODES, (False, True))), ids=str)
 def test_the_drafts_of_graphs_are_those_without(
-    tiny: Path,
-    drafts: tuple[Path, Path],
-    depth: list[int],
-    monkeypatch: pytest.MonkeyPatch,
-    mode: str,
-    rejects: bool,
-    is_sampled: bool,
+    pair: Pair, mode: str, rejects: bool, is_sampled: bool
 ) -> None:
     """Batches below a captured size, limits of single requests, ends one by one."""
-    speculation = two_model(drafts, mode, use_rejection_sampling=rejects)
-    watched, eager = (
-        with_graphs(monkeypatch, tiny, (1, 4, 8), {3}, **speculation),
-        Harness(tiny, **speculation),
-    )
+    watched, eager = pair(mode, (1, 4, 8), {3}, use_rejection_sampling=rejects)
     windows = [watch_windows(each) for each in (watched.harness, eager)]
     ours, theirs = (submit_mixture(each, 7, is_sampled) for each in (watched.harness, eager))
     watched.harness.run()
@@ -67,7 +85,6 @@ def test_the_drafts_of_graphs_are_those_without(
     assert {key.batch_size for key in watched.replays()} == {1, 4, 8}
     assert any(key.sampled for key in watched.replays()) == is_sampled
     assert watched.eager == ([7] if mode == "eagle3" else [])  # after the prompts
-    assert all_pages_are_back(watched.harness.executor)
 
 
 class OpCounter(TorchDispatchMode):
@@ -99,15 +116,13 @@ def test_a_steady_round_is_two_launches_and_nothing_else(
     requests = [harness.submit([5, i], max_tokens=100) for i in range(3)]
     for request in requests:
         harness.run_until(request, RequestState.GENERATION)
-    for _ in range(3):
-        harness.round()
+    harness.rounds(3)
     graphs = harness.parts.runner.graphs
     assert graphs is not None
     others: SlotGraphs[Any] = graphs.whole if mode == "draft_target" else graphs.forwards
     before, others_before = watched.replays(), replays_of(others)
     with OpCounter(depth) as ops:
-        for _ in range(6):
-            harness.round()
+        harness.rounds(6)
     key = GraphKey(4, chain_of(3), False)
     assert watched.replays() == {key: before[key] + 6}
     assert replays_of(others)[key] == others_before[key] + 6
@@ -138,16 +153,8 @@ def test_padding_of_a_draft_model_writes_into_no_requests_pages(
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_change_of_the_draft_length_is_drafted_for_in_graphs(
-    tiny: Path,
-    drafts: tuple[Path, Path],
-    depth: list[int],
-    monkeypatch: pytest.MonkeyPatch,
-    mode: str,
-) -> None:
-    speculation = two_model(drafts, mode)
-    watched = with_graphs(monkeypatch, tiny, (1,), {1, 3}, **speculation)
-    eager = Harness(tiny, **speculation)
+def test_a_change_of_the_draft_length_is_drafted_for_in_graphs(pair: Pair, mode: str) -> None:
+    watched, eager = pair(mode, (1,), {1, 3})
     windows = [watch_windows(each) for each in (watched.harness, eager)]
     requests = []
     for harness in (watched.harness, eager):
@@ -163,10 +170,8 @@ def test_a_change_of_the_draft_length_is_drafted_for_in_graphs(
     assert watched.eager == prompt and {key.shape.depth for key in watched.replays()} == lengths
 
 
-def test_a_draft_model_needs_a_graph_of_the_rounds_own_draft_length(
-    tiny: Path, drafts: tuple[Path, Path], depth: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    watched = with_graphs(monkeypatch, tiny, (1,), {3}, **two_model(drafts, "draft_target"))
+def test_a_draft_model_needs_a_graph_of_the_rounds_own_draft_length(pair: Pair) -> None:
+    watched, _ = pair("draft_target", (1,), {3})
     harness = watched.harness
     windows = watch_windows(harness)
     harness.submit([7, 8, 9], max_tokens=4)  # its rounds have more drafts than it can emit
@@ -180,35 +185,26 @@ def test_a_draft_model_needs_a_graph_of_the_rounds_own_draft_length(
     assert watched.replays() == before and len(watched.eager) > 3
 
 
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("pads", "number", "own"), [(True, 3, {}), (False, 1, {}), (True, 1, {"presence_penalty": 0.5})]
+)
 def test_what_fits_no_graph_is_drafted_eagerly(
-    tiny: Path, drafts: tuple[Path, Path], depth: list[int], monkeypatch: pytest.MonkeyPatch
+    pair: Pair, pads: bool, number: int, own: dict[str, float], mode: str
 ) -> None:
-    for mode in MODES:
-        speculation = two_model(drafts, mode)
-        for pads, number in ((True, 3), (False, 1)):  # above the largest size; between two
-            watched = with_graphs(monkeypatch, tiny, (2,), {3}, pads=pads, **speculation)
-            eager = Harness(tiny, **speculation)
-            ours, theirs = (
-                [each.submit([i, 5], max_tokens=12, temperature=HOT) for i in range(number)]
-                for each in (watched.harness, eager)
-            )
-            watched.harness.run()
-            eager.run()
-            assert_same(ours, theirs)
-            assert watched.eager.count(number) >= 3 and (pads or not watched.replays())
-        watched, eager = (
-            with_graphs(monkeypatch, tiny, (2,), {3}, **speculation),
-            Harness(tiny, **speculation),
-        )
-        ours, theirs = (
-            [each.submit([5], max_tokens=20, presence_penalty=0.5)]
-            for each in (watched.harness, eager)
-        )
-        watched.harness.run()
-        eager.run()
-        assert_same(ours, theirs)
-        # A draft model ignores penalties; a head drafts in the tail, which is eager with them.
+    """Above the largest size, between two, and with rules that a graph does not have."""
+    watched, eager = pair(mode, (2,), {3}, pads=pads)
+    ours, theirs = (
+        [each.submit([i, 5], max_tokens=16, temperature=HOT, **own) for i in range(number)]
+        for each in (watched.harness, eager)
+    )
+    watched.harness.run()
+    eager.run()
+    assert_same(ours, theirs)
+    if own:  # a draft model ignores penalties; a head drafts in the tail, which is eager with them
         assert bool(watched.replays()) == (mode == "draft_target") == (not watched.eager)
+    else:
+        assert watched.eager.count(number) >= 3 and (pads or not watched.replays())
 
 
 @pytest.mark.gpu

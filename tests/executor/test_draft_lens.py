@@ -30,6 +30,8 @@ from tllm_spec.executor.speculative.draft_length.decisions import ObservedRound
 from tllm_spec.executor.speculative.drafting.draft_net import DraftNet
 
 LADDER = {"candidate_steps": [0, 1, 4]}
+NGRAM: dict[str, Any] = {"decoding_type": "NGram", "max_draft_len": 4, "adaptive": LADDER}
+SECONDS = "tllm_spec.executor.rounds.round_runner.RoundRunner.seconds"
 
 
 @pytest.mark.parametrize(
@@ -44,7 +46,7 @@ def test_start_up_times_every_length_of_the_ladder_and_charges_separate_drafters
         timed.append((key.batch_size, key.shape.depth))
         return 1.0 + 0.01 * key.shape.depth
 
-    monkeypatch.setattr("tllm_spec.executor.rounds.round_runner.RoundRunner.seconds", seconds)
+    monkeypatch.setattr(SECONDS, seconds)
     monkeypatch.setattr(
         "tllm_spec.executor.speculative.drafting.model_drafter.ModelDrafter.seconds_before",
         lambda _, key, *__: 0.5 * key.shape.depth,
@@ -65,9 +67,8 @@ def test_a_drifting_clock_favours_no_length(monkeypatch: pytest.MonkeyPatch, tin
     def seconds(_: Any, key: Any, *__: Any) -> float:
         return 1.0 + 0.01 * key.shape.depth + 0.001 * next(calls)
 
-    monkeypatch.setattr("tllm_spec.executor.rounds.round_runner.RoundRunner.seconds", seconds)
-    config = {"decoding_type": "NGram", "max_draft_len": 4, "adaptive": LADDER}
-    controller = Harness(tiny, speculative_config=config).parts.controller
+    monkeypatch.setattr(SECONDS, seconds)
+    controller = Harness(tiny, speculative_config=NGRAM).parts.controller
     controller.observe(ObservedRound(1, [], 0))
     row = controller.state()["round_ms"]["1"]
     assert [row[steps] - row["0"] for steps in ("1", "4")] == pytest.approx([10, 40])
@@ -76,11 +77,8 @@ def test_a_drifting_clock_favours_no_length(monkeypatch: pytest.MonkeyPatch, tin
 def test_times_without_graphs_have_no_contexts_and_are_not_corrected(
     monkeypatch: pytest.MonkeyPatch, tiny: Path
 ) -> None:
-    monkeypatch.setattr(
-        "tllm_spec.executor.rounds.round_runner.RoundRunner.seconds", lambda _, key, *__: 1.0
-    )
-    config = {"decoding_type": "NGram", "max_draft_len": 4, "adaptive": LADDER}
-    controller = Harness(tiny, speculative_config=config).parts.controller
+    monkeypatch.setattr(SECONDS, lambda _, key, *__: 1.0)
+    controller = Harness(tiny, speculative_config=NGRAM).parts.controller
     controller.observe(ObservedRound(1, [], 0, seconds=3.0))
     assert controller.state()["round_ms"]["1"]["0"] == pytest.approx(1000)
 
@@ -114,17 +112,8 @@ def test_drafts_are_not_free_next_to_batches_that_have_none(
     monkeypatch: pytest.MonkeyPatch, tiny: Path
 ) -> None:
     """Batches of 5 are on a line between 4 and 8, and rounds of 8 never have drafts."""
-    monkeypatch.setattr(
-        "tllm_spec.executor.rounds.round_runner.RoundRunner.seconds",
-        lambda _, key, *__: key.batch_size * (1.0 + key.shape.depth),
-    )
-    config = {
-        "decoding_type": "NGram",
-        "max_draft_len": 4,
-        "adaptive": LADDER,
-        "max_concurrency": 5,
-    }
-    harness = Harness(tiny, speculative_config=config)
+    monkeypatch.setattr(SECONDS, lambda _, key, *__: key.batch_size * (1.0 + key.shape.depth))
+    harness = Harness(tiny, speculative_config=NGRAM | {"max_concurrency": 5})
     controller = harness.parts.controller
     controller.observe(ObservedRound(5, [], 0))
     row = controller.state()["round_ms"]["5"]
@@ -141,12 +130,11 @@ def test_start_up_times_rounds_on_as_many_threads_as_they_will_run_on(
         seen.add(torch.get_num_threads())
         return 1.0 + 0.01 * key.shape.depth
 
-    monkeypatch.setattr("tllm_spec.executor.rounds.round_runner.RoundRunner.seconds", seconds)
+    monkeypatch.setattr(SECONDS, seconds)
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        config = {"decoding_type": "NGram", "max_draft_len": 4, "adaptive": LADDER}
-        harness = Harness(tiny, speculative_config=config)
+        harness = Harness(tiny, speculative_config=NGRAM)
         assert seen == {1} == {harness.parts.cpu_threads} and torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
@@ -162,16 +150,7 @@ def test_without_adaptive_nothing_is_timed(monkeypatch: pytest.MonkeyPatch, tiny
 def test_windows_of_a_full_batch_fit_one_forward() -> None:
     config = NGramDecodingConfig(max_draft_len=4)
     controller = controller_for(config, max_num_tokens=12)
-    assert [controller.tier_for(size) for size in (1, 2, 3, 4, 5, 6, 12, 13)] == [
-        4,
-        4,
-        3,
-        2,
-        1,
-        1,
-        0,
-        0,
-    ]
+    assert [controller.tier_for(n) for n in (1, 2, 3, 4, 5, 6, 12, 13)] == [4, 4, 3, 2, 1, 1, 0, 0]
     assert controller.tiers_at(4) == {2}
     adaptive = controller_for(
         NGramDecodingConfig(max_draft_len=4, adaptive=LADDER), max_num_tokens=12
@@ -206,10 +185,7 @@ def test_times_without_graphs_are_taken_without_outliers(
     monkeypatch: pytest.MonkeyPatch, tiny: Path, drafts: tuple[Path, Path]
 ) -> None:
     times = {0: 1.0, 1: 9.0, 4: 1.5}
-    monkeypatch.setattr(
-        "tllm_spec.executor.rounds.round_runner.RoundRunner.seconds",
-        lambda _, key, *__: times[key.shape.depth],
-    )
+    monkeypatch.setattr(SECONDS, lambda _, key, *__: times[key.shape.depth])
     harness = Harness(tiny, **tiny_engine("eagle3", drafts, 4, adaptive=LADDER))
     controls = harness.parts.controller
     controls.tier_for(1)

@@ -50,27 +50,28 @@ def copy_of(model: str, folder: Path, factor: float) -> Path:
     return folder
 
 
+def run(harness: Harness, first: int) -> tuple[list[int], list[int]]:
+    """The tokens and the rounds by outcome of a prompt of tokens from the first on."""
+    prompt = list(range(first, first + 10))
+    request = harness.submit(prompt, max_tokens=40, temperature=0.5, seed=7)
+    harness.run()
+    return request.tokens, request.counters.rounds_by_outcome
+
+
 @pytest.mark.thinned(4)
 @pytest.mark.parametrize("name", HEADS)
 def test_a_swapped_engine_counts_what_a_new_engine_counts(name: str, tmp_path: Path) -> None:
     model, spec = HEADS[name]
     other = copy_of(model, tmp_path / "other", 0.7)
-    prompt = list(range(300, 340))
-
-    def run(harness: Harness) -> tuple[list[int], list[int]]:
-        request = harness.submit(prompt, max_tokens=40, temperature=0.5, seed=7)
-        harness.run()
-        return request.tokens, request.counters.rounds_by_outcome
-
     options = {"speculative_config": spec | {"speculative_model": model, "max_draft_len": 3}}
     harness = Harness("zoo:llama", **options)
-    before = run(harness)
+    before = run(harness, 300)
     weights = harness.parts.draft_weights
     weights.swap(weights.stage(str(other)))
-    after = run(harness)
+    after = run(harness, 300)
     own = {"speculative_config": spec | {"speculative_model": str(other), "max_draft_len": 3}}
     assert after[0] == before[0], "the text never depends on the drafter"
-    assert after == run(Harness("zoo:llama", **own))
+    assert after == run(Harness("zoo:llama", **own), 300)
     assert after[1] != before[1]
 
 
@@ -84,23 +85,16 @@ def test_exported_mtp_modules_are_replaced(tmp_path: Path) -> None:
     save_predictable(target)
     export_modules(target, folder)
     copy_of(str(folder), other, 0.0)
-    prompt = list(range(5, 15))
-
-    def run(harness: Harness) -> tuple[list[int], list[int]]:
-        request = harness.submit(prompt, max_tokens=30, seed=7)
-        harness.run()
-        return request.tokens, request.counters.rounds_by_outcome
 
     def with_modules(modules: Path) -> Harness:
         spec = {"decoding_type": "MTP", "speculative_model": str(modules), "max_draft_len": 2}
         return Harness(target, max_seq_len=64, speculative_config=spec)
 
     harness = with_modules(folder)
-    before, weights = run(harness), harness.parts.draft_weights
-    assert weights is not None
+    before, weights = run(harness, 5), harness.parts.draft_weights
     weights.swap(weights.stage(str(other)))
-    after = run(harness)
-    assert after == run(with_modules(other))
+    after = run(harness, 5)
+    assert after == run(with_modules(other), 5)
     assert after[0] == before[0] and after[1] != before[1]
 
 
@@ -119,7 +113,6 @@ def test_the_token_map_is_replaced_with_the_weights(tmp_path: Path) -> None:
         harness.run()
         counts.append(request.counters.rounds_by_outcome)
         weights = harness.parts.draft_weights
-        assert weights is not None
         weights.swap(weights.stage(str(folder)))
     assert counts[0] == counts[1] and counts[0][-1] > 0
 
@@ -145,7 +138,6 @@ def test_a_tensor_that_is_one_number_is_refused_as_what_does_not_fit(
     one = torch.ones((), dtype=tensors[name].dtype)
     save_file(tensors | {name: one}, folder / "model.safetensors")
     weights = with_head().parts.draft_weights
-    assert weights is not None
     with pytest.raises(ValueError, match=name):
         weights.stage(str(folder))
 
@@ -154,7 +146,6 @@ def test_whatever_loading_raises_is_a_mistake_of_the_folder(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     weights = with_head().parts.draft_weights
-    assert weights is not None
     for error in (IndexError("no such row"), RuntimeError("a size does not match")):
 
         def fail(folder: str, error: Exception = error) -> None:
@@ -178,7 +169,6 @@ def test_other_sizes_are_told_by_their_keys_in_the_config(tmp_path: Path) -> Non
     }
     save_file(tensors | {k: v.contiguous() for k, v in cut.items()}, narrow / "model.safetensors")
     weights = with_head().parts.draft_weights
-    assert weights is not None
     with pytest.raises(ValueError) as caught:
         weights.stage(str(narrow))
     assert f"intermediate_size {size} against {less}" in str(caught.value)

@@ -11,6 +11,7 @@ import torch
 
 from tests.executor.draft_caches import (
     HOT,
+    PREEMPTS,
     TREE,
     assert_nothing_is_missing,
     count_forwards,
@@ -38,13 +39,7 @@ SITUATIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "chunked_prefill": ({"enable_chunked_prefill": True, "max_num_tokens": 14}, {}),
     "pauses": ({}, {"max_concurrency": 2}),
     "shared_rows": ({}, {"verify_budget": 2.5}),
-    "preemption": (
-        {
-            "kv_cache_config": {"tokens_per_block": 4, "max_tokens": 72},
-            "scheduler_config": {"capacity_scheduler_policy": "MAX_UTILIZATION"},
-        },
-        {},
-    ),
+    "preemption": (PREEMPTS, {}),
 }
 AT_ONCE = ["peagle", "peagle_two_model", "pard"]
 CHAINS = ["draft_target", "eagle3", "eagle3_two_model", "eagle", *AT_ONCE]
@@ -180,18 +175,6 @@ def test_a_model_that_drafts_for_itself_is_always_accepted(
     assert stats.rounds == 6 and stats.acceptance_length == draft_len + 1
 
 
-def test_after_a_pause_a_model_that_drafts_for_itself_is_accepted_at_once(tiny: Path) -> None:
-    speculation = draft_target(tiny, 3, draft_target_one_model=True, max_concurrency=1)
-    harness = Harness(tiny, **speculation, disable_overlap_scheduler=True)
-    request = harness.submit(PROMPT, max_tokens=60)
-    company = harness.submit(PROMPT[::-1], max_tokens=20)
-    harness.run_until(company, RequestState.FINISHED)
-    assert request.counters.by_drafted == [19, 0, 0, 0]
-    harness.run()
-    # The round after the pause has no drafts yet, and makes the first.
-    assert request.counters.by_drafted == [20, 0, 0, 10] == request.counters.by_accepted
-
-
 def test_a_request_that_joins_others_without_drafts_has_drafts_at_once(tiny: Path) -> None:
     harness = Harness(tiny, **draft_target(tiny, 3, draft_target_one_model=True))
     company = harness.submit(PROMPT[::-1], max_tokens=40, draft_limit=0)
@@ -259,26 +242,6 @@ def test_a_draft_model_that_gives_nan_changes_no_text(
     )
     if "use_rejection_sampling" not in options:
         assert all(output_of(found) == output_of(expected) for expected, found in pairs)
-
-
-def test_a_round_that_breaks_off_leaves_no_hole_in_the_draft_cache(
-    tiny: Path, tiny_draft: Path
-) -> None:
-    def fail(tokens: list[int], logits: torch.Tensor) -> torch.Tensor:
-        raise KeyError("not today")
-
-    harness = Harness(tiny, **SMALL_PAGES, **draft_target(tiny, 3, draft_target_one_model=True))
-    requests = [harness.submit([i, *PROMPT[1:]], max_tokens=60) for i in (3, 4)]
-    for _ in range(6):
-        harness.round()
-    bad = harness.submit([1, 2, 3], max_tokens=5, logits_processor=fail)
-    while not bad.is_finished:
-        harness.round()
-    # The bonus token's place begins a page.
-    assert [request.kv_len % 4 for request in requests] == [0, 0]
-    harness.round()
-    harness.round()
-    assert_nothing_is_missing(harness, *requests)
 
 
 @pytest.mark.parametrize("drafts", [[63], [1, 63]])

@@ -12,17 +12,15 @@ from safetensors.torch import load_file
 from tests.executor.draft_caches import (
     HOT,
     MASK,
-    TOLERANCE,
+    assert_drafts_at_once,
+    assert_drafts_one_by_one,
     eagle3,
-    generating,
     network_of,
-    watch_logits,
 )
 from tests.executor.harness import Harness, draft_target, output_of
 from tests.executor.tiny_llama import write_tiny_llama
 from tests.lossless.other_tokenizer import NUM_REMOVED, write_draft_with_another_tokenizer
 from tests.models.eagle3_reference import Eagle3Reference
-from tests.models.eagle3_runner import captured_states
 from tests.models.tiny_eagle3 import edit_config, rewrite, write_tiny_eagle3
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.executor.request import LlmRequest, RequestState
@@ -233,61 +231,30 @@ DRAFT_LEN = 3
 LAYERS = (0, 2, 5)
 INPUTS = [1, 3, 6]  # as the speculators format counts the same layers
 
+SPECULATORS: dict[str, Any] = {
+    "speculators": True,
+    "spelling": "layers",
+    "eagle_aux_hidden_state_layer_ids": INPUTS,
+}
+NAMED: dict[str, Any] = {"eagle_aux_hidden_state_layer_ids": list(LAYERS)}
+WIDER: dict[str, Any] = {"hidden_size": 48, "target_hidden_size": 32, "own_modules": True}
 HEADS: dict[str, dict[str, Any]] = {
-    "speculators": {
-        "speculators": True,
-        "spelling": "layers",
-        "norm_before_residual": True,
-        "eagle_aux_hidden_state_layer_ids": INPUTS,
-    },
-    "speculators, EAGLE-3.1": {
-        "speculators": True,
-        "spelling": "layers",
-        "norm_before_residual": True,
-        "norm_before_fc": True,
-        "norm_output": True,
-        "eagle_aux_hidden_state_layer_ids": INPUTS,
-    },
-    "speculators, a Qwen3 layer": {
-        "speculators": True,
-        "spelling": "layers",
-        "model_type": "qwen3",
-        "eagle_aux_hidden_state_layer_ids": INPUTS,
-    },
-    "flat, EAGLE-3.1": {
-        "fc_norm": True,
-        "norm_output": True,
-        "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(LAYERS)},
-    },
-    "flat, another width": {
-        "hidden_size": 48,
-        "target_hidden_size": 32,
-        "own_modules": True,
-        "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(LAYERS)},
-    },
+    "speculators": SPECULATORS | {"norm_before_residual": True},
+    "speculators, EAGLE-3.1": SPECULATORS
+    | {"norm_before_residual": True, "norm_before_fc": True, "norm_output": True},
+    "speculators, a Qwen3 layer": SPECULATORS | {"model_type": "qwen3"},
+    "flat, EAGLE-3.1": {"fc_norm": True, "norm_output": True, "eagle_config": NAMED},
+    "flat, another width": WIDER | {"eagle_config": NAMED},
     "flat, norm_before_fc in eagle_config": {
         "norm_before_fc": True,
-        "eagle_config": {"norm_before_fc": True, "eagle_aux_hidden_state_layer_ids": list(LAYERS)},
+        "eagle_config": {"norm_before_fc": True, **NAMED},
     },
 }
-
-
 PARALLEL_HEADS: dict[str, dict[str, Any]] = {
-    "speculators": {
-        "speculators": True,
-        "spelling": "layers",
-        "eagle_aux_hidden_state_layer_ids": INPUTS,
-    },
-    "speculators, two Qwen3 layers and own embedding": {
-        "speculators": True,
-        "spelling": "layers",
-        "model_type": "qwen3",
-        "num_layers": 2,
-        "own_modules": True,
-        "norm_before_fc": True,
-        "eagle_aux_hidden_state_layer_ids": INPUTS,
-    },
-    "flat": {"eagle_config": {"eagle_aux_hidden_state_layer_ids": list(LAYERS)}},
+    "speculators": SPECULATORS,
+    "speculators, two Qwen3 layers and own embedding": SPECULATORS
+    | {"model_type": "qwen3", "num_layers": 2, "own_modules": True, "norm_before_fc": True},
+    "flat": {"eagle_config": NAMED},
     "flat, another width": HEADS["flat, another width"],
 }
 
@@ -312,26 +279,10 @@ def test_the_engine_drafts_the_tokens_of_the_plain_torch_reference(
     harness = Harness(deep, **head_options(head), disable_overlap_scheduler=True)
     spec = harness.parts.runner.engine.spec
     assert spec is not None and spec.layers == LAYERS
-    target, slots = harness.parts.runner.engine.model, harness.parts.slots
-    reference = Eagle3Reference(head, target)
-    token_map = network_of(harness).net.token_map
-    assert token_map is not None
+    assert network_of(harness).net.token_map is not None
     submit(harness)
-    num_checked = 0
-    while harness.round():
-        for request in generating(harness):
-            if request.rules.temperature:
-                continue  # its drafts are sampled
-            tokens = request.tokens[1:]
-            hidden = reference.fuse(captured_states(target, request.tokens[:-1], LAYERS))
-            for _ in range(DRAFT_LEN):
-                logits, states = reference.forward(tokens, hidden)
-                hidden = torch.cat((hidden, states[-1:]))
-                tokens = [*tokens, int(token_map[logits[-1].argmax()])]
-            window = slots.window[request.slot].tolist()
-            assert window == [request.tokens[-1], *tokens[-DRAFT_LEN:]]
-            num_checked += 1
-    assert num_checked > 20
+    reference = Eagle3Reference(head, harness.parts.runner.engine.model)
+    assert_drafts_one_by_one(harness, LAYERS, reference, DRAFT_LEN)
 
 
 def test_one_warning_names_the_keys_that_are_not_known(
@@ -352,31 +303,16 @@ def test_a_p_eagle_head_drafts_all_tokens_of_the_reference_at_once(
     name: str, path: str, deep: Path, tmp_path: Path
 ) -> None:
     head = write_tiny_eagle3(tmp_path, mask_token=MASK, **PARALLEL_HEADS[name])
-    harness = Harness(
-        deep,
-        **head_options(head, eagle3_one_model=path == "one model"),
-        disable_overlap_scheduler=True,
-    )
-    target, slots = harness.parts.runner.engine.model, harness.parts.slots
-    reference, net = Eagle3Reference(head, target), network_of(harness).net
-    seen = watch_logits(net)
-    token_map = net.token_map
-    assert token_map is not None
+    options = head_options(head, eagle3_one_model=path == "one model")
+    harness = Harness(deep, **options, disable_overlap_scheduler=True)
+    reference = Eagle3Reference(head, harness.parts.runner.engine.model)
+    assert network_of(harness).net.token_map is not None
     submit(harness)
-    num_checked = 0
-    while harness.round():
-        running = generating(harness)
-        for place, request in enumerate(running):
-            hidden = reference.fuse(captured_states(target, request.tokens[:-1], LAYERS))
-            logits = reference.block(request.tokens[1:], hidden, DRAFT_LEN)
-            own = seen[-1].view(DRAFT_LEN, -1, logits.shape[1])
-            if own.shape[1] == len(running):
-                assert (own[:, place] - logits).abs().max() < TOLERANCE
-                num_checked += 1
-            if not request.rules.temperature:
-                drafts = token_map[logits.argmax(-1)].tolist()
-                assert slots.window[request.slot].tolist() == [request.tokens[-1], *drafts]
-    assert num_checked > 20
+
+    def block(tokens: list[int], captured: torch.Tensor) -> torch.Tensor:
+        return reference.block(tokens[1:], reference.fuse(captured), DRAFT_LEN)
+
+    assert_drafts_at_once(harness, LAYERS, block, DRAFT_LEN)
 
 
 def test_a_p_eagle_head_is_refused_outside_torch(deep: Path, tmp_path: Path) -> None:

@@ -99,18 +99,8 @@ def test_t7_the_ceiling_takes_one_rung_away() -> None:
 
 
 def test_the_mixed_trace_of_batches_of_two_to_six_digits() -> None:
-    batches = [
-        (3, 1),
-        (2, 2),
-        (0, 3),
-        (3, 3),
-        (3, 3),
-        (1, 0),
-        (3, 2),
-        (3, 3),
-        (2, 3),
-        *[(3, 3)] * 6,
-    ]
+    batches = [(3, 1), (2, 2), (0, 3), (3, 3), (3, 3), (1, 0), (3, 2), (3, 3), (2, 3)]
+    batches += [(3, 3)] * 6
     batches += [(7, 5), (4, 4), (2, 2), (1, 1), (0, 0), *[(0, 0)] * 5]
     controls = controller([1, 3, 7], 3)
     emas, switches = [], []
@@ -118,21 +108,8 @@ def test_the_mixed_trace_of_batches_of_two_to_six_digits() -> None:
         if controls.observe(ObservedRound(2, list(batch))):
             switches.append((number, controls.tier_for(2)))
         emas.append(round(ema(controls), 6))
-    first = [
-        2,
-        2,
-        1.9,
-        2.12,
-        2.296,
-        1.9368,
-        2.04944,
-        2.239552,
-        2.291642,
-        2.433313,
-        2.546651,
-        2.63732,
-    ]
-    assert emas[:15] == [*first, 2.709856, 2.767885, 2.814308]
+    first = [2, 2, 1.9, 2.12, 2.296, 1.9368, 2.04944, 2.239552, 2.291642, 2.433313, 2.546651]
+    assert emas[:15] == [*first, 2.63732, 2.709856, 2.767885, 2.814308]
     assert emas[15:20] == [3.451446, 3.561157, 3.248926, 2.799141, 2.239312]
     assert emas[24] == 0.733778 and switches == [(15, 7), (20, 3)]
 

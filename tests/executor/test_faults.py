@@ -2,6 +2,7 @@
 pages come back."""
 
 import random
+from asyncio import CancelledError
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,9 +14,7 @@ import torch
 
 from tests.executor.harness import all_pages_are_back, draft_target, user_provided
 from tests.executor.tiny_llama import write_tiny_llama
-from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.request import LlmRequest
-from tllm_spec.executor.resources.interface import ResourceManager
 from tllm_spec.llm import LLM
 from tllm_spec.outputs import RequestOutput
 from tllm_spec.sampling_params import SamplingParams
@@ -177,17 +176,28 @@ def test_on_a_tree_of_rejection_sampling_nan_fails_its_own_request(
         assert_clean(llm)
 
 
-def raising(tokens: list[int], logits: torch.Tensor) -> torch.Tensor:
-    if len(tokens) > 10:
-        raise LookupError("ten is enough")
-    return logits
+def raising(error: BaseException) -> Any:
+    """A logits processor."""
+
+    def processor(tokens: list[int], logits: torch.Tensor) -> torch.Tensor:
+        if len(tokens) > 10:
+            raise error
+        return logits
+
+    return processor
+
+
+# What is raised to end a task, a program or a generator ends none here: the executor has a thread
+# of its own.
+ENDINGS = (CancelledError, KeyboardInterrupt, GeneratorExit, SystemExit)
 
 
 @pytest.mark.thinned(4)
 @pytest.mark.parametrize(
     ("processor", "message", "num_tokens"),
     [
-        (raising, "LookupError: ten is enough", 6),
+        (raising(LookupError("ten is enough")), "LookupError: ten is enough", 6),
+        *((raising(ending("enough")), f"{ending.__name__}: enough", 6) for ending in ENDINGS),
         (lambda tokens, logits: logits[:5], "must return the logits, a tensor of shape", 0),
         (lambda tokens, logits: None, "must return the logits, a tensor of shape", 0),
         (lambda tokens, logits: logits * torch.nan, "no token can be chosen", 0),
@@ -246,9 +256,14 @@ class Unsayable(Exception):
     [
         (RuntimeError("not for this one"), "RuntimeError: not for this one"),
         (Unsayable(), "Unsayable: "),
-        ([1] * 9, "proposed 9 tokens; max_draft_len is 4"),
-        ([64], "token ids 0 to 63"),
+        *((ending("enough"), f"{ending.__name__}: enough") for ending in ENDINGS),
+        ([1] * 5, "proposed 5 tokens; max_draft_len is 4"),
+        ([1, 64], "the model has token ids 0 to 63"),
+        ([-1], "the model has token ids 0 to 63"),
         ([None], "the drafter proposed [None], which are no token ids"),
+        ([1.0], "the drafter proposed [1.0], which are no token ids: "),
+        (["a"], "the drafter proposed ['a'], which are no token ids: "),
+        (7, "the drafter proposed 7, which are no token ids: "),
         (object(), "the drafter proposed <object object at"),
     ],
 )
@@ -258,7 +273,7 @@ def test_a_drafter_that_fails_for_one_request_fails_that_one(
     def propose(request: LlmRequest) -> Any:
         if request.tokens[:3] != GOOD[1]:
             return [1]
-        if isinstance(drafts, Exception):
+        if isinstance(drafts, BaseException):
             raise drafts
         return drafts
 
@@ -267,29 +282,6 @@ def test_a_drafter_that_fails_for_one_request_fails_that_one(
         assert_clean(llm)
     assert bad.error is not None and message in bad.error and len(bad.outputs[0].token_ids) == 1
     assert tokens_of([first, third]) == [expected[0], expected[2]]
-
-
-def test_a_users_resource_manager_that_raises_fails_the_round_and_not_the_executor(
-    model: Path, expected: list[list[int]]
-) -> None:
-    class Moody(ResourceManager):
-        mood = 0
-
-        def update_resources(self, batch: ScheduledBatch) -> None:
-            self.mood += 1
-            if self.mood == 4:
-                raise RuntimeError("not now")
-
-    options = user_provided(lambda request: [])
-    options["speculative_config"]["resource_manager"] = Moody()
-    with make_llm(model, **options) as llm:
-        errors = {output.error for output in generate(llm, GOOD, PARAMS)}
-        assert (
-            "RuntimeError: not now" in errors
-        )  # and None for a request that came after that round
-        assert errors <= {"RuntimeError: not now", None}
-        assert tokens_of(generate(llm, GOOD, PARAMS)) == expected
-        assert_clean(llm)
 
 
 def test_a_request_may_be_as_long_as_an_empty_pool_can_hold_and_no_longer(

@@ -57,8 +57,7 @@ def test_first_tokens_are_sent_before_anything_is_drafted_after_their_prompts(
     for each in (harness, plain):
         requests.append([each.submit([3, 1, 4], max_tokens=30)])
         if with_windows:
-            for _ in range(4):
-                each.round()
+            each.rounds(4)
             requests[-1].append(each.submit([1, 5, 9, 2], max_tokens=30))
         each.run()
     before_drafts = [before for before, now in pairwise(happened) if now == "contexts"]

@@ -9,7 +9,7 @@ import torch
 
 from tests.executor.draft_caches import eagle3
 from tests.executor.draft_graphs import CPU, DUMMY, two_model, with_graphs
-from tests.executor.graph_rounds import Event, keys_of_build, speculate
+from tests.executor.graph_rounds import Event, Speculate, keys_of_build
 from tests.executor.harness import Harness, user_provided
 from tllm_spec.attention.geometry import KVFormat
 from tllm_spec.config.draft_shape import DraftShapes, chain_of
@@ -82,12 +82,12 @@ def test_sizes_end_where_the_schedule_changes_so_that_no_batch_pads_beyond() -> 
 
 
 def test_the_keys_of_a_build_follow_the_mode_and_the_schedule(
-    tiny: Path, tiny_draft: Path, head: Path
+    tiny: Path, speculate: Speculate
 ) -> None:
     cuts = {"draft_len_schedule": {1: 3, 6: 1}}
 
     def pairs(mode: str, **options: Any) -> set[tuple[int, int]]:
-        keys = keys_of_build(tiny, **speculate(tiny_draft, head, mode, **options))
+        keys = keys_of_build(tiny, **speculate(mode, **options))
         return {(key.batch_size, key.shape.depth) for key in keys}
 
     assert pairs("plain") == {(1, 0), (2, 0), (4, 0), (8, 0)}
@@ -95,6 +95,11 @@ def test_the_keys_of_a_build_follow_the_mode_and_the_schedule(
         plain = {(1, 0), (2, 0), (4, 0), (8, 0)}  # rounds without drafts
         assert pairs(mode) == plain | {(1, 3), (2, 3), (4, 3), (8, 3)}
         assert pairs(mode, **cuts) == plain | {(5, 0)} | {(1, 3), (2, 3), (4, 3), (5, 3), (8, 1)}
+    ladder = {"adaptive": {"candidate_steps": [0, 1, 3]}}
+    sizes = {(size, steps) for size in (1, 2, 4, 8) for steps in (0, 1, 3)}
+    assert pairs("eagle3", **ladder) == sizes
+    gate = {"acceptance_rate_threshold": 0.5, "acceptance_rate_window_size": 4}
+    assert {steps for _, steps in pairs("eagle3", **gate)} == {0, 3}
     # The draft model may have no pages for drafts.
     assert pairs("draft_target_two_model", **cuts) >= {(4, 0), (4, 3), (8, 0), (8, 1)}
     assert keys_of_build(tiny, cuda_graph_config=None) == []
@@ -102,9 +107,9 @@ def test_the_keys_of_a_build_follow_the_mode_and_the_schedule(
 
 @pytest.mark.parametrize("mode", ["eagle3", "draft_target", "eagle3_two_model"])
 def test_no_graph_has_more_rows_than_the_buffers_of_a_round(
-    tiny: Path, tiny_draft: Path, head: Path, mode: str
+    tiny: Path, speculate: Speculate, mode: str
 ) -> None:
-    keys = keys_of_build(tiny, max_num_tokens=20, **speculate(tiny_draft, head, mode))
+    keys = keys_of_build(tiny, max_num_tokens=20, **speculate(mode))
     assert keys and all(key.batch_size * (1 + key.shape.depth) <= 20 for key in keys)
 
 

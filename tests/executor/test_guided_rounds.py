@@ -12,7 +12,7 @@ import pytest
 
 from tests.executor.draft_caches import HOT, SMALL_POOL, random_lengths, with_lengths
 from tests.executor.draft_graphs import assert_same
-from tests.executor.graph_rounds import MODES, on_cuda, replays_of, speculate, with_graphs
+from tests.executor.graph_rounds import MODES, Speculate, on_cuda, replays_of, with_graphs
 from tests.executor.guided_rounds import assert_grammatical, events_of, grammar_of, submit_guided
 from tests.executor.harness import Harness, all_pages_are_back, output_of
 from tests.executor.hooks import before_launch, rounds_in_flight
@@ -71,14 +71,13 @@ def test_rounds_with_drafts_are_read_first_where_half_of_the_requests_have_gramm
 @pytest.mark.parametrize("mode", MODES)
 def test_guided_text_is_that_without_graphs_and_overlap(
     tiny: Path,
-    tiny_draft: Path,
-    head: Path,
+    speculate: Speculate,
     depth: list[int],
     monkeypatch: pytest.MonkeyPatch,
     mode: str,
     overlap: bool,
 ) -> None:
-    speculation = speculate(tiny_draft, head, mode)
+    speculation = speculate(mode)
     options = speculation | ({} if overlap else NO_OVERLAP)
     lengths = {0, 1, 2, 3} if speculation else {0}
     harness = with_graphs(tiny, SIZES, lengths, **options)
@@ -90,16 +89,15 @@ def test_guided_text_is_that_without_graphs_and_overlap(
     assert_same(ours, theirs)
     assert_grammatical(ours)
     assert {len(harness.responses[r.request_id]) for r in ours} == {1}
-    assert all_pages_are_back(harness.executor)
 
 
 @pytest.mark.thinned(5)
 @pytest.mark.parametrize("has_graphs", [False, True])
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "plain"])
 def test_guided_text_does_not_depend_on_draft_lengths_that_change_from_round_to_round(
-    tiny: Path, tiny_draft: Path, head: Path, depth: list[int], mode: str, has_graphs: bool
+    tiny: Path, speculate: Speculate, depth: list[int], mode: str, has_graphs: bool
 ) -> None:
-    speculation = speculate(tiny_draft, head, mode)
+    speculation = speculate(mode)
     harness = with_graphs(tiny, SIZES, {0, 1, 2, 3}, **speculation) if has_graphs else None
     harness, plain = harness or Harness(tiny, **speculation), Harness(tiny, **NO_OVERLAP)
     with_lengths(harness, random_lengths(Random(5)))
@@ -107,21 +105,15 @@ def test_guided_text_does_not_depend_on_draft_lengths_that_change_from_round_to_
     harness.run()
     plain.run()
     assert list(map(output_of, ours)) == list(map(output_of, theirs))
-    assert all_pages_are_back(harness.executor)
 
 
 @pytest.mark.parametrize("mode", ["plain", "eagle3", "eagle3_two_model"])
 def test_rounds_with_a_grammar_are_two_graphs_and_others_where_a_head_drafts_in_the_tail(
-    tiny: Path,
-    tiny_draft: Path,
-    head: Path,
-    depth: list[int],
-    monkeypatch: pytest.MonkeyPatch,
-    mode: str,
+    tiny: Path, speculate: Speculate, depth: list[int], monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
     """One guided request ends after a few rounds, and joins again later."""
     lengths = {0} if mode == "plain" else {0, 3}
-    harness = with_graphs(tiny, SIZES, lengths, **speculate(tiny_draft, head, mode))
+    harness = with_graphs(tiny, SIZES, lengths, **speculate(mode))
     free = [harness.submit([i, 5, 9], max_tokens=60, seed=i) for i in range(3)]
     kinds, launch = list[tuple[bool, tuple[int, int, int, int]]](), harness.parts.runner.launch
     decode, sent = harness.parts.runner.decode, list[ToHost]()
@@ -147,8 +139,7 @@ def test_rounds_with_a_grammar_are_two_graphs_and_others_where_a_head_drafts_in_
     monkeypatch.setattr(harness.parts.runner, "launch", watched)
     monkeypatch.setattr(ToHost, "__init__", watched_copy)
     for _ in range(2):
-        for _ in range(4):
-            harness.round()
+        harness.rounds(4)
         guided = harness.submit([7, 8], max_tokens=8, grammar=grammar_of("[a-z]*"))
         harness.run_until(guided, RequestState.FINISHED)
     harness.run()
@@ -178,14 +169,14 @@ def test_where_grammars_are_refused_rounds_have_no_second_graphs(
 @pytest.mark.parametrize("has_graphs", [False, True])
 @pytest.mark.parametrize("mode", ["plain", "eagle3", "eagle3_tree", "draft_target_two_model"])
 def test_guided_requests_that_are_preempted_or_cancelled_leave_the_others_text(
-    tiny: Path, tiny_draft: Path, head: Path, depth: list[int], mode: str, has_graphs: bool
+    tiny: Path, speculate: Speculate, depth: list[int], mode: str, has_graphs: bool
 ) -> None:
-    options = speculate(tiny_draft, head, mode) | SMALL_POOL
+    options = speculate(mode) | SMALL_POOL
     options |= {"max_batch_size": 8, "max_num_tokens": 80}
     lengths = {0, 1, 2, 3} if mode != "plain" else {0}
     harness = with_graphs(tiny, (1, 2, 4), lengths, **options) if has_graphs else None
     harness = harness or Harness(tiny, **options)
-    alone = Harness(tiny, **speculate(tiny_draft, head, mode), **NO_OVERLAP)
+    alone = Harness(tiny, **speculate(mode), **NO_OVERLAP)
     requests, expected = submit_guided(harness, 12), submit_guided(alone, 12)
     number = 0
     while harness.round():
@@ -209,13 +200,12 @@ def test_guided_requests_that_are_preempted_or_cancelled_leave_the_others_text(
 @pytest.mark.parametrize("has_graphs", [False, True])
 def test_masks_of_many_requests_are_filled_in_threads(
     tiny: Path,
-    tiny_draft: Path,
-    head: Path,
+    speculate: Speculate,
     depth: list[int],
     monkeypatch: pytest.MonkeyPatch,
     has_graphs: bool,
 ) -> None:
-    options = speculate(tiny_draft, head, "eagle3")
+    options = speculate("eagle3")
     alone = Harness(tiny, **options)
     expected = submit_guided(alone)
     alone.run()
@@ -240,8 +230,7 @@ def test_masks_of_many_requests_are_filled_in_threads(
 @pytest.mark.parametrize("has_graphs", [False, True])
 def test_a_request_whose_grammar_is_at_a_limit_fails_alone(
     tiny: Path,
-    tiny_draft: Path,
-    head: Path,
+    speculate: Speculate,
     depth: list[int],
     monkeypatch: pytest.MonkeyPatch,
     has_graphs: bool,
@@ -249,7 +238,7 @@ def test_a_request_whose_grammar_is_at_a_limit_fails_alone(
 ) -> None:
     """No round is run again: the other requests are not restarted."""
     monkeypatch.setattr(grammar_masks, "MIN_FOR_THREADS", 2 if in_threads else 100)
-    options = speculate(tiny_draft, head, "eagle3")
+    options = speculate("eagle3")
     harness = with_graphs(tiny, SIZES, {0, 3}, **options) if has_graphs else None
     harness, alone = harness or Harness(tiny, **options), Harness(tiny, **options)
     requests, expected = submit_guided(harness), submit_guided(alone)
@@ -273,15 +262,14 @@ def test_a_request_whose_grammar_is_at_a_limit_fails_alone(
     assert [output_of(requests[i]) for i in others] == [output_of(expected[i]) for i in others]
     assert not any(requests[i].error for i in others)
     assert {len(harness.responses[r.request_id]) for r in requests} == {1}
-    assert all_pages_are_back(harness.executor)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", MODES)
 def test_on_a_gpu_guided_text_is_that_without_graphs_and_overlap(
-    tiny: Path, tiny_draft: Path, head: Path, mode: str
+    tiny: Path, speculate: Speculate, mode: str
 ) -> None:
-    speculation = speculate(tiny_draft, head, mode)
+    speculation = speculate(mode)
     harness = on_cuda(tiny, list(SIZES), **speculation)
     eager = on_cuda(tiny, None, **speculation, **NO_OVERLAP)
     ours, theirs = submit_guided(harness), submit_guided(eager)
@@ -289,4 +277,3 @@ def test_on_a_gpu_guided_text_is_that_without_graphs_and_overlap(
     eager.run()
     assert_same(ours, theirs)
     assert_grammatical(ours)
-    assert all_pages_are_back(harness.executor)

@@ -113,11 +113,14 @@ def test_in_a_round_of_draft_length_0_the_drafter_is_not_called() -> None:
     )
 
 
-@pytest.mark.parametrize("drafts", [(5, 6), numpy.array([5, 6]), torch.tensor([5, 6]), range(5, 7)])
-def test_anything_that_holds_integers_is_a_draft(drafts: object) -> None:
-    bench = Bench(lambda request: drafts)
-    bench.round()
-    assert [request.py_draft_tokens for request in bench.requests] == [[5, 6]] * 3
+def test_anything_that_holds_integers_is_a_draft() -> None:
+    """Also next to another kind in one round."""
+    kinds = [[5, 6], (5, 6), numpy.array([5, 6]), torch.tensor([5, 6]), range(5, 7)]
+    for number in range(len(kinds)):
+        bench = Bench(lambda request, first=number: kinds[(first + request.request_id) % 5])
+        bench.round()
+        assert [request.py_draft_tokens for request in bench.requests] == [[5, 6]] * 3
+        assert bench.slots.window[:3, 1:3].tolist() == [[5, 6]] * 3
 
 
 def test_a_list_that_the_drafter_keeps_is_neither_padded_nor_cut() -> None:
@@ -126,34 +129,6 @@ def test_a_list_that_the_drafter_keeps_is_neither_padded_nor_cut() -> None:
     bench.requests[2].draft_limit = 2
     assert bench.round().shape.depth == 2
     assert kept == {1: [7], 2: [7, 8], 3: [7, 8, 9]}
-
-
-def test_lists_and_other_sequences_in_one_round_give_the_same_drafts() -> None:
-    proposed = {1: [5, 6], 2: numpy.array([5, 6]), 3: (5, 6)}
-    bench = Bench(lambda request: proposed[request.request_id])
-    bench.round()
-    assert [request.py_draft_tokens for request in bench.requests] == [[5, 6]] * 3
-    assert bench.slots.window[:3, 1:3].tolist() == [[5, 6]] * 3
-
-
-@pytest.mark.parametrize(
-    ("drafts", "error", "message"),
-    [
-        ([1] * 5, ValueError, "proposed 5 tokens; max_draft_len is 4"),
-        ([1, 64], ValueError, "the model has token ids 0 to 63"),
-        ([-1], ValueError, "the model has token ids 0 to 63"),
-        ([1.0], ValueError, r"the drafter proposed \[1.0\], which are no token ids: .*integer"),
-        (["a"], ValueError, r"the drafter proposed \['a'\], .*integer"),
-        (7, ValueError, "the drafter proposed 7, .*not iterable"),
-    ],
-)
-def test_a_bad_draft_is_its_requests_fault_alone(
-    drafts: object, error: type[Exception], message: str
-) -> None:
-    bench = Bench(lambda request: drafts if request.request_id == 2 else [1])
-    with pytest.raises(error, match=message):
-        bench.round()
-    assert bench.drafter.blame() == [bench.requests[1]]
 
 
 def test_after_an_exception_the_drafter_is_asked_one_by_one_until_the_culprit_shows() -> None:
@@ -267,7 +242,6 @@ def test_the_next_round_is_scheduled_in_time_and_drafted_for_when_all_tokens_are
     assert harness.drafted == [0] * 4, "the first round had contexts only"
     assert not any(harness.launched)
     harness.run()
-    assert all_pages_are_back(harness.executor)
 
 
 def test_disabling_overlap_reads_every_round_before_the_next_is_scheduled(tiny: Path) -> None:
@@ -304,28 +278,11 @@ def test_texts_are_those_of_rounds_that_are_read_at_once(situation: str, tiny: P
     assert all_pages_are_back(harness.executor)
 
 
-def test_draft_lengths_with_zero_among_them_change_no_text(tiny: Path) -> None:
-    """Scheduled with one length, read with another, in every order."""
-    harness, alone = (
-        Watched(tiny, **host_drafter_overlap_user_provided()),
-        Harness(tiny, **NO_OVERLAP),
-    )
-    lengths = Random(4)
-    harness.parts.tier_for = lambda *_: lengths.choice((0, 0, 1, 3))
-    ours, theirs = (submit_traffic(each, Random(5), 24) for each in (harness, alone))
-    while harness.round():
-        harness.executor.check_integrity()
-    alone.run()
-    assert_same_text(ours, theirs)
-    assert not any(harness.launched) and not any(harness.drafted)
-
-
 def test_a_request_cancelled_before_its_round_is_read_is_in_no_round_any_more(tiny: Path) -> None:
     harness = Watched(tiny, **host_drafter_overlap_user_provided(), max_batch_size=2)
     victim, other = (harness.submit([place, *PROMPT], max_tokens=40) for place in range(2))
     waiting = harness.submit([2, *PROMPT], max_tokens=9)
-    for _ in range(4):
-        harness.round()
+    harness.rounds(4)
     assert victim.tokens_in_flight and waiting.state is RequestState.WAITING
     harness.queue.cancel(victim.request_id)
     harness.round()
@@ -337,7 +294,6 @@ def test_a_request_cancelled_before_its_round_is_read_is_in_no_round_any_more(ti
     texts = [alone.submit([place, *PROMPT], number) for place, number in ((1, 40), (2, 9))]
     alone.run()
     assert list(map(output_of, (other, waiting))) == list(map(output_of, texts))
-    assert all_pages_are_back(harness.executor)
 
 
 def test_when_reading_breaks_off_a_request_that_joins_the_scheduled_round_runs_on(
@@ -346,8 +302,7 @@ def test_when_reading_breaks_off_a_request_that_joins_the_scheduled_round_runs_o
     breaking = Breaking()
     harness = Watched(tiny, **host_drafter_overlap_user_provided(resource_manager=breaking))
     failing = harness.submit(PROMPT, max_tokens=40)
-    for _ in range(3):
-        harness.round()
+    harness.rounds(3)
     joining = harness.submit([9, *PROMPT], max_tokens=12, presence_penalty=0.5, temperature=0.9)
     breaking.is_due = True
     harness.round()
@@ -358,7 +313,6 @@ def test_when_reading_breaks_off_a_request_that_joins_the_scheduled_round_runs_o
     text = alone.submit([9, *PROMPT], 12, seed=joining.seed, presence_penalty=0.5, temperature=0.9)
     alone.run()
     assert output_of(joining) == output_of(text)
-    assert all_pages_are_back(harness.executor)
 
 
 def test_a_users_manager_sees_a_round_end_before_the_next_one_begins(tiny: Path) -> None:

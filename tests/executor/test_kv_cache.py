@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.executor.harness import Harness, all_pages_are_back, draft_target, output_of
+from tests.executor.draft_caches import one_model
+from tests.executor.harness import Harness, all_pages_are_back, output_of
 from tests.executor.one_group import manager_of
 from tests.executor.paged_cache_driver import Driver, RandomUse
 from tests.models.helpers import random_tokens, save_checkpoint
@@ -313,25 +314,9 @@ def held_by(harness: Harness, request: LlmRequest) -> list[int]:
     return [held for held, group in pairs if group.span is not None]
 
 
-MODES: dict[str, Any] = {
-    "plain": lambda folder, head: {},
-    "draft model": lambda folder, head: draft_target(folder, 3),
-    "draft model on the same pages": lambda folder, head: draft_target(
-        folder, 3, draft_target_one_model=True
-    ),
-    "head": lambda folder, head: eagle3(head),
-    "trees of a head": lambda folder, head: eagle3(
-        head, use_dynamic_tree=True, dynamic_tree_max_topK=3
-    ),
-}
-
-
-def eagle3(head: Path, **options: Any) -> dict[str, Any]:
-    own = {"decoding_type": "Eagle3", "eagle3_layers_to_capture": [0, 1], "max_draft_len": 3}
-    return {"speculative_config": own | {"speculative_model": str(head)} | options}
-
-
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "mode", ["plain", "draft_target_two_model", "draft_target", "eagle3", "eagle3_tree"]
+)
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.thinned(8)
 def test_a_request_holds_few_pages_however_long_it_gets(
@@ -339,7 +324,7 @@ def test_a_request_holds_few_pages_however_long_it_gets(
 ) -> None:
     sizes: dict[str, Any] = {"hidden_size": 64, "vocab_size": 128, "draft_vocab_size": 100}
     head = write_tiny_eagle3(tmp_path / "head", num_captured=2, **sizes)
-    options = MODES[mode](sliding, head) | {"disable_overlap_scheduler": not overlap}
+    options = one_model(sliding, head, mode) | {"disable_overlap_scheduler": not overlap}
     harness = Harness(sliding, max_seq_len=400, kv_cache_config=SMALL_PAGES, **options)
     requests = [harness.submit(random_tokens(70, seed=i), max_tokens=200) for i in range(2)]
     for request in requests:

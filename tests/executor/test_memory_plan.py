@@ -66,6 +66,11 @@ def model_of(hidden: int, intermediate: int, vocab: int, dtype: torch.dtype) -> 
     return SimpleNamespace(config=config, dtype=dtype, device=on_cuda, num_logits=vocab)
 
 
+def on_a_gpu_with(free: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, free))
+
+
 @pytest.mark.parametrize(
     ("max_tokens", "num_pages"), [(320, 10), (321, 11), (10**6, 100), (None, 100)]
 )
@@ -76,8 +81,7 @@ def test_a_gpus_cache_has_the_tokens_asked_for_as_far_as_the_share_of_memory_goe
     args = LlmArgs(model="m", max_num_tokens=64, kv_cache_config=cache)
     model = model_of(8, 8, 8, torch.float32)
     free = round_bytes(args, [model]) + 200 * PAGE_BYTES  # room for 200 pages
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, free))
+    on_a_gpu_with(free, monkeypatch)
     assert plan_num_pages(args, [GROUP], [model], 2048, ROOM) == [num_pages + DUMMY_PAGES]
 
 
@@ -93,8 +97,7 @@ def test_groups_share_the_memory_by_what_the_longest_request_holds_of_each(
     args = LlmArgs(model="m", max_num_tokens=64, kv_cache_config=cache)
     model = model_of(8, 8, 8, torch.float32)
     free = round_bytes(args, [model]) + 100 * PAGE_BYTES
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, free))
+    on_a_gpu_with(free, monkeypatch)
     groups = [GROUP, replace(GROUP, span=KeySpan(64, slides=True))]
     found = plan_num_pages(args, groups, [model], 2048, ROOM)
     assert [number - DUMMY_PAGES for number in found] == num_pages
@@ -107,8 +110,7 @@ def pages_for(
     args = LlmArgs(model="m", kv_cache_config={"free_gpu_memory_fraction": 1.0})
     model = model_of(8, 8, 8, torch.bfloat16)
     free = round_bytes(args, [model]) + budget
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, free))
+    on_a_gpu_with(free, monkeypatch)
     room = SpanRoom(page_size=32, ahead=24, in_context=2 * args.max_num_tokens)
     groups = own_groups(config.layer_groups(SINGLE_RANK), KVFormat(torch.bfloat16))
     found = plan_num_pages(args, groups, [model], max_len, room)
@@ -132,8 +134,7 @@ def test_a_cache_in_fp8_has_as_many_more_tokens_as_its_numbers_are_smaller(
     args = LlmArgs(model="m", max_num_tokens=64, kv_cache_config={"free_gpu_memory_fraction": 1.0})
     model = model_of(8, 8, 8, dtype)
     free = round_bytes(args, [model]) + 100 * PAGE_BYTES
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, free))
+    on_a_gpu_with(free, monkeypatch)
     wide, codes = (
         GroupPlan(((GEOMETRY, KVFormat(dtype, scales)),), None) for scales in (None, (UNSCALED,))
     )

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.executor.draft_caches import PREEMPTS
 from tests.executor.harness import Harness, all_pages_are_back, draft_target, output_of
 from tests.executor.tiny_llama import write_tiny_llama
 from tllm_spec.executor.engine.rows import ContextChunk
@@ -39,10 +40,7 @@ def fresh_keys_and_values(model: Path, tokens: list[int]) -> torch.Tensor:
 SITUATIONS: dict[str, dict[str, Any]] = {
     "undisturbed": {},
     "chunked_prefill": {"enable_chunked_prefill": True, "max_num_tokens": 16},
-    "preemption": {
-        "kv_cache_config": {"tokens_per_block": 4, "max_tokens": 72},
-        "scheduler_config": {"capacity_scheduler_policy": "MAX_UTILIZATION"},
-    },
+    "preemption": PREEMPTS,
 }
 
 
@@ -101,20 +99,6 @@ def test_argmax_drafts_agree_less_often_with_a_sampled_text_than_coupled_ones(
     assert rates["coupled"] > rates["greedy"] + 0.1
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-def test_a_pause_of_drafting_leaves_no_trace_in_the_draft_cache(overlap: bool, tiny: Path) -> None:
-    options = draft_target(tiny, 3, max_concurrency=1) | {"disable_overlap_scheduler": not overlap}
-    harness = Harness(tiny, **options)
-    request = harness.submit(PROMPT, max_tokens=60)
-    company = harness.submit(PROMPT[::-1], max_tokens=20)
-    harness.run_until(company, RequestState.FINISHED)
-    assert request.counters.by_drafted == [19, 0, 0, 0]
-    harness.run()
-    stats = request.counters.stats()
-    assert stats.num_drafted_tokens == stats.num_accepted_tokens == 60 - 20 - (stats.rounds - 19)
-    assert stats.rounds == 19 + 40 // 4
-
-
 def test_requests_without_speculation_take_no_draft_pages(tiny: Path) -> None:
     harness = Harness(tiny, **draft_target(tiny))
     quiet = harness.submit(PROMPT, max_tokens=12, draft_limit=0)
@@ -129,25 +113,6 @@ def test_requests_without_speculation_take_no_draft_pages(tiny: Path) -> None:
     )
     assert modest.counters.stats().per_position_drafted == (6, 0, 0, 0)
     assert output_of(quiet) == output_of(modest)
-
-
-def test_where_draft_pages_are_short_requests_go_on_without_drafts(tiny: Path) -> None:
-    # The target's pages are shared by prefix; with reuse off for the draft's sake each cache fits
-    # just two requests.
-    cache = {"tokens_per_block": 4, "max_tokens": 64}
-    plain, harness = Harness(tiny), Harness(tiny, kv_cache_config=cache, **draft_target(tiny, 3))
-    held = draft_kv(harness)
-    hog = LlmRequest(
-        request_id=99, tokens=[60] * 40, rules=harness.submit([1], 1).rules, seed=0, slot=7
-    )
-    held.start(hog)
-    assert held.extend(hog, 40)
-    request, reference = (each.submit(PROMPT, max_tokens=40) for each in (harness, plain))
-    harness.run()
-    plain.run()
-    assert output_of(request) == output_of(reference)
-    stats = request.counters.stats()
-    assert stats.num_drafted_tokens == stats.num_accepted_tokens and stats.rounds > 15
 
 
 @pytest.mark.parametrize("vocab_size", [60, 70])

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.executor.draft_caches import (
+    PREEMPTS,
     assert_all_is_there,
     eagle3,
     generating,
@@ -34,10 +35,7 @@ PAGES = {"tokens_per_block": 4}
 SITUATIONS: dict[str, dict[str, Any]] = {
     "undisturbed": {},
     "chunked_prefill": {"enable_chunked_prefill": True, "max_num_tokens": 12},
-    "preemption": {
-        "kv_cache_config": PAGES | {"max_tokens": 72},
-        "scheduler_config": {"capacity_scheduler_policy": "MAX_UTILIZATION"},
-    },
+    "preemption": PREEMPTS,
 }
 
 # The drafts of each request by its tokens.
@@ -192,7 +190,6 @@ def test_replayed_rounds_of_chains_and_trees_give_the_texts_of_eager_rounds(
             with_lengths(harness, cycle([3, 4, 4, 0, 4]))
         requests = [harness.submit(random_tokens(9, seed=i), max_tokens=20) for i in range(3)]
         harness.run()
-        assert all_pages_are_back(harness.executor)
         found.append([request.tokens for request in requests])
     assert found[0] == found[1]
     shapes = {key.shape.is_tree for key in num_replays(graphs)}
@@ -262,11 +259,7 @@ def write_head(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], Pat
 @pytest.mark.parametrize("target", SAVERS)
 @pytest.mark.parametrize("one_model", [True, False])
 def test_drafts_are_those_of_a_slow_loop_with_eagle3_targets(
-    one_model: bool,
-    target: str,
-    situation: str,
-    write_head: Callable[[bool], Path],
-    tmp_path: Path,
+    one_model: bool, target: str, situation: str, write_head: Callable[[bool], Path], tmp_path: Path
 ) -> None:
     check_head(one_model, target, situation, write_head(False), tmp_path)
 
@@ -279,11 +272,7 @@ def test_drafts_are_those_of_a_slow_loop_with_eagle3_targets(
     ),
 )
 def test_drafts_of_a_head_with_latents_are_those_of_a_slow_loop(
-    one_model: bool,
-    target: str,
-    situation: str,
-    write_head: Callable[[bool], Path],
-    tmp_path: Path,
+    one_model: bool, target: str, situation: str, write_head: Callable[[bool], Path], tmp_path: Path
 ) -> None:
     check_head(one_model, target, situation, write_head(True), tmp_path)
 

@@ -102,8 +102,7 @@ def test_requests_that_ended_before_a_round_was_read_do_not_count_as_pausing(
     told = Told(harness)
     for number in range(6):
         harness.submit([number + 1, 2], max_tokens=4 + 7 * number)
-    for _ in range(4):
-        harness.round()
+    harness.rounds(4)
     harness.queue.cancel(6)
     harness.run()
     gone = [size - more["num_requests"] for size, _, _, _, more in told.rounds]
@@ -253,8 +252,7 @@ def test_a_time_belongs_to_the_round_that_took_it_and_to_one_draft_length(
     harness.parts.tier_for = lambda *_: next(lengths)
     for number in range(2):
         harness.submit([number + 1, 2], max_tokens=40)
-        for _ in range(6):
-            harness.round()
+        harness.rounds(6)
         harness.submit(
             [number + 1, 3], max_tokens=20
         )  # its prompt is read with the other's windows

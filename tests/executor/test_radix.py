@@ -43,18 +43,32 @@ def evict_all(tree: RadixTree) -> list[int]:
     return [page for _ in range(tree.num_evictable()) for page in tree.evict()]
 
 
-def test_a_match_is_the_longest_cached_run_of_full_pages_within_the_limit() -> None:
-    tree = RadixTree(page_size=2)
-    add_path(tree, (1, 2), (3, 4), (5, 6), first_page=10)
-    for tokens, limit, pages in [
-        ([1, 2, 3, 4, 5, 6], 6, [10, 11, 12]),
-        ([1, 2, 3, 4, 5, 6], 5, [10, 11]),
-        ([1, 2, 9, 4, 5, 6], 6, [10]),
-        ([3, 4], 2, []),
-        ([1], 1, []),
-        ([], 0, []),
-    ]:
-        assert pages_of(tree.match(tree.root, tokens, limit)) == pages
+@pytest.mark.parametrize(
+    ("lookahead", "tokens", "limit", "pages"),
+    [
+        (0, [1, 2, 3, 4, 5, 6], 6, [10, 11, 12]),
+        (0, [1, 2, 3, 4, 5, 6], 5, [10, 11]),
+        (0, [1, 2, 9, 4, 5, 6], 6, [10]),
+        (0, [3, 4], 2, []),
+        (0, [1], 1, []),
+        (0, [], 0, []),
+        (1, [1, 2, 3, 4, 5], 4, [10, 11]),
+        (1, [1, 2, 3, 4, 5], 3, [10]),
+        (1, [1, 2, 3, 4, 6], 4, [10]),
+        (1, [1, 2, 4, 4, 5], 4, []),
+        (1, [1, 2], 1, []),
+    ],
+)
+def test_a_match_is_the_longest_cached_run_of_full_pages_with_the_token_after_each(
+    lookahead: int, tokens: list[int], limit: int, pages: list[int]
+) -> None:
+    """The token after a page counts with a lookahead only."""
+    tree, text = RadixTree(page_size=2, lookahead=lookahead), (1, 2, 3, 4, 5, 6)
+    add_path(
+        tree, *(text[i : i + 2 + lookahead] for i in range(0, 6 - 2 * lookahead, 2)), first_page=10
+    )
+    assert pages_of(tree.match(tree.root, tokens, limit)) == pages
+    tree.check_integrity()
 
 
 def test_the_closest_child_is_that_of_a_scan_over_all_children() -> None:
@@ -96,20 +110,6 @@ def test_a_partial_leaf_is_replaced_by_a_key_that_extends_it_and_kept_next_to_an
     assert left_over == 3
     assert insert(tree, tree.root, (1, 2), 5) == (full, 5)
     assert sorted(tree.root.children) == [(1, 2, 3, 4), (1, 3, 5, 7)]
-    tree.check_integrity()
-
-
-def test_with_lookahead_a_page_matches_only_together_with_the_token_after_it() -> None:
-    tree = RadixTree(page_size=2, lookahead=1)
-    add_path(tree, (1, 2, 3), (3, 4, 5), first_page=10)
-    for tokens, limit, pages in [
-        ([1, 2, 3, 4, 5], 4, [10, 11]),
-        ([1, 2, 3, 4, 5], 3, [10]),
-        ([1, 2, 3, 4, 6], 4, [10]),
-        ([1, 2, 4, 4, 5], 4, []),
-        ([1, 2], 1, []),
-    ]:
-        assert pages_of(tree.match(tree.root, tokens, limit)) == pages
     tree.check_integrity()
 
 

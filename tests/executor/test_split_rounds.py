@@ -1,7 +1,6 @@
 """Rounds of a forward and a tail, in which an EAGLE-3 head on the two-model path drafts: it drafts
 in the round that it reads, as the one-model path does, and its rounds overlap."""
 
-from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -9,7 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from tests.executor.draft_caches import HOT, SMALL_POOL, count_forwards, eagle3, submit_traffic
+from tests.executor.draft_caches import (
+    HOT,
+    SMALL_POOL,
+    count_forwards,
+    eagle3,
+    one_model,
+    submit_traffic,
+)
 from tests.executor.graph_rounds import CPU, DUMMY, Event, with_graphs
 from tests.executor.guided_rounds import grammar_of
 from tests.executor.harness import (
@@ -17,7 +23,6 @@ from tests.executor.harness import (
     all_pages_are_back,
     draft_target,
     output_of,
-    user_provided,
 )
 from tests.executor.hooks import before_launch, rounds_in_flight
 from tests.executor.tiny_llama import write_tiny_llama
@@ -32,7 +37,7 @@ PROMPT = [3, 14, 15, 9, 26, 5, 35, 8]
 
 
 def two_model(head: Path, draft_len: int = 3, **options: Any) -> dict[str, Any]:
-    return eagle3(head, draft_len, eagle3_one_model=False, **options)
+    return eagle3(head, draft_len, **{"eagle3_one_model": False} | options)
 
 
 def watch_windows(harness: Harness) -> dict[tuple[int, int], list[int]]:
@@ -52,26 +57,42 @@ def watch_windows(harness: Harness) -> dict[tuple[int, int], list[int]]:
     return seen
 
 
-@pytest.mark.thinned(4)
-@pytest.mark.parametrize("in_turn", [False, True], ids=["overlap", "in_turn"])
+# The windows of the first are those of the second.
+PATHS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "coupled": ({}, {"eagle3_one_model": True}),
+    "greedy": (
+        {"draft_sampling": "greedy"},
+        {"draft_sampling": "greedy", "eagle3_one_model": True},
+    ),
+    "outside torch": ({"draft_backend": "onnxruntime"}, {}),
+    "outside torch, independent": (
+        {"draft_backend": "onnxruntime", "use_rejection_sampling": True},
+        {"use_rejection_sampling": True},
+    ),
+}
+
+
+@pytest.mark.thinned(5)
+@pytest.mark.parametrize("way", ["overlap", "in_turn", "graphs"])
 @pytest.mark.parametrize("options", [{}, SMALL_POOL], ids=["undisturbed", "small_pool"])
-@pytest.mark.parametrize("sampling", ["coupled", "greedy"])
-def test_the_windows_are_those_of_the_one_model_path(
-    tiny: Path, head: Path, options: dict[str, Any], sampling: str, in_turn: bool
+@pytest.mark.parametrize("paths", PATHS)
+def test_the_windows_are_those_of_the_one_model_path_and_of_a_head_outside_torch(
+    tiny: Path, head: Path, eager_graphs: None, options: dict[str, Any], paths: str, way: str
 ) -> None:
     windows = []
-    for speculation in (
-        two_model(head, draft_sampling=sampling),
-        eagle3(head, draft_sampling=sampling),
-    ):
-        harness = Harness(tiny, **options, **speculation, disable_overlap_scheduler=in_turn)
+    for speculation in PATHS[paths]:
+        own = options | two_model(head, **speculation) | {"max_batch_size": 8}
+        own["disable_overlap_scheduler"] = way == "in_turn"
+        sizes, lengths = (2, 4), {0, 3}
+        harness = (
+            with_graphs(tiny, sizes, lengths, **own) if way == "graphs" else Harness(tiny, **own)
+        )
         windows.append(watch_windows(harness))
         submit_traffic(harness, Random(4), 14)
         harness.run()
         assert bool(harness.parts.scheduler.num_preemptions) == bool(options)
-        assert all_pages_are_back(harness.executor)
     assert windows[0] == windows[1]
-    assert sum(len(window) == 4 for window in windows[0].values()) > (50 if in_turn else 20)
+    assert sum(len(window) == 4 for window in windows[0].values()) > 20
 
 
 def test_forward_and_tail_are_replayed_before_the_round_before_is_read(
@@ -177,44 +198,6 @@ def test_the_host_reports_the_drafts_of_the_round_before(tiny: Path, head: Path)
     assert reported == [(0, 0), (2, 0), (3, 2), (3, 3), (1, 1), (0, 0), (2, 0)]
 
 
-def test_after_a_pause_the_head_drafts_as_if_there_had_been_none(tiny: Path, head: Path) -> None:
-    windows = []
-    for company in (False, True):
-        speculation = two_model(head, max_concurrency=1)
-        harness = Harness(tiny, **speculation, disable_overlap_scheduler=True)
-        windows.append(watch_windows(harness))
-        request = harness.submit(PROMPT, max_tokens=50, seed=1)
-        if company:
-            harness.submit(PROMPT[::-1], max_tokens=15)
-        harness.run()
-        assert (request.counters.by_drafted[0] > 5) == company
-    own = {key: window for key, window in windows[1].items() if key[0] == 1 and len(window) > 1}
-    assert len(own) > 15 and all(
-        windows[0][key] == window for key, window in own.items() if key in windows[0]
-    )
-
-
-@pytest.mark.thinned(4)
-@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
-@pytest.mark.parametrize("options", [{}, SMALL_POOL], ids=["undisturbed", "small_pool"])
-@pytest.mark.parametrize("rejects", [False, True], ids=["coupled", "independent"])
-def test_a_head_outside_torch_makes_the_windows_of_the_head_in_torch(
-    tiny: Path, head: Path, eager_graphs: None, options: dict[str, Any], rejects: bool, graphs: bool
-) -> None:
-    windows = []
-    for backend in ("onnxruntime", "torch"):
-        speculation = two_model(head, draft_backend=backend, use_rejection_sampling=rejects)
-        make = partial(with_graphs, sizes=(2, 4), draft_lens={0, 3}) if graphs else Harness
-        harness = make(tiny, **options | {"max_batch_size": 8}, **speculation)
-        windows.append(watch_windows(harness))
-        submit_traffic(harness, Random(5), 14)
-        harness.run()
-        assert bool(harness.parts.scheduler.num_preemptions) == bool(options)
-        assert all_pages_are_back(harness.executor)
-    assert windows[0] == windows[1]
-    assert sum(len(window) == 4 for window in windows[0].values()) > 20
-
-
 # Overlap on the two-model path. A drafter on the host begins when all rounds were read, and its
 # rounds of draft length 0 overlap. A draft model drafts before the round before is read, with the
 # same drafts.
@@ -251,13 +234,6 @@ def run_lengths(harness: Harness, lengths: list[int]) -> tuple[list[int], list[i
     return in_flight[: sum(length > 0 for length in lengths) - 1], left
 
 
-def test_a_drafter_on_the_host_sees_all_tokens(tiny: Path) -> None:
-    harness = Harness(tiny, **user_provided(lambda request: [1, 2, 3][: request.num_drafts_wanted]))
-    in_flight, left = run_lengths(harness, [3, 3, 0, 0, 0, 3, 0, 3, 0, 0])
-    assert in_flight == [0] * 3, "the first round had contexts only"
-    assert left == [1] * 10
-
-
 def test_a_draft_model_drafts_before_the_round_before_is_read(tiny: Path, draft: Path) -> None:
     """Also in the round in which drafting resumes."""
     lengths = [3, 3, 3, 0, 0, 3, 0, 2, 3]
@@ -277,15 +253,17 @@ SITUATIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.thinned(3)
 @pytest.mark.parametrize("temperature", [None, HOT])
 @pytest.mark.parametrize("situation", SITUATIONS)
-def test_overlap_changes_neither_drafts_nor_acceptance_of_a_draft_model(
-    tiny: Path, draft: Path, situation: str, temperature: float | None
+@pytest.mark.parametrize("mode", ["draft_target_two_model", "draft_target", "eagle3", "eagle"])
+def test_overlap_changes_neither_drafts_nor_acceptance(
+    tiny: Path, tiny_draft: Path, head: Path, mode: str, situation: str, temperature: float | None
 ) -> None:
     """Drafted and accepted drafts of every round of every request."""
     rejects = situation == "rejection_sampling"
-    options = SITUATIONS[situation] | draft_target(draft, 3, use_rejection_sampling=rejects)
+    speculation = one_model(tiny_draft, head, mode, use_rejection_sampling=rejects)
     outcomes, texts = [], []
     for off in (False, True):
-        harness, random = Harness(tiny, **options, disable_overlap_scheduler=off), Random(2)
+        options = SITUATIONS[situation] | {"disable_overlap_scheduler": off}
+        harness, random = Harness(tiny, **options, **speculation), Random(2)
         shared = [random.randrange(64) for _ in range(21)]
         requests = [
             harness.submit(
@@ -299,16 +277,5 @@ def test_overlap_changes_neither_drafts_nor_acceptance_of_a_draft_model(
         harness.run()
         texts.append(list(map(output_of, requests)))
         outcomes.append([request.counters.rounds_by_outcome for request in requests])
-        assert all_pages_are_back(harness.executor)
     assert texts[0] == texts[1] and outcomes[0] == outcomes[1]
     assert sum(sum(own[1:]) for own in outcomes[0]) > 20
-
-
-def test_disabling_overlap_also_disables_it_for_rounds_without_drafts(
-    tiny: Path, draft: Path
-) -> None:
-    harness = Harness(tiny, **draft_target(draft, 3), disable_overlap_scheduler=True)
-    harness.parts.tier_for = lambda *_: 0
-    harness.submit(OVERLAP_TWO_MODEL_PROMPT, max_tokens=9)
-    while harness.round():
-        assert not rounds_in_flight(harness.executor)

@@ -102,8 +102,7 @@ def test_tokens_after_a_stop_do_not_count_as_emitted(tiny: Path) -> None:
 def test_rounds_with_prompts_in_them_are_not_timed(tiny: Path) -> None:
     harness = Harness(tiny, disable_overlap_scheduler=True)
     harness.submit([1, 2, 3], max_tokens=10)
-    for _ in range(4):
-        harness.round()
+    harness.rounds(4)
     harness.submit([4, 5, 6], max_tokens=4)
     harness.run()
     row = harness.executor.state()["totals"]["by_draft_len"]["0"]
@@ -144,8 +143,7 @@ def test_the_draft_length_shown_is_the_one_for_the_latest_batch_size(tiny: Path)
     harness = Harness(tiny, **options)
     harness.submit([1, 2, 3], max_tokens=20)
     harness.submit([4, 5, 6], max_tokens=60)
-    for _ in range(3):
-        harness.round()
+    harness.rounds(3)
     assert harness.executor.state()["draft_len"] == 1
     harness.run()
     state = harness.executor.state()

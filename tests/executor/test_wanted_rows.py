@@ -185,8 +185,7 @@ def test_in_rounds_without_drafts_a_draft_network_only_leaves_its_kv(
     harness.round()
     read = count_forwards(harness)
     rows_of_mlps.clear()
-    for _ in range(BACKLOG_LEN + 2):
-        harness.round()
+    harness.rounds(BACKLOG_LEN + 2)
     if mode == "draft_target":
         assert not read, "a draft model reads nothing while no drafts are wanted"
         backlog = network_of(harness)._backlog

@@ -1,5 +1,5 @@
-"""DeepSeek's latent attention through the engine: drafts of NGram and of the model's own MTP
-module, prefix reuse, chunked prefill and preemption change no text."""
+"""DeepSeek's MTP modules as files of their own, and what a GPU makes of latents. That drafts leave
+its texts alone is in `test_families`."""
 
 from pathlib import Path
 from typing import Any
@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from tests.lossless.small_models import (
-    NGRAM,
     ON_GPU,
     PLAIN,
     PROMPTS,
@@ -24,31 +23,6 @@ from tests.models.mtp_reference import export_modules, save_predictable
 from tllm_spec.llm import LLM
 from tllm_spec.sampling_params import SamplingParams
 
-OLDER, NEWER = (pytest.param(f"Deepseek{each}", marks=pytest.mark.slow) for each in ("V2", "V32"))
-
-
-@pytest.fixture(scope="module", params=["DeepseekV3", OLDER, NEWER])
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp(request.param)
-    save_deepseek(path, request.param)
-    return path
-
-
-@pytest.fixture(scope="module")
-def plain(folder: Path) -> list[list[int]]:
-    return plain_texts(folder)
-
-
-@pytest.mark.parametrize("setting", by_default([("preemption",)], SETTINGS))
-def test_latent_attention_gives_plain_text_with_and_without_drafts(
-    setting: str, folder: Path, plain: list[list[int]]
-) -> None:
-    without, _ = texts(folder, **SETTINGS[setting])
-    assert without == plain
-    speculated, acceptance_length = texts(folder, speculative_config=NGRAM, **SETTINGS[setting])
-    assert speculated == plain
-    assert acceptance_length > 1.1, "no draft was accepted"
-
 
 @pytest.fixture(scope="module")
 def with_mtp(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -60,75 +34,6 @@ def with_mtp(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def plain_of_mtp(with_mtp: Path) -> list[list[int]]:
     return texts(with_mtp, max_batch_size=1, **PLAIN)[0]
-
-
-@pytest.mark.parametrize(
-    ("one_model", "is_vanilla", "draft_len", "setting"),
-    by_default(
-        [
-            (True, False, 3, "prefix_reuse"),
-            (False, True, 2, "chunks"),
-        ],
-        *((True, False), (False, True), (3, 2), SETTINGS),
-    ),
-)
-def test_the_models_own_modules_draft_and_leave_the_text_alone(
-    one_model: bool,
-    is_vanilla: bool,
-    draft_len: int,
-    setting: str,
-    with_mtp: Path,
-    plain_of_mtp: list[list[int]],
-) -> None:
-    if is_vanilla and draft_len > 2:
-        pytest.skip("the model has two modules, and each makes one draft")
-    mtp = {
-        "decoding_type": "MTP",
-        "num_nextn_predict_layers": draft_len,
-        "mtp_eagle_one_model": one_model,
-        "use_mtp_vanilla": is_vanilla,
-    }
-    found, acceptance_length = texts(with_mtp, speculative_config=mtp, **SETTINGS[setting])
-    assert found == plain_of_mtp
-    assert acceptance_length > 1.3
-
-
-OWN_TREES = TREES | {"matches": TREES["dynamic"] | {"sa_config": {"threshold": 1}}}
-
-
-@pytest.mark.parametrize(
-    ("tree", "one_model", "setting"),
-    by_default(
-        [("dynamic", True, "chunks"), ("static", False, "prefix_reuse")],
-        *(OWN_TREES, (True, False), SETTINGS),
-    ),
-)
-def test_trees_of_the_models_own_module_leave_the_text_alone(
-    tree: str, one_model: bool, setting: str, with_mtp: Path, plain_of_mtp: list[list[int]]
-) -> None:
-    mtp = {"decoding_type": "MTP", "mtp_eagle_one_model": one_model} | OWN_TREES[tree]
-    found, acceptance_length = texts(with_mtp, speculative_config=mtp, **SETTINGS[setting])
-    assert found == plain_of_mtp
-    assert acceptance_length > 1.5
-
-
-@pytest.mark.parametrize(
-    ("is_vanilla", "one_model", "setting"),
-    by_default([(False, True, "preemption")], (True, False), (True, False), SETTINGS),
-)
-def test_matches_next_to_the_models_own_modules_leave_the_text_alone(
-    is_vanilla: bool, one_model: bool, setting: str, with_mtp: Path, plain_of_mtp: list[list[int]]
-) -> None:
-    mtp = {
-        "decoding_type": "MTP",
-        "max_draft_len": 2,
-        "mtp_eagle_one_model": one_model,
-        "use_mtp_vanilla": is_vanilla,
-        "sa_config": {"threshold": 1},
-    }
-    found, acceptance_length = texts(with_mtp, speculative_config=mtp, **SETTINGS[setting])
-    assert found == plain_of_mtp
-    assert acceptance_length > 1.3
 
 
 @pytest.mark.parametrize(
@@ -169,88 +74,7 @@ def test_mtp_and_exported_modules_need_each_other(with_mtp: Path, tmp_path: Path
             LLM(str(folder), skip_tokenizer_init=True, speculative_config=spec)
 
 
-@pytest.mark.parametrize("one_model", by_default([(True,)], (True, False)))
-def test_trees_of_a_module_for_each_step_leave_the_text_alone(
-    one_model: bool, with_mtp: Path, plain_of_mtp: list[list[int]]
-) -> None:
-    tree = {"max_draft_len": 2, "use_dynamic_tree": True, "dynamic_tree_max_topK": 3}
-    mtp = {"decoding_type": "MTP", "mtp_eagle_one_model": one_model, "use_mtp_vanilla": True}
-    found, acceptance_length = texts(
-        with_mtp, speculative_config=mtp | tree, **SETTINGS["prefix_reuse"]
-    )
-    assert found == plain_of_mtp
-    assert acceptance_length > 1.3
-
-
-@pytest.mark.thinned(3)
-@pytest.mark.parametrize(("one_model", "setting"), [(True, "prefix_reuse"), (False, "preemption")])
-def test_a_draft_model_with_latents_drafts_trees_for_a_target_with_latents(
-    one_model: bool, setting: str, folder: Path, plain: list[list[int]]
-) -> None:
-    """The draft model is the target itself, so its drafts are right."""
-    drafting = {
-        "decoding_type": "Draft_Target",
-        "speculative_model": str(folder),
-        "draft_target_one_model": one_model,
-    }
-    found, acceptance_length = texts(
-        folder, speculative_config=drafting | TREES["dynamic"], **SETTINGS[setting]
-    )
-    assert found == plain
-    assert acceptance_length > 2.5
-
-
 DRAFTS = {"chain": {"max_draft_len": 2}} | TREES
-
-
-@pytest.mark.parametrize(
-    ("latent", "drafts", "one_model", "setting"),
-    by_default(
-        [(False, "dynamic", False, "chunks"), (True, "static", True, "preemption")],
-        *((True, False), DRAFTS, (True, False), SETTINGS),
-    ),
-)
-def test_an_eagle3_head_with_heads_or_latents_shares_the_page_numbers_of_a_latent_cache(
-    latent: bool,
-    drafts: str,
-    one_model: bool,
-    setting: str,
-    with_mtp: Path,
-    plain_of_mtp: list[list[int]],
-    tmp_path: Path,
-) -> None:
-    eagle3 = {
-        "decoding_type": "Eagle3",
-        "speculative_model": str(write_head(tmp_path, latent=latent)),
-        "eagle3_layers_to_capture": [0, 2],
-        "eagle3_one_model": one_model,
-        **DRAFTS[drafts],
-    }
-    found, _ = texts(with_mtp, speculative_config=eagle3, **SETTINGS[setting])
-    assert found == plain_of_mtp
-
-
-DRAFTS_ON_GPU: dict[str, dict[str, Any]] = {
-    "chain": {"max_draft_len": 2},
-    "vanilla": {"max_draft_len": 2, "use_mtp_vanilla": True},
-    **TREES,
-}
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("setting", ["undisturbed", "prefix_reuse", "chunks"])
-@pytest.mark.parametrize("drafts", ["plain", *DRAFTS_ON_GPU])
-@pytest.mark.parametrize("one_model", [True, False])
-def test_a_gpu_with_cuda_graphs_gives_the_text_of_the_cpu(
-    one_model: bool, drafts: str, setting: str, with_mtp: Path, plain_of_mtp: list[list[int]]
-) -> None:
-    mtp = {"decoding_type": "MTP", "mtp_eagle_one_model": one_model}
-    spec = None if drafts == "plain" else mtp | DRAFTS_ON_GPU[drafts]
-    found, acceptance_length = texts(
-        with_mtp, speculative_config=spec, **(SETTINGS[setting] | ON_GPU)
-    )
-    assert found == plain_of_mtp
-    assert spec is None or acceptance_length > (1.5 if drafts in TREES else 1.3)
 
 
 @pytest.mark.gpu

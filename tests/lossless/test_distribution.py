@@ -130,6 +130,14 @@ def assert_drawn_from(
     assert p_value(cells, torch.full((NUM_CELLS,), len(uniforms) / NUM_CELLS)) > 1e-4
 
 
+def assert_drawn_from_the_target(
+    models: list[Any], outputs: list[RequestOutput], params: SamplingParams
+) -> None:
+    """models: target and draft, whose likely tokens are favoured."""
+    target, draft = models
+    assert_drawn_from(target, outputs, params, lambda texts: probabilities(draft, texts, params))
+
+
 @pytest.mark.parametrize(
     ("rejection", "way", "draft_len", "one_model"),
     [
@@ -153,9 +161,7 @@ def test_tokens_are_drawn_from_the_targets_probabilities(
     params = SamplingParams(max_tokens=OUTPUT_LEN, **WAYS[way])
     how = {"use_rejection_sampling": rejection, "draft_target_one_model": one_model}
     outputs = sample(folders[0], params, draft_target(folders[1], draft_len, **how))
-    assert_drawn_from(
-        models[0], outputs, params, lambda texts: probabilities(models[1], texts, params)
-    )
+    assert_drawn_from_the_target(models, outputs, params)
 
 
 MOVING = (3, 1, 2, 0, 3, 2, 3, 1, 1, 0, 2)
@@ -181,9 +187,7 @@ def test_rejection_sampling_on_a_tree_draws_from_the_targets_probabilities(
     params = SamplingParams(max_tokens=OUTPUT_LEN, **WAYS[way])
     how = {"use_rejection_sampling": True, "draft_target_one_model": True, **TREES[tree]}
     outputs = sample(folders[0], params, draft_target(folders[1], 3, **how), lengths)
-    assert_drawn_from(
-        models[0], outputs, params, lambda texts: probabilities(models[1], texts, params)
-    )
+    assert_drawn_from_the_target(models, outputs, params)
 
 
 def test_lower_thresholds_accept_more_and_change_the_distribution(
@@ -194,9 +198,7 @@ def test_lower_thresholds_accept_more_and_change_the_distribution(
     lossy = draft_target(folders[1], 3, **how, threshold_acc=0.4)
     outputs = sample(folders[0], params, lossy, most=0.95)
     with pytest.raises(AssertionError):
-        assert_drawn_from(
-            models[0], outputs, params, lambda texts: probabilities(models[1], texts, params)
-        )
+        assert_drawn_from_the_target(models, outputs, params)
 
 
 @pytest.mark.slow
@@ -211,9 +213,7 @@ def test_rejection_sampling_draws_from_the_targets_probabilities_while_tiers_cha
         folders[1], 3, use_rejection_sampling=True, draft_target_one_model=one_model
     )
     outputs = sample(folders[0], params, options, MOVING)
-    assert_drawn_from(
-        models[0], outputs, params, lambda texts: probabilities(models[1], texts, params)
-    )
+    assert_drawn_from_the_target(models, outputs, params)
 
 
 @pytest.fixture(scope="module")

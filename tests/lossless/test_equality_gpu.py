@@ -122,45 +122,32 @@ def why_not_served() -> str | None:
     return None
 
 
-@pytest.fixture(scope="module", params=["bfloat16", "float32"])
-def draft_backend_gpu_reference(request: pytest.FixtureRequest, cases: list[Case]) -> Reference:
-    """Plain decoding, one request after the other, without graphs."""
-    with LLM("zoo:llama", dtype=request.param, cuda_graph_config=None, max_batch_size=1) as llm:
-        return request.param, generate(llm, cases, 1)
-
-
 def draft_backend_gpu_check(
-    speculation: dict[str, Any],
-    draft_backend_gpu_reference: Reference,
-    cases: list[Case],
-    oracle: GetOracle,
+    speculation: dict[str, Any], reference: Reference, requests: list[Case], oracle: GetOracle
 ) -> None:
     """Prompts in chunks next to windows, graphs and overlap, and a prefix of each prompt cached."""
-    dtype, plain = draft_backend_gpu_reference
+    dtype, plain = reference
     options = {"max_num_tokens": 64, "enable_chunked_prefill": True, "max_batch_size": 3}
     with LLM("zoo:llama", dtype=dtype, speculative_config=speculation, **options) as llm:
-        generate(llm, [Case("", case.prompt[:40], case.params) for case in cases[:3]], 3)
-        outputs = generate(llm, cases, 3)
+        generate(llm, [Case("", case.prompt[:40], case.params) for case in requests[:3]], 3)
+        outputs = generate(llm, requests, 3)
         llm.check_integrity()
         drafter, rounds = llm._executor.parts.drafter, llm._executor.parts.runner.graphs
         assert rounds is not None
         drafting = drafter.graphs if isinstance(drafter, ModelDrafter) else rounds.tails
         assert drafting is not None and drafting.captured
-    for case, output, alone in zip(cases, outputs, plain, strict=True):
+    for case, output, alone in zip(requests, outputs, plain, strict=True):
         assert_same(case, output, alone, oracle, GPU_TOLERANCE[dtype], at_edges=dtype == "bfloat16")
     stats = [output.speculative_decoding for output in outputs]
     assert sum(each.acceptance_length for each in stats if each) / len(stats) > 1.3
 
 
 def test_an_engine_gives_plain_decodings_text(
-    speculation: dict[str, Any],
-    draft_backend_gpu_reference: Reference,
-    cases: list[Case],
-    oracle: GetOracle,
+    speculation: dict[str, Any], reference: Reference, requests: list[Case], oracle: GetOracle
 ) -> None:
     if reason := why_not_served():
         pytest.skip(reason)
-    draft_backend_gpu_check(speculation, draft_backend_gpu_reference, cases, oracle)
+    draft_backend_gpu_check(speculation, reference, requests, oracle)
 
 
 def test_a_device_that_is_not_served_is_refused_with_its_compute_capability(
@@ -176,8 +163,8 @@ def test_a_device_that_is_not_served_is_refused_with_its_compute_capability(
 
 def test_the_definition_in_torch_drafts_in_cuda_graphs(
     speculation: dict[str, Any],
-    draft_backend_gpu_reference: Reference,
-    cases: list[Case],
+    reference: Reference,
+    requests: list[Case],
     oracle: GetOracle,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -187,7 +174,7 @@ def test_the_definition_in_torch_drafts_in_cuda_graphs(
     monkeypatch.setattr(Eagle3Head, "leave_fuse", lambda _: None)  # torch runs its layers
     monkeypatch.setattr(draft_backend, "find_tensorrt", lambda device: None)
     monkeypatch.setattr(draft_backend, "_tensorrt", in_torch)
-    draft_backend_gpu_check(speculation, draft_backend_gpu_reference, cases, oracle)
+    draft_backend_gpu_check(speculation, reference, requests, oracle)
 
 
 # `deterministic: true` on a CUDA device: tokens, text and log probabilities are those of plain

@@ -1,20 +1,26 @@
-"""Families of models through the engine: windows and trees over the borders of chunks (Llama 4) and
-of sliding windows (Mistral; Qwen2, in some layers), experts, text parts of models that also see
-images, prefix reuse, chunked prefill and preemption change no text."""
+"""Small models of every family through the engine: windows and trees over the borders of chunks
+(Llama 4) and of sliding windows (Mistral; in some layers Qwen2, Gemma 3 and gpt-oss), latents
+(DeepSeek), recurrent states (Qwen3-Next), a further layer that drafts (GLM-4.5), the original
+length of longrope (Phi-3), experts, and text parts of models that also see images. No drafter,
+tier, chunk, prefix hit or preemption changes a text."""
 
-from functools import cache
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cache, partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from tests.lossless.drafters import AdversarialDrafter, AdversarialTreeDrafter
 from tests.lossless.small_models import (
     NGRAM,
     ON_GPU,
-    PLAIN,
+    PROMPTS,
     SETTINGS,
     TREES,
-    TextsOf,
     assert_deterministic_texts_do_not_depend_on_drafts,
     by_default,
     over_codes,
@@ -22,181 +28,393 @@ from tests.lossless.small_models import (
     texts,
     write_head,
 )
-from tests.models.helpers import save_checkpoint
+from tests.lossless.test_adaptive import EVERY_ROUND
+from tests.models import mtp_reference, qwen3_next
+from tests.models.deepseek import save_deepseek
+from tests.models.gpt_oss import in_mxfp4, save_gpt_oss
+from tests.models.helpers import VOCAB_SIZE, random_tokens, save_checkpoint
+from tests.models.test_gemma3 import save_gemma3
 from tests.models.test_llama4 import save_llama4
-from tests.models.with_images import FAMILIES, save_with_images
+from tests.models.test_phi3 import save as save_phi3
+from tests.models.with_images import FAMILIES as WITH_IMAGES
+from tests.models.with_images import save_with_images
+from tllm_spec.llm import LLM
+from tllm_spec.sampling_params import SamplingParams
 
+# Options, and the least acceptance length of the best request.
+Drafters = dict[str, tuple[dict[str, Any] | None, float]]
+TIERS: dict[Any, Any] = {"strategy": "ema", **EVERY_ROUND, 1: {"candidate_steps": [0, 1, 3]}}
+SHAPES: dict[str, dict[str, Any]] = {"chain": {"max_draft_len": 3}} | TREES
+ONE, TWO = "one-model", "two-model"
+FOUR = [("chain", ONE), ("dynamic", ONE), ("chain", TWO), ("static", TWO)]
+
+
+def drafters(
+    name: str,
+    spec: dict[str, Any],
+    one_model: str,
+    floor: float,
+    ways: Iterable[tuple[str, str]] = FOUR,
+    shapes: dict[str, dict[str, Any]] = SHAPES,
+) -> Drafters:
+    """One for each shape and path. one_model: the option that says which path."""
+    return {
+        f"{name}, {shape}, {path}": (spec | shapes[shape] | {one_model: path == ONE}, floor)
+        for shape, path in ways
+    }
+
+
+def heads(ways: Iterable[tuple[str, str]] = FOUR, name: str = "head") -> Drafters:
+    """They were not trained."""
+    return drafters(name, {"decoding_type": "Eagle3"}, "eagle3_one_model", 1.0, ways)
+
+
+def draft_models(ways: Iterable[tuple[str, str]] = FOUR, floor: float = 2.5) -> Drafters:
+    """The target is its own draft model, so that most windows over a border are accepted."""
+    spec = {"decoding_type": "Draft_Target"}
+    return drafters("draft model", spec, "draft_target_one_model", floor, ways)
+
+
+def modules(shapes: dict[str, dict[str, Any]], floor: float, name: str = "mtp") -> Drafters:
+    ways, spec = product(shapes, (ONE, TWO)), {"decoding_type": "MTP"}
+    return drafters(name, spec, "mtp_eagle_one_model", floor, ways, shapes)
+
+
+NONE: Drafters = {"none": (None, 1.0), "ngram": (NGRAM, 1.1)}
+KNOWN: dict[str, Any] = {"decoding_type": "User_Provided", "max_draft_len": 4}
+COMMON: Drafters = NONE | {
+    "ngram tree": (NGRAM | TREES["dynamic"], 1.1),
+    "sa": ({"decoding_type": "SA", "max_draft_len": 3}, 1.01),
+    "known": (KNOWN, 1.5),
+}
+ALL_WAYS = [*product(SHAPES, (ONE, TWO))]
+OVER_BORDERS = NONE | draft_models(ALL_WAYS) | heads(FOUR)
+MATCHES = {"max_draft_len": 2, "sa_config": {"threshold": 1}}
+VANILLA = {"use_mtp_vanilla": True, "max_draft_len": 2}
+OF_DEEPSEEK = modules(
+    {"three": {"num_nextn_predict_layers": 3}, "two": {"num_nextn_predict_layers": 2}}
+    | {"vanilla": VANILLA, "matches": MATCHES, "vanilla with matches": VANILLA | MATCHES}
+    | {"vanilla trees": VANILLA | {"use_dynamic_tree": True, "dynamic_tree_max_topK": 3}},
+    1.3,
+)
+OF_DEEPSEEK |= modules(TREES | {"tree": TREES["dynamic"] | {"sa_config": {"threshold": 1}}}, 1.5)
+OF_STATES = {
+    "chain": {"max_draft_len": 3},
+    "adaptive": {"max_draft_len": 3, "adaptive": TIERS},
+    "draft lengths by batch": {"max_draft_len": 3, "draft_len_schedule": {1: 3, 2: 0, 3: 2}},
+    "shared rows": {"max_draft_len": 3, "verify_budget": 2},
+    "matches": MATCHES,
+    **TREES,
+}
+
+NO_OVERLAP = {"no_overlap": SETTINGS["prefix_reuse"] | {"disable_overlap_scheduler": True}}
+TRITON = {"triton": SETTINGS["prefix_reuse"] | {"attn_backend": "TRITON"}}
+WAYS = SETTINGS | TRITON | NO_OVERLAP
+SNAPSHOTS = {"tokens_per_block": 4, "state_snapshot_tokens": 8}
+STATES = {
+    name: own | {"kv_cache_config": own["kv_cache_config"] | SNAPSHOTS}
+    for name, own in (SETTINGS | NO_OVERLAP).items()
+}
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 WINDOW = {"max_position_embeddings": 128, "sliding_window": 7}
+LONG = {"max_position_embeddings": 128}
 # A request has 43 tokens: three chunks, six windows, and a change of Llama 4's temperature.
-SPANS: dict[str, dict[str, Any]] = {
-    "Llama4": {"attention_chunk_size": 16, "floor_scale": 24, "attn_scale": 0.7}
-    | {"max_position_embeddings": 128, "no_rope_layer_interval": 2},
-    "Mistral": WINDOW,
-    "Qwen2": WINDOW | {"use_sliding_window": True, "max_window_layers": 1},
+CHUNKS = {"attention_chunk_size": 16, "floor_scale": 24, "attn_scale": 0.7}
+
+
+@dataclass(frozen=True)
+class Family:
+    """layers: that a head captures."""
+
+    save: Callable[[Path], object]
+    settings: dict[str, dict[str, Any]]
+    drafters: Drafters
+    layers: tuple[int, int] = (0, 2)
+
+
+def checkpoint(name: str, **sizes: Any) -> Callable[[Path], object]:
+    return lambda path: save_checkpoint(path, name, **sizes)
+
+
+def predictable(family: str) -> Callable[[Path], object]:
+    return partial(qwen3_next.save_predictable, family=family)
+
+
+GLM = {"chain": {"max_draft_len": 3}, "vanilla": VANILLA, "dynamic": TREES["dynamic"]}
+ALL_OF_STATES = COMMON | {
+    "known tree": (KNOWN | {"max_total_draft_tokens": 8}, 1.5),
+    "known, shared rows": (KNOWN | {"verify_budget": 3.5}, 1.2),
 }
-MODELS: dict[str, dict[str, Any]] = SPANS | {
-    "Mixtral": {},
-    "Olmo2": {},
-    "Qwen2Moe": EXPERTS | {"shared_expert_intermediate_size": 40},
-    "Qwen3Moe": EXPERTS | {"head_dim": 16, "norm_topk_prob": True, "mlp_only_layers": [0]},
-    **{name: {} for name in FAMILIES},
-}
-BACKENDS = SETTINGS | {
-    "no_overlap": SETTINGS["prefix_reuse"] | {"disable_overlap_scheduler": True},
-    "triton": SETTINGS["prefix_reuse"] | {"attn_backend": "TRITON"},
-}
-HEAD = {"decoding_type": "Eagle3", "eagle3_layers_to_capture": [0, 1], "max_draft_len": 3}
-DRAFTS = {"chain": {"max_draft_len": 5}} | TREES
-
-
-def save(folder: Path, name: str) -> Path:
-    if name == "Llama4":
-        save_llama4(folder, **MODELS[name])
-    elif name in FAMILIES:
-        save_with_images(folder, name)
-    else:
-        save_checkpoint(folder, name, **MODELS[name])
-    return folder
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return {name: save(tmp_path_factory.mktemp(name), name) for name in MODELS}
-
-
-@pytest.fixture(scope="module")
-def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_head(tmp_path_factory.mktemp("head"))
-
-
-@pytest.fixture(scope="module")
-def plain(folders: dict[str, Path]) -> TextsOf:
-    return cache(lambda name: plain_texts(folders[name]))
-
-
-@pytest.mark.parametrize(
-    ("model", "setting"),
-    by_default(
-        [("Llama4", "preemption"), ("Qwen3Moe", "prefix_reuse"), ("Qwen3VLMoe", "chunks")],
-        MODELS,
-        BACKENDS,
+ALL_OF_STATES |= draft_models([("chain", ONE), ("dynamic", TWO)], 1.0) | heads()
+FAMILIES: dict[str, Family] = {
+    "gemma3": Family(
+        partial(save_gemma3, **LONG), SETTINGS | TRITON, COMMON | draft_models() | heads()
     ),
-)
-def test_the_text_is_the_same_with_and_without_drafts_of_ngram(
-    model: str, setting: str, folders: dict[str, Path], plain: TextsOf
-) -> None:
-    without, _ = texts(folders[model], **BACKENDS[setting])
-    assert without == plain(model)
-    found, acceptance_length = texts(folders[model], speculative_config=NGRAM, **BACKENDS[setting])
-    assert found == plain(model)
-    assert acceptance_length > 1.1, "no draft was accepted"
+    "gpt-oss": Family(
+        lambda path: in_mxfp4(path, save_gpt_oss(path, **LONG)),
+        *(WAYS, COMMON | draft_models() | heads()),
+    ),
+    "phi3": Family(partial(save_phi3, **LONG), SETTINGS, COMMON | draft_models() | heads(), (0, 1)),
+    "glm": Family(
+        partial(mtp_reference.save_predictable, num_modules=2, family="Glm4Moe"),
+        *(SETTINGS, NONE | modules(GLM, 1.3)),
+    ),
+    "Llama4": Family(
+        partial(save_llama4, no_rope_layer_interval=2, **LONG, **CHUNKS),
+        *(WAYS, OVER_BORDERS, (0, 1)),
+    ),
+    "Mistral": Family(checkpoint("Mistral", **WINDOW), WAYS, OVER_BORDERS, (0, 1)),
+    "Qwen2": Family(
+        checkpoint("Qwen2", use_sliding_window=True, max_window_layers=1, **WINDOW),
+        *(WAYS, OVER_BORDERS, (0, 1)),
+    ),
+    "Mixtral": Family(checkpoint("Mixtral"), WAYS, NONE),
+    "Olmo2": Family(checkpoint("Olmo2"), WAYS, NONE),
+    "Qwen2Moe": Family(
+        checkpoint("Qwen2Moe", shared_expert_intermediate_size=40, **EXPERTS), WAYS, NONE
+    ),
+    "Qwen3Moe": Family(
+        checkpoint("Qwen3Moe", head_dim=16, norm_topk_prob=True, mlp_only_layers=[0], **EXPERTS),
+        *(WAYS, NONE),
+    ),
+    **{name: Family(partial(save_with_images, family=name), WAYS, NONE) for name in WITH_IMAGES},
+    **{
+        name: Family(
+            partial(save_deepseek, architecture=name),
+            *(SETTINGS, NONE | draft_models([("dynamic", ONE), ("dynamic", TWO)])),
+        )
+        for name in ("DeepseekV3", "DeepseekV2", "DeepseekV32")
+    },
+    "deepseek, mtp": Family(
+        partial(mtp_reference.save_predictable, num_modules=2),
+        *(SETTINGS, OF_DEEPSEEK | heads(ALL_WAYS) | heads(ALL_WAYS, "latent head")),
+    ),
+    "qwen3-next": Family(qwen3_next.save_qwen3_next, STATES, ALL_OF_STATES),
+    "qwen3-next, mtp": Family(qwen3_next.save_predictable, STATES, modules(OF_STATES, 1.1)),
+    **{
+        name: Family(predictable(name), STATES, NONE | modules({"chain": SHAPES["chain"]}, 1.1))
+        for name in ("Qwen3_5", "Qwen3_5Moe")
+    },
+}
+QUICK = [
+    *(("gemma3", "none", setting) for setting in SETTINGS | TRITON),
+    *(("gpt-oss", "none", setting) for setting in ("undisturbed", "chunks", "triton")),
+    *(("qwen3-next", "none", setting) for setting in ("undisturbed", "chunks", "no_overlap")),
+    ("gemma3", "ngram", "undisturbed"),
+    ("gpt-oss", "ngram", "undisturbed"),
+    ("phi3", "ngram", "undisturbed"),
+    ("glm", "mtp, chain, one-model", "undisturbed"),
+    ("Llama4", "none", "preemption"),
+    ("Llama4", "ngram", "preemption"),
+    ("Llama4", "draft model, dynamic, one-model", "prefix_reuse"),
+    ("Llama4", "head, static, two-model", "chunks"),
+    ("Mistral", "draft model, static, one-model", "chunks"),
+    ("Mistral", "head, chain, one-model", "preemption"),
+    ("Qwen2", "draft model, dynamic, two-model", "preemption"),
+    ("Qwen2", "draft model, chain, two-model", "no_overlap"),
+    ("Qwen2", "head, dynamic, one-model", "triton"),
+    ("Qwen3Moe", "ngram", "prefix_reuse"),
+    ("Qwen3VLMoe", "ngram", "chunks"),
+    ("DeepseekV3", "ngram", "preemption"),
+    ("DeepseekV3", "draft model, dynamic, one-model", "prefix_reuse"),
+    ("deepseek, mtp", "mtp, three, one-model", "prefix_reuse"),
+    ("deepseek, mtp", "mtp, vanilla, two-model", "chunks"),
+    ("deepseek, mtp", "mtp, dynamic, one-model", "chunks"),
+    ("deepseek, mtp", "mtp, static, two-model", "prefix_reuse"),
+    ("deepseek, mtp", "mtp, matches, one-model", "preemption"),
+    ("deepseek, mtp", "mtp, vanilla trees, one-model", "prefix_reuse"),
+    ("deepseek, mtp", "head, dynamic, two-model", "chunks"),
+    ("deepseek, mtp", "latent head, static, one-model", "preemption"),
+    ("qwen3-next", "ngram", "preemption"),
+    ("qwen3-next", "ngram tree", "chunks"),
+    ("qwen3-next", "sa", "no_overlap"),
+    ("qwen3-next", "known tree", "preemption"),
+    ("qwen3-next", "head, chain, one-model", "undisturbed"),
+    ("qwen3-next, mtp", "mtp, chain, one-model", "preemption"),
+    ("qwen3-next, mtp", "mtp, dynamic, two-model", "chunks"),
+    ("Qwen3_5", "mtp, chain, one-model", "prefix_reuse"),
+]
+
+
+class Models:
+    """Checkpoints and their plain texts by family, made when they are first asked for."""
+
+    def __init__(self, make_folder: Callable[[str], Path]) -> None:
+        self.make_folder = make_folder
+        self.folder = cache(self.saved)
+        self.plain = cache(lambda family: plain_texts(self.folder(family)))
+        self.head = cache(lambda latent: write_head(make_folder("head"), latent=latent))
+
+    def saved(self, family: str) -> Path:
+        path = self.make_folder("model")
+        FAMILIES[family].save(path)
+        return path
+
+    def config(self, family: str, drafter: str) -> dict[str, Any] | None:
+        """What makes the drafts: the family's own model, a head, or a drafter that knows texts."""
+        config, _ = FAMILIES[family].drafters[drafter]
+        kind = None if config is None else config["decoding_type"]
+        own: dict[str, Any] = {}
+        if kind == "Eagle3":
+            head = self.head(drafter.startswith("latent"))
+            layers = [*FAMILIES[family].layers]
+            own = {"speculative_model": str(head), "eagle3_layers_to_capture": layers}
+        elif kind == "Draft_Target":  # a model with states is no draft model
+            model = "Llama" if family == "qwen3-next" else family
+            own = {"speculative_model": str(self.folder(model))}
+        elif kind == "User_Provided":
+            known = dict(zip(map(tuple, PROMPTS), self.plain(family), strict=False))
+            maker = AdversarialTreeDrafter if "tree" in drafter else AdversarialDrafter
+            own = {"drafter": maker(known, VOCAB_SIZE)}
+        return None if config is None else config | own
+
+    def texts(self, family: str, drafter: str, **options: Any) -> tuple[list[list[int]], float]:
+        config = self.config(family, drafter)
+        own = {} if config is None else {"speculative_config": config}
+        return texts(self.folder(family), **own, **options)
+
+
+FAMILIES["Llama"] = Family(checkpoint("Llama"), {}, {})
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    return Models(tmp_path_factory.mktemp)
 
 
 @pytest.mark.parametrize(
-    ("model", "setting"),
+    ("family", "drafter", "setting"),
     [
-        pytest.param("Llama4", "triton", marks=pytest.mark.slow),
-        ("Qwen2", "chunks"),
-        pytest.param("Mistral", "preemption", marks=pytest.mark.slow),
-        pytest.param("Qwen2", "triton", marks=pytest.mark.slow),
+        each
+        for name, family in FAMILIES.items()
+        for each in by_default(
+            [quick for quick in QUICK if quick[0] == name], [name], family.drafters, family.settings
+        )
     ],
 )
-def test_drafts_leave_the_text_over_an_fp8_cache_alone(
-    model: str, setting: str, folders: dict[str, Path]
+def test_no_drafter_chunk_prefix_hit_or_preemption_changes_the_text(
+    family: str, drafter: str, setting: str, models: Models
 ) -> None:
-    alone, _ = texts(folders[model], max_batch_size=1, **over_codes(PLAIN))
-    options = over_codes(BACKENDS[setting])
-    found, acceptance_length = texts(folders[model], speculative_config=NGRAM, **options)
+    found, length = models.texts(family, drafter, **FAMILIES[family].settings[setting])
+    assert found == models.plain(family)
+    assert length >= FAMILIES[family].drafters[drafter][1], "no draft was accepted"
+
+
+@pytest.mark.parametrize("drafter", ["head", "draft model", "ngram"])
+@pytest.mark.thinned(3)
+def test_adaptive_tiers_leave_the_text_alone(drafter: str, models: Models) -> None:
+    name = drafter if drafter == "ngram" else f"{drafter}, chain, one-model"
+    config = models.config("gpt-oss", name) | {"adaptive": TIERS}
+    options = SETTINGS["prefix_reuse"]
+    found, _ = texts(models.folder("gpt-oss"), speculative_config=config, **options)
+    assert found == models.plain("gpt-oss")
+
+
+@pytest.mark.parametrize(
+    ("family", "drafter", "setting"),
+    [
+        pytest.param("Llama4", "ngram", "triton", marks=pytest.mark.slow),
+        ("Qwen2", "ngram", "chunks"),
+        pytest.param("Mistral", "ngram", "preemption", marks=pytest.mark.slow),
+        pytest.param("Qwen2", "ngram", "triton", marks=pytest.mark.slow),
+        ("gpt-oss", "ngram tree", "preemption"),
+        *(
+            pytest.param(
+                "gpt-oss", f"{name}, chain, one-model", "preemption", marks=pytest.mark.slow
+            )
+            for name in ("draft model", "head")
+        ),
+    ],
+)
+def test_over_an_fp8_cache_drafts_leave_the_text_alone(
+    family: str, drafter: str, setting: str, models: Models
+) -> None:
+    alone, _ = texts(models.folder(family), max_batch_size=1, **over_codes(SETTINGS["undisturbed"]))
+    found, length = models.texts(family, drafter, **over_codes(WAYS[setting]))
     assert found == alone
-    assert acceptance_length > 1.1, "no draft was accepted"
+    assert length >= FAMILIES[family].drafters[drafter][1]
+    assert family != "gpt-oss" or alone != models.plain(family)
 
 
-QUICK_DRAFTS = [
-    ("Llama4", "dynamic", True, "prefix_reuse"),
-    ("Mistral", "static", True, "chunks"),
-    ("Qwen2", "dynamic", False, "preemption"),
-    ("Qwen2", "chain", False, "no_overlap"),
-]
-
-
-@pytest.mark.parametrize(
-    ("model", "drafts", "one_model", "setting"),
-    by_default(QUICK_DRAFTS, SPANS, DRAFTS, (True, False), BACKENDS),
-)
-def test_the_target_as_its_own_draft_model_leaves_the_text_alone(
-    model: str, drafts: str, one_model: bool, setting: str, folders: dict[str, Path], plain: TextsOf
-) -> None:
-    """Its drafts are right, so that most windows over a border are accepted."""
-    own = {"decoding_type": "Draft_Target", "speculative_model": str(folders[model])}
-    own |= {"draft_target_one_model": one_model} | DRAFTS[drafts]
-    found, acceptance_length = texts(folders[model], speculative_config=own, **BACKENDS[setting])
-    assert found == plain(model)
-    assert acceptance_length > 2.5
-
-
-QUICK_HEADS = [
-    ("Llama4", True, False, "chunks"),
-    ("Mistral", False, True, "preemption"),
-    ("Qwen2", True, True, "triton"),
-]
-
-
-@pytest.mark.parametrize(
-    ("model", "is_tree", "one_model", "setting"),
-    by_default(QUICK_HEADS, SPANS, (False, True), (True, False), BACKENDS),
-)
-def test_an_eagle3_head_leaves_the_text_alone(
-    model: str,
-    is_tree: bool,
-    one_model: bool,
-    setting: str,
-    folders: dict[str, Path],
-    head: Path,
-    plain: TextsOf,
-) -> None:
-    own = HEAD | {"speculative_model": str(head), "eagle3_one_model": one_model}
-    own |= TREES["dynamic"] if is_tree else {}
-    found, _ = texts(folders[model], speculative_config=own, **BACKENDS[setting])
-    assert found == plain(model)
-
-
-def test_dummy_weights_need_only_the_config(tmp_path: Path) -> None:
-    save(tmp_path, "Qwen3Moe")
-    (tmp_path / "model.safetensors").unlink()
-    plain, _ = texts(tmp_path, load_format="dummy")
-    speculated, _ = texts(tmp_path, load_format="dummy", speculative_config=NGRAM)
+def test_dummy_weights_need_only_the_config(models: Models) -> None:
+    folder = models.saved("Qwen3Moe")
+    (folder / "model.safetensors").unlink()
+    plain, _ = texts(folder, load_format="dummy")
+    speculated, _ = texts(folder, load_format="dummy", speculative_config=NGRAM)
     assert speculated == plain and all(len(set(tokens)) > 1 for tokens in plain)
 
 
-DRAFTS_ON_GPU: dict[str, dict[str, Any] | None] = {
-    "plain": None,
-    "ngram": NGRAM,
-    **{f"draft_{name}": {"decoding_type": "Draft_Target"} | own for name, own in DRAFTS.items()},
-}
+BORDERS = ("gemma3", "gpt-oss", "Llama4", "Mistral", "Qwen2", "qwen3-next")
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("setting", ["undisturbed", "prefix_reuse", "chunks"])
-@pytest.mark.parametrize("drafts", DRAFTS_ON_GPU)
-@pytest.mark.parametrize("model", SPANS)
+@pytest.mark.parametrize("setting", ["prefix_reuse", "chunks"])
+@pytest.mark.parametrize(
+    ("family", "drafter"),
+    [
+        (name, each)
+        for name in (*BORDERS, "glm", "deepseek, mtp", "qwen3-next, mtp")
+        for each in FAMILIES[name].drafters
+    ],
+)
 def test_a_gpu_with_cuda_graphs_gives_the_text_of_the_cpu(
-    model: str, drafts: str, setting: str, folders: dict[str, Path], plain: TextsOf
+    family: str, drafter: str, setting: str, models: Models
 ) -> None:
-    own = DRAFTS_ON_GPU[drafts]
-    if drafts.startswith("draft"):
-        more = {"speculative_model": str(folders[model]), "draft_target_one_model": True}
-        own = (own or {}) | more
-    found, acceptance_length = texts(
-        folders[model], speculative_config=own, **(SETTINGS[setting] | ON_GPU)
-    )
-    assert found == plain(model)
-    assert not drafts.startswith("draft") or acceptance_length > 2.5
+    options = FAMILIES[family].settings[setting] | ON_GPU
+    found, length = models.texts(family, drafter, **options)
+    assert found == models.plain(family)
+    assert length >= FAMILIES[family].drafters[drafter][1]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("model", SPANS)
+@pytest.mark.parametrize("family", BORDERS)
 def test_deterministic_gives_the_same_text_with_and_without_drafts(
-    model: str, folders: dict[str, Path]
+    family: str, models: Models
 ) -> None:
-    assert_deterministic_texts_do_not_depend_on_drafts(folders[model])
+    assert_deterministic_texts_do_not_depend_on_drafts(models.folder(family))
+
+
+# Recurrent states.
+
+
+def test_a_prefix_is_reused_up_to_a_copy_of_the_states(models: Models) -> None:
+    """40 of 44 tokens are reused, the greatest multiple of 8. There are as many copies as requests
+    may run; a prompt takes 5, and with only one it takes it away from another prompt."""
+    prompts = [random_tokens(44, seed=seed) for seed in (5, 6)]
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
+    for max_batch_size, expected in ((10, [0, 0, 40, 40]), (1, [0, 0, 0, 0])):
+        options: dict[str, Any] = {"max_seq_len": 64, "kv_cache_config": SNAPSHOTS}
+        options |= {"skip_tokenizer_init": True, "max_batch_size": max_batch_size}
+        with LLM(str(models.folder("qwen3-next")), **options) as llm:
+            found = [llm.generate(prompt, params) for prompt in prompts * 2]
+            llm.check_integrity()
+        assert [output.cached_tokens for output in found] == expected
+        assert [each.outputs[0].token_ids for each in found[:2]] == [
+            each.outputs[0].token_ids for each in found[2:]
+        ]
+
+
+def test_a_prompt_in_a_broken_round_is_read_again_from_its_start(models: Models) -> None:
+    """Its chunk in that round has changed the states, and must not do so twice."""
+
+    def break_third(tokens: list[int], logits: torch.Tensor) -> torch.Tensor:
+        if len(tokens) == 7:
+            raise RuntimeError("broken")
+        return logits
+
+    params = SamplingParams(max_tokens=24, ignore_eos=True, seed=0)
+    broken = SamplingParams(max_tokens=24, ignore_eos=True, logits_processor=break_third)
+    options: dict[str, Any] = SETTINGS["chunks"] | {"skip_tokenizer_init": True}
+    with LLM(str(models.folder("qwen3-next")), max_seq_len=64, **options) as llm:
+        first, second = llm.generate([[1, 2, 3, 4, 5], PROMPTS[0] * 2], [broken, params])
+        alone = llm.generate(PROMPTS[0] * 2, params)
+        llm.check_integrity()
+    assert "broken" in str(first.error)
+    assert second.outputs[0].token_ids == alone.outputs[0].token_ids
+
+
+def test_a_model_with_states_is_refused_as_draft_model(models: Models) -> None:
+    folder = str(models.folder("qwen3-next"))
+    own = {"decoding_type": "Draft_Target", "speculative_model": folder, "max_draft_len": 2}
+    with pytest.raises(ValueError, match=r"Qwen3NextForCausalLM, which is served as a target only"):
+        LLM(folder, skip_tokenizer_init=True, speculative_config=own)

@@ -207,9 +207,7 @@ AMBIGUOUS = "root ::= s\ns ::= [a-z ] | s s | s s s | s s s s"
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("mode", ["plain", "ngram", "eagle3", "eagle3_tree"])
-def test_a_slow_grammar_fails_its_own_requests_and_is_refused_from_then_on(
-    mode: str,
-) -> None:
+def test_a_slow_grammar_fails_its_own_requests_and_is_refused_from_then_on(mode: str) -> None:
     slow = SamplingParams(n=3, max_tokens=200, guided_decoding={"grammar": AMBIGUOUS})
     with LLM("zoo:llama", **engine(mode, 3)) as llm:
         outputs = llm.generate(["a", "b"], [slow, SamplingParams(max_tokens=5)])

@@ -13,7 +13,6 @@ from tests.executor.hooks import around_reads, before_launch, rounds_in_flight
 from tests.lossless.cases import latest_new_token
 from tests.lossless.engines import MODES, tiny_engine
 from tllm_spec.executor.batch import ScheduledBatch
-from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.rounds.round_reader import LaunchedRound
 
 OUTPUT_LEN = 24
@@ -121,27 +120,6 @@ def test_a_length_limit_anywhere_in_a_run_ends_the_text_there(
     # Where every round adds one token the host knows the last round beforehand, and launches none
     # after it.
     assert (engine.num_too_many > 0) == (draft_len > 0)
-
-
-def test_a_request_cancelled_in_flight_does_not_change_the_others(
-    harness: tuple[Watched, int], texts: list[list[int]]
-) -> None:
-    engine, _ = harness
-    engine.num_too_many = 0
-    requests: list[LlmRequest] = []
-    for number, prompt in enumerate(PROMPTS):
-        requests.append(engine.submit(prompt, max_tokens=OUTPUT_LEN, **sampling(number)))
-        requests.append(engine.submit(prompt, max_tokens=OUTPUT_LEN, **sampling(number)))
-        engine.round()
-        engine.round()
-        engine.queue.cancel(requests[-1].request_id)
-        engine.executor.check_integrity()
-    run_checked(engine)
-    assert engine.num_too_many >= len(PROMPTS) // 2
-    for number, request in enumerate(requests):
-        text = texts[number // 2]
-        assert output_of(request) == text[: request.num_output_tokens]
-        assert request.finish_reason == ("cancelled" if number % 2 else "length")
 
 
 @pytest.mark.parametrize("mode", MODES)

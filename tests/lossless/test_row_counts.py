@@ -39,8 +39,7 @@ def test_a_request_without_drafts_has_one_row_next_to_drafting_ones(
     seen = rows_and_batches(harness)
     limits = [DRAFT_LEN, 0, 0, DRAFT_LEN, 0]
     requests = [harness.submit([i + 1, *PROMPT], 30, draft_limit=n) for i, n in enumerate(limits)]
-    for _ in range(3):
-        harness.round()
+    harness.rounds(3)
     late = harness.submit(PROMPT, 10, draft_limit=0)
     harness.run()
     assert not any(request.error for request in (*requests, late))
@@ -210,9 +209,7 @@ def compare(
 
 
 def test_rounds_with_budgets_of_their_own_give_the_text_of_plain_decoding(
-    tiny: Path,
-    drafts: tuple[Path, Path],
-    monkeypatch: pytest.MonkeyPatch,
+    tiny: Path, drafts: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(build, "time_rounds", lambda *_: TIMES)
     options = tiny_engine("eagle3", drafts, 7, enable_adaptive_verification=True)
