@@ -15,7 +15,6 @@ from tllm_spec.executor.request_wire import RequestLimits
 from tllm_spec.grammar.grammar_state import CompiledGrammar, GrammarState
 from tllm_spec.grammar.grammar_text import compiled, forces_much
 from tllm_spec.grammar.guided_decoding import GrammarSource
-from tllm_spec.sampling_params import SamplingParams
 from tllm_spec.text.tokenizer import Tokenizer
 from tllm_spec.text.vocabulary import harmony_ends
 
@@ -48,15 +47,9 @@ class Grammars:
         end_ids = end_ids_of(limits, tokenizer)
         return cls(args.guided_decoding_backend, tokenizer, limits.vocab_size, end_ids)
 
-    def new_states(self, params: SamplingParams, number: int) -> list[GrammarState | None]:
-        """One for each sample; None without `guided_decoding`. Raises ValueError for a grammar that
-        cannot be used."""
-        if params.guided_decoding is None:
-            return [None] * number
-        return self.states_of(params.guided_decoding.source, number)
-
     def states_of(self, source: GrammarSource, number: int) -> list[GrammarState | None]:
-        """The same for a grammar. Every rank makes the same states."""
+        """One for each sample. Every rank makes the same states. Raises ValueError for a grammar
+        that cannot be used."""
         found = self._known.get(source) or self._compile(source)
         if isinstance(found, str):
             raise ValueError(found)

@@ -18,6 +18,7 @@ from tllm_spec.config.option_checks import check_text, shown
 from tllm_spec.executor.request import DecodingRules, LlmRequest, StopOptions, samples_of
 from tllm_spec.executor.request_wire import RequestLimits
 from tllm_spec.grammar.grammar_state import GrammarState
+from tllm_spec.grammar.guided_decoding import GrammarSource
 from tllm_spec.grammars import end_ids_of
 from tllm_spec.request_errors import ContextLengthExceeded
 from tllm_spec.request_handle import RequestHandle
@@ -72,22 +73,22 @@ def max_model_len(args: LlmArgs, max_seq_len: int) -> int:
 
 
 class Intake:
-    """Thread-safe. Its request ids begin at 1. new_states: makes the grammars of a prompt's
-    requests, None for each one without; without it the engine's process makes them."""
+    """Thread-safe. Its request ids begin at 1. states_of: makes a grammar's states for a
+    prompt's requests; without it the engine's process makes them."""
 
     def __init__(
         self,
         args: LlmArgs,
         tokenizer: Tokenizer | None,
         limits: RequestLimits,
-        new_states: Callable[[SamplingParams, int], Grammars] = lambda params, number: (
+        states_of: Callable[[GrammarSource, int], Grammars] = lambda source, number: (
             [None] * number
         ),
     ) -> None:
         self._tokenizer = tokenizer
         self._end_ids = end_ids_of(limits, tokenizer)
         self._longest = longest_prompt(args)
-        self._new_states = new_states
+        self._states_of = states_of
         self._num_ranks = args.tensor_parallel_size
         self._records = args.record_traffic is not None
         self._lock = threading.Lock()
@@ -118,7 +119,9 @@ class Intake:
             )
         prompt, token_ids = self._read(inputs, params)
         rules = self._rules(params)
-        grammars = self._new_states(params, params.n)
+        grammars: Grammars = [None] * params.n
+        if params.guided_decoding is not None:
+            grammars = self._states_of(params.guided_decoding.source, params.n)
         with self._lock:
             ids = [next(self._ids) for _ in range(params.n)]
         room, longest = self._limits.max_seq_len - len(token_ids), self._limits.max_draft_len
