@@ -13,10 +13,10 @@ from typing import Any
 
 import click
 
+from tllm_spec.chat_formats.names import STARTS_INSIDE, TOOL_PARSERS
 from tllm_spec.cli import version as options
 from tllm_spec.cli.version import Decorator, flag, together
 from tllm_spec.server.options import ANY, Keys, ServerOptions, hosts_of, read_keys
-from tllm_spec.server.parsers.names import STARTS_INSIDE, TOOL_PARSERS
 
 KEY_VARIABLE = "TLLM_SPEC_API_KEY"
 MIB = 1 << 20

@@ -7,13 +7,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tllm_spec.outputs import CompletionOutput, Logprob, RequestOutput
-from tllm_spec.server.answers import Answer, Json, Logprobs, number_of
-from tllm_spec.server.chat_message import NamedChoice
-from tllm_spec.server.options import ServerOptions
-from tllm_spec.server.parsers.harmony import HarmonyParser, MarkedText
-from tllm_spec.server.parsers.names import TOOL_PARSERS, PlainText, with_reasoning
-from tllm_spec.server.parsers.pieces import (
+from tllm_spec.chat_formats.harmony import HarmonyParser, MarkedText
+from tllm_spec.chat_formats.names import TOOL_PARSERS, PlainText, with_reasoning
+from tllm_spec.chat_formats.pieces import (
     CALL,
     CONTENT,
     REASONING,
@@ -22,6 +18,10 @@ from tllm_spec.server.parsers.pieces import (
     NewParser,
     Parser,
 )
+from tllm_spec.outputs import CompletionOutput, Logprob, RequestOutput
+from tllm_spec.server.answers import Answer, Json, Logprobs, number_of
+from tllm_spec.server.chat_message import NamedChoice
+from tllm_spec.server.options import ServerOptions
 from tllm_spec.server.protocol import ChatCompletionRequest
 from tllm_spec.server.refusals import RequestRefused
 from tllm_spec.text.tokenizer import REPLACEMENT, Tokenizer, bytes_of_token

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.server.parsers.joined import joined
-from tllm_spec.server.parsers.llama_calls import LlamaJsonCalls, PythonicCalls
-from tllm_spec.server.parsers.marked_calls import DeepSeekCalls, HermesCalls
-from tllm_spec.server.parsers.names import TOOL_PARSERS, PlainText, with_reasoning
-from tllm_spec.server.parsers.pieces import (
+from tests.chat_formats.joined import joined
+from tllm_spec.chat_formats.llama import LlamaJsonCalls, PythonicCalls
+from tllm_spec.chat_formats.marked_calls import DeepSeekCalls, HermesCalls
+from tllm_spec.chat_formats.names import TOOL_PARSERS, PlainText, with_reasoning
+from tllm_spec.chat_formats.pieces import (
     Arguments,
     CallStart,
     ForcedCall,

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tllm_spec.server.parsers.llama_calls import LlamaJsonCalls, PythonicCalls
-from tllm_spec.server.parsers.marked_calls import DeepSeekCalls, HermesCalls
-from tllm_spec.server.parsers.pieces import NewParser, Parser, Piece, Reasoning, Text, num_held
+from tllm_spec.chat_formats.llama import LlamaJsonCalls, PythonicCalls
+from tllm_spec.chat_formats.marked_calls import DeepSeekCalls, HermesCalls
+from tllm_spec.chat_formats.pieces import NewParser, Parser, Piece, Reasoning, Text, num_held
 
 # Separates a model's reasoning, between <think> and </think>, from its answer.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 
-from tllm_spec.server.parsers.pieces import (
+from tllm_spec.chat_formats.pieces import (
     Arguments,
     CallStart,
     JsonCall,

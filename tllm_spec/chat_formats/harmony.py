@@ -8,8 +8,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Set
 
+from tllm_spec.chat_formats.pieces import Arguments, CallStart, Piece, Reasoning, Text
 from tllm_spec.outputs import CompletionOutput
-from tllm_spec.server.parsers.pieces import Arguments, CallStart, Piece, Reasoning, Text
 from tllm_spec.text.tokenizer import REPLACEMENT, IncrementalDetokenizer, Tokenizer
 from tllm_spec.text.vocabulary import NAMES
 

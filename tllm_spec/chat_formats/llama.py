@@ -7,7 +7,7 @@ import json
 import re
 from typing import Any
 
-from tllm_spec.server.parsers.pieces import Arguments, CallStart, JsonCall, Piece, Text
+from tllm_spec.chat_formats.pieces import Arguments, CallStart, JsonCall, Piece, Text
 
 PYTHON_TAG = "<|python_tag|>"
 PYTHON_MARKS = ("<|python_start|>", "<|python_end|>")

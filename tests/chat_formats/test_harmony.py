@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.server.parsers.joined import joined
+from tests.chat_formats.joined import joined
+from tllm_spec.chat_formats.harmony import MARKS, MAX_HEADER, HarmonyParser, MarkedText
+from tllm_spec.chat_formats.pieces import Arguments, CallStart, Piece, Reasoning, Text
 from tllm_spec.outputs import CompletionOutput
-from tllm_spec.server.parsers.harmony import MARKS, MAX_HEADER, HarmonyParser, MarkedText
-from tllm_spec.server.parsers.pieces import Arguments, CallStart, Piece, Reasoning, Text
 from tllm_spec.text.tokenizer import load_tokenizer
 from tllm_spec.text.vocabulary import NAMES, harmony_ends, harmony_tokens
 
