@@ -9,19 +9,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.chat_formats.joined import joined
+from tllm_spec.chat_formats.deepseek import DeepSeekCalls
 from tllm_spec.chat_formats.llama import LlamaJsonCalls, PythonicCalls
-from tllm_spec.chat_formats.marked_calls import DeepSeekCalls, HermesCalls
-from tllm_spec.chat_formats.names import TOOL_PARSERS, PlainText, with_reasoning
+from tllm_spec.chat_formats.names import REASONING, TOOLS
 from tllm_spec.chat_formats.pieces import (
     Arguments,
     CallStart,
     ForcedCall,
     ForcedCalls,
     NewParser,
+    Parser,
     Piece,
     Reasoning,
     Text,
 )
+from tllm_spec.chat_formats.qwen import HERMES
+from tllm_spec.chat_formats.reasoning import PlainText, ReasoningParser
+from tllm_spec.text.reasoning import Section
 
 ARGUMENTS = '{"city": "a\\"}{ é", "days": [1, {"x": 2}]}'
 CALL = f'{{"name": "f", "arguments": {ARGUMENTS}}}'
@@ -35,12 +39,22 @@ V3 = f"{OPEN}function{SEP}f\n```json\n{ARGUMENTS}\n```{CLOSE}"
 V31 = f"{OPEN}f{SEP}{ARGUMENTS}{CLOSE}"
 
 
+def HermesCalls() -> Parser:
+    return HERMES.new_parser(())
+
+
+def with_reasoning(name: str | None, answer: NewParser, section: Section) -> NewParser:
+    if name is None:
+        return answer
+    return lambda: ReasoningParser(answer(), REASONING[name], section)
+
+
 def r1() -> NewParser:
-    return with_reasoning("deepseek_r1", PlainText)
+    return with_reasoning("deepseek_r1", PlainText, "inside")
 
 
 def qwen() -> NewParser:
-    return with_reasoning("qwen3", HermesCalls)
+    return with_reasoning("qwen3", HermesCalls, "undecided")
 
 
 CASES: Sequence[tuple[NewParser, str, list[Piece]]] = [
@@ -118,12 +132,13 @@ TEXTS = st.lists(st.sampled_from(WORDS), max_size=14).map("".join)
 
 @pytest.mark.thinned(3)
 @pytest.mark.parametrize("name", [None, "deepseek_r1", "qwen3"])
-@pytest.mark.parametrize("tools", sorted(TOOL_PARSERS))
+@pytest.mark.parametrize("tools", sorted(TOOLS))
 @given(text=TEXTS, data=st.data())
 def test_any_text_is_read_the_same_whole_and_in_parts(
     name: str | None, tools: str, text: str, data: st.DataObject
 ) -> None:
-    new = with_reasoning(name, TOOL_PARSERS[tools])
+    section: Section = "inside" if name == "deepseek_r1" else "undecided"
+    new = with_reasoning(name, lambda: TOOLS[tools][0].new_parser(()), section)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=4)))
     bounds = [0, *cuts, len(text)]
     parts = [text[a:b] for a, b in pairwise(bounds)]

@@ -1,117 +1,99 @@
-"""Separates a model's reasoning, between <think> and </think>, from its answer, and names the
-parsers of both."""
+"""The names of `--reasoning_parser` and `--tool_parser`, as in vLLM, SGLang and TensorRT-LLM."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tllm_spec.chat_formats.llama import LlamaJsonCalls, PythonicCalls
-from tllm_spec.chat_formats.marked_calls import DeepSeekCalls, HermesCalls
-from tllm_spec.chat_formats.pieces import NewParser, Parser, Piece, Reasoning, Text, num_held
+from tllm_spec.chat_formats import deepseek
+from tllm_spec.chat_formats.chat_format import ChatFormat
+from tllm_spec.chat_formats.gemma import GEMMA
+from tllm_spec.chat_formats.glm import GLM
+from tllm_spec.chat_formats.kimi import KIMI
+from tllm_spec.chat_formats.llama import LLAMA_JSON, PYTHONIC
+from tllm_spec.chat_formats.minimax import MINIMAX
+from tllm_spec.chat_formats.mistral import MISTRAL, MISTRAL_NAMED
+from tllm_spec.chat_formats.qwen import HERMES, QWEN_CODER
+from tllm_spec.text.reasoning import ReasoningFormat
 
-# Separates a model's reasoning, between <think> and </think>, from its answer.
-
-
-START, END = "<think>", "</think>"
-
-
-class ReasoningParser:
-    """starts_inside: the text begins as reasoning, also without <think>, which the chat template
-    has written. The answer goes through `answer`."""
-
-    def __init__(self, answer: Parser, *, starts_inside: bool) -> None:
-        self._answer = answer
-        self._starts_inside = starts_inside
-        self._is_reasoning: bool | None = None  # None: the text has not begun
-        self._is_first = True  # of reasoning or answer: white space is left out
-        self._buffer = ""
-
-    def feed(self, text: str) -> list[Piece]:
-        if self._is_reasoning is False:
-            return self._feed_answer(text)
-        self._buffer += text
-        if self._is_reasoning is None and not self._begin():
-            return []
-        if not self._is_reasoning:
-            return self._feed_answer(self._taken(len(self._buffer)))
-        reasoning, marker, rest = self._buffer.partition(END)
-        if marker:
-            self._buffer, self._is_reasoning = "", False
-            pieces = self._reasoned(reasoning.rstrip())
-            self._is_first = True
-            return pieces + self._feed_answer(rest)
-        num_kept = num_held(self._buffer, (END,))
-        head = self._buffer[: len(self._buffer) - num_kept]
-        return self._reasoned(self._taken(len(head.rstrip())))
-
-    def finish(self) -> list[Piece]:
-        rest, self._buffer = self._buffer, ""
-        if self._is_reasoning or (self._is_reasoning is None and self._starts_inside):
-            return [*self._reasoned(rest), *self._answer.finish()]
-        return [*self._feed_answer(rest), *self._answer.finish()]
-
-    def _begin(self) -> bool:
-        """Whether it is known how the text begins."""
-        begun = self._buffer.lstrip()
-        if begun.startswith(START):
-            self._is_reasoning, self._buffer = True, begun[len(START) :]
-        elif START.startswith(begun):
-            return False
-        else:
-            self._is_reasoning = self._starts_inside
-        return True
-
-    def _taken(self, number: int) -> str:
-        taken, self._buffer = self._buffer[:number], self._buffer[number:]
-        return taken
-
-    def _reasoned(self, text: str) -> list[Piece]:
-        text = self._without_first_space(text)
-        return [Reasoning(text)] if text else []
-
-    def _feed_answer(self, text: str) -> list[Piece]:
-        text = self._without_first_space(text)
-        return self._answer.feed(text) if text else []
-
-    def _without_first_space(self, text: str) -> str:
-        if self._is_first:
-            text = text.lstrip()
-            self._is_first = not text
-        return text
-
-
-class PlainText:
-    """A text without calls."""
-
-    def feed(self, text: str) -> list[Piece]:
-        return [Text(text)] if text else []
-
-    def finish(self) -> list[Piece]:
-        return []
-
-
-# By the name of `--reasoning_parser`: whether the text begins as reasoning.
-STARTS_INSIDE: Mapping[str, bool] = {"deepseek_r1": True, "qwen3": False}
-
-
-def with_reasoning(name: str | None, answer: NewParser) -> NewParser:
-    """A parser that passes what is not reasoning on to `answer`."""
-    if name is None:
-        return answer
-    starts_inside = STARTS_INSIDE[name]
-    return lambda: ReasoningParser(answer(), starts_inside=starts_inside)
-
-
-# The names of `--tool_call_parser`, as in vLLM and TensorRT-LLM.
-
-
-TOOL_PARSERS: Mapping[str, NewParser] = {
-    "hermes": HermesCalls,
-    "qwen3": HermesCalls,
-    "llama3_json": LlamaJsonCalls,
-    "llama4_json": LlamaJsonCalls,
-    "pythonic": PythonicCalls,
-    "llama4_pythonic": PythonicCalls,
-    "deepseek_v3": DeepSeekCalls,
-    "deepseek_v31": DeepSeekCalls,
+AUTO = "auto"
+THINK = ReasoningFormat()
+KIMI_THINK = ReasoningFormat(ends_at=(KIMI.begin, KIMI.call_begin))
+REASONING: Mapping[str, ReasoningFormat] = {
+    "deepseek_r1": THINK,
+    "deepseek_v3": THINK,
+    "gemma4": ReasoningFormat("<|channel>thought\n", "<channel|>"),
+    "glm45": ReasoningFormat(ends_at=(GLM.call_begin,)),
+    "kimi": KIMI_THINK,
+    "kimi_k2": KIMI_THINK,
+    "minimax_m2": THINK,
+    "mistral": ReasoningFormat("[THINK]", "[/THINK]"),
+    "qwen3": THINK,
+    "qwen3_5": THINK,
 }
+# Of several formats that models of a name write, the chat template says which. The first is the
+# usual one, the last has the most texts of its own in a template.
+TOOLS: Mapping[str, tuple[ChatFormat, ...]] = {
+    "deepseek_v3": (deepseek.DEEPSEEK_V3,),
+    "deepseek_v31": (deepseek.DEEPSEEK_V31,),
+    "deepseek_v32": (deepseek.DEEPSEEK_V32,),
+    "deepseek_v4": (deepseek.DEEPSEEK_V4,),
+    "gemma4": (GEMMA,),
+    "glm45": (GLM,),
+    "glm47": (GLM,),
+    "hermes": (HERMES,),
+    "kimi_k2": (KIMI,),
+    "llama3_json": (LLAMA_JSON,),
+    "llama4_json": (LLAMA_JSON,),
+    "llama4_pythonic": (PYTHONIC,),
+    "minimax_m2": (MINIMAX,),
+    "mistral": (MISTRAL, MISTRAL_NAMED),
+    "pythonic": (PYTHONIC,),
+    "qwen3": (HERMES, QWEN_CODER),
+    "qwen3_coder": (QWEN_CODER,),
+    "qwen3_xml": (QWEN_CODER,),
+}
+# In the order in which `auto` looks for their texts in the chat template.
+AUTO_TOOLS = (
+    *("qwen3_coder", "glm45", "kimi_k2", "minimax_m2", "deepseek_v32", "deepseek_v4"),
+    *("deepseek_v3", "deepseek_v31", "gemma4", "mistral", "hermes", "llama4_pythonic"),
+    "llama3_json",
+)
+AUTO_REASONING: Mapping[str, tuple[str, ...]] = {
+    "gemma4": ("<|channel>",),
+    "mistral": ("[THINK]",),
+    "glm45": ("</think>", "<arg_key>"),
+    "kimi_k2": ("</think>", KIMI.begin),
+    "minimax_m2": ("</think>", MINIMAX.begin),
+    "deepseek_v3": ("</think>", deepseek.SECTION),
+    "qwen3": ("</think>",),
+}
+
+
+def plain_name(name: str) -> str:
+    """A name as in the tables: `-` is `_`."""
+    return name.replace("-", "_")
+
+
+def reasoning_name(name: str, template: str) -> str | None:
+    """The name that `auto` stands for with a chat template, None for none; or `name` itself."""
+    if plain_name(name) != AUTO:
+        return plain_name(name)
+    return next((each for each, texts in AUTO_REASONING.items() if _has(template, texts)), None)
+
+
+def tools_name(name: str, template: str) -> str | None:
+    """The same for calls."""
+    if plain_name(name) != AUTO:
+        return plain_name(name)
+    found = (each for each in AUTO_TOOLS if _has(template, TOOLS[each][0].template))
+    return next(found, None)
+
+
+def tools_format(name: str, template: str) -> ChatFormat:
+    """The format of a name in TOOLS that fits the chat template best."""
+    usual, *others = TOOLS[name]
+    return next((each for each in others if _has(template, each.template)), usual)
+
+
+def _has(template: str, texts: tuple[str, ...]) -> bool:
+    return all(each in template for each in texts)
