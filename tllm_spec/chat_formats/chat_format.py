@@ -26,10 +26,11 @@ class Function(NamedTuple):
 @dataclass(frozen=True)
 class ChatFormat:
     """new_parser: makes a parser for the functions that are offered. call: what is written of one
-    call between call_begin and call_end. begin, end: around all calls. tokens: markers that may be
-    tokens. template: texts that the family's chat templates have. new_id: makes the id of a call
-    where templates accept only some. lone_calls: an answer that has calls begins with this, and has
-    nothing else; other families write calls after text, too."""
+    call between call_begin and call_end. begin, end: around all calls; list_begin follows begin,
+    maybe after white space. tokens: other markers that may be tokens. template: texts that the
+    family's chat templates have. new_id: makes the id of a call where templates accept only some.
+    lone_calls: an answer that has calls begins with this, and has nothing else; other families
+    write calls after text, too."""
 
     new_parser: Callable[[Sequence[Function]], Parser]
     call: Callable[[Function], Part]
@@ -38,6 +39,7 @@ class ChatFormat:
     begin: str = ""
     end: str = ""
     separator: str = ""
+    list_begin: str = ""
     tokens: tuple[str, ...] = ()
     template: tuple[str, ...] = ()
     new_id: Callable[[], str] | None = None
@@ -52,7 +54,8 @@ class ChatFormat:
     def calls_tag(self, functions: Sequence[Function], *, is_parallel: bool) -> Part:
         """The part of a structural tag that is one call, or several, and nothing else."""
         calls = self._calls(functions, is_parallel=is_parallel)
-        return sequence(text(self.begin), WHITESPACE, calls, WHITESPACE, text(self.end))
+        end = sequence(WHITESPACE, text(self.end)) if self.end else None
+        return sequence(WHITESPACE, text(self.begin), WHITESPACE, calls, end)
 
     def answer_tag(self, functions: Sequence[Function], *, is_parallel: bool) -> Part:
         """The part that is any text, in which calls match: those of strict functions their schemas,
@@ -76,11 +79,12 @@ class ChatFormat:
 
     def _calls(self, functions: Sequence[Function], *, is_parallel: bool) -> Part:
         inner = sequence(WHITESPACE, self._inner(functions), WHITESPACE)
+        first = sequence(text(self.list_begin), WHITESPACE) if self.list_begin else None
         call = sequence(text(self.call_begin), inner, text(self.call_end))
         if not is_parallel:
-            return call
+            return sequence(first, call)
         more = sequence(WHITESPACE, text(self.separator), WHITESPACE, call)
-        return sequence(call, {"type": "star", "content": more})
+        return sequence(first, call, {"type": "star", "content": more})
 
     def _inner(self, functions: Sequence[Function]) -> Part:
         return either([self.call(each) for each in functions])

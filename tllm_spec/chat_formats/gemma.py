@@ -36,7 +36,10 @@ HEAD = re.compile(r"\s*call:([^\s{}]+)\s*(?=\{)")
 PARTS = re.compile(rf"({re.escape(QUOTE)}|[{{}}\[\],:])")
 MAX_DIGITS = 1000  # of an integer
 MAX_DEPTH = 64  # of a value that is read
-MAX_FORCED_DEPTH = 3  # of values in a grammar; deeper ones are any text
+# Of values in a grammar, each one of whose type the schema says nothing counting four times.
+# Deeper ones are texts and numbers.
+MAX_FORCED_DEPTH = 12
+UNTYPED = 4
 
 
 class GemmaCalls(MarkedCalls):
@@ -177,13 +180,14 @@ def _value(schema: Any, root: Schema, depth: int) -> Part:
     if types and types <= SCALARS:
         return json_part(alone(plain, root))
     kinds = types or SCALARS | {"string", "object", "array"}
+    depth += 1 if types else UNTYPED
     made = [STRING] if "string" in kinds else []
     if scalars := sorted(kinds & SCALARS):
         made.append(json_part({"type": scalars}))
     if depth < MAX_FORCED_DEPTH and "object" in kinds:
         made.append(_object(plain, root, depth))
     if depth < MAX_FORCED_DEPTH and "array" in kinds:
-        item = _value(plain.get("items"), root, depth + 1)
+        item = _value(plain.get("items"), root, depth)
         more: Part = {"type": "star", "content": sequence(text(","), item)}
         made.append(sequence(text("["), optional(sequence(item, more)), text("]")))
     return either(made or [STRING])
@@ -193,13 +197,13 @@ def _object(schema: Schema, root: Schema, depth: int) -> Part:
     properties, needed = schema.get("properties"), schema.get("required")
     if not isinstance(properties, Mapping) or not properties:
         is_empty = schema.get("additionalProperties") is False
-        member = sequence(KEY, text(":"), _value({}, {}, depth + 1))
+        member = sequence(KEY, text(":"), _value({}, {}, depth))
         more: Part = {"type": "star", "content": sequence(text(","), member)}
         inner = None if is_empty else optional(sequence(member, more))
     else:
         pairs = [
             (
-                sequence(text(f"{name}:"), _value(each, root, depth + 1)),
+                sequence(text(f"{name}:"), _value(each, root, depth)),
                 isinstance(needed, list) and name in needed,
             )
             for name, each in properties.items()

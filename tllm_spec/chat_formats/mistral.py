@@ -114,5 +114,5 @@ def new_id() -> str:
 
 
 _mistral = partial(ChatFormat, MistralCalls, tokens=(ARGUMENTS, ID), new_id=new_id)
-MISTRAL = _mistral(_call, begin=f"{BEGIN}[", end="]", separator=",", template=(BEGIN,))
+MISTRAL = _mistral(_call, begin=BEGIN, list_begin="[", end="]", separator=",", template=(BEGIN,))
 MISTRAL_NAMED = _mistral(_named_call, call_begin=BEGIN, template=(BEGIN, ARGUMENTS))

@@ -51,11 +51,11 @@ class XmlTexts:
 
     def format(self, *template: str, tokens: tuple[str, ...] = ()) -> ChatFormat:
         """The family's format. template, tokens: as of ChatFormat."""
-        around = ("begin", "end") if self.is_section else ("call_begin", "call_end")
-        blocks = dict(zip(around, (self.block, self.block_end), strict=True))
-        tokens = (*tokens, self.value_end)
+        tokens, none = (*tokens, self.value_end), ("", "")
+        block = (self.block, self.block_end)
+        blocks = (*none, *block) if self.is_section else (*block, *none)
         parser = partial(XmlCalls, self)
-        return ChatFormat(parser, self._call, **blocks, tokens=tokens, template=template)
+        return ChatFormat(parser, self._call, *blocks, tokens=tokens, template=template)
 
     def _call(self, function: Function) -> Part:
         properties, root = properties_of(function), function.parameters
