@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from tllm_spec.chat_formats.pieces import num_held
 from tllm_spec.outputs import CompletionOutput
@@ -14,20 +13,6 @@ from tllm_spec.text.tokenizer import REPLACEMENT, IncrementalDetokenizer, Tokeni
 
 # Is inside what is no marker, until `unsplit`. A noncharacter of Unicode, which no text has.
 SPLIT = "\ufdcf"
-
-MARKER = re.compile(r"[^\w\s].*\w.*[^\w\s]", re.DOTALL)
-
-
-def marker_tokens(tokenizer: Any, markers: Sequence[str]) -> dict[int, str]:
-    """The names of the tokens that are markers, or parts of one, by id: special tokens, and others
-    that were added and look like a marker."""
-    special = special_ids(tokenizer)
-    return {
-        token: str(name)
-        for token, name in getattr(tokenizer, "added_tokens_decoder", {}).items()
-        if (token in special or MARKER.fullmatch(str(name)))
-        and any(str(name) in marker for marker in markers)
-    }
 
 
 class Splitter:

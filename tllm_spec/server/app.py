@@ -341,27 +341,23 @@ class OpenAIServer:
         options: RequestOptions,
         names: Mapping[str, str],
     ) -> list[RequestHandle]:
+        names = {"guided_decoding": "tools", **names}
+        with bad_request(names):
+            params = self._formats.guided(body, params)
         texts = [message.content or "" for message in body.messages]
         self._check_lengths(texts)
         most = min(self._llm.max_seq_len, request.state.body_size + MAX_TEMPLATE_TOKENS)
         size = size_of([most], params, echo=False, own_field=params.prompt_logprobs is not None)
         params = self._admission.admit(request, params, 1, size)
-        prompt: list[int] | None = None
 
         def rendered() -> list[int]:
             tokens = self._chat_prompts.token_ids(body.conversation)
             body.answer_begins(self._formats.section(tokens))
             return tokens
 
-        if self._formats.makes_grammar(body, params):
-            body_size = request.state.body_size
-            prompt = await self._admission.tokenised(body_size, rendered, is_chat=True)
-            names = {"guided_decoding": "tools", **names}
-            with bad_request(names):
-                params = self._formats.guided(body, params, body.section)
         handles = await self._admission.start(
             request,
-            lambda: [prompt or rendered()],
+            lambda: [rendered()],
             params,
             options,
             is_chat=True,

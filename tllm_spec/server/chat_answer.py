@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from tllm_spec.chat_formats.chat_format import WHITESPACE, ChatFormat, Function, Part
+from tllm_spec.chat_formats.chat_format import ChatFormat, Function
 from tllm_spec.chat_formats.harmony import HarmonyParser, harmony_text
-from tllm_spec.chat_formats.marked_text import MarkedText, marker_tokens, unsplit
+from tllm_spec.chat_formats.marked_text import MarkedText, unsplit
 from tllm_spec.chat_formats.names import (
     AUTO,
     TOOLS,
@@ -42,7 +41,7 @@ from tllm_spec.server.chat_message import NamedChoice
 from tllm_spec.server.options import ServerOptions
 from tllm_spec.server.protocol import ChatCompletionRequest
 from tllm_spec.server.refusals import RequestRefused
-from tllm_spec.text.reasoning import Marks, ReasoningFormat, Section, section_after
+from tllm_spec.text.reasoning import Marks, ReasoningFormat, Section, marker_tokens, section_after
 from tllm_spec.text.tokenizer import REPLACEMENT, Tokenizer, bytes_of_token
 
 logger = logging.getLogger(__name__)
@@ -62,8 +61,8 @@ class AnswerFormats:
     reasoning: ReasoningFormat | None
     calls: ChatFormat | None
     harmony: Mapping[int, str]
-    section_tokens: Mapping[int, str]  # names of the markers of reasoning that are tokens
-    tokens: Mapping[int, str]  # these and those of calls
+    marks: Marks  # of reasoning
+    tokens: Mapping[int, str]  # names of markers of reasoning and of calls, by id
 
     @classmethod
     def of(
@@ -82,43 +81,35 @@ class AnswerFormats:
         form = None if reasoning is None else REASONING_FORMATS[reasoning]
         own = None if calls is None else tools_format(calls, template)
         markers = [] if form is None else [form.opener, form.closer]
-        section_tokens = marker_tokens(tokenizer, markers)
         tokens = marker_tokens(tokenizer, [*markers, *(own.markers if own else ())])
         other = {} if reasoning or calls else harmony
-        return cls(tokenizer, form, own, other, section_tokens, tokens)
+        return cls(tokenizer, form, own, other, Marks(tokenizer, markers), tokens)
 
     def section(self, prompt: Sequence[int]) -> Section:
         """How the answer to a rendered prompt begins."""
         if self.reasoning is None:
             return "over"
-        marks = Marks(self.tokenizer, list(self.section_tokens.values()))
-        return section_after(prompt, self.reasoning, marks, self.tokenizer)
+        return section_after(prompt, self.reasoning, self.marks, self.tokenizer)
 
-    def makes_grammar(self, body: ChatCompletionRequest, params: SamplingParams) -> bool:
-        """Whether `guided` changes the parameters."""
-        is_guided = params.guided_decoding is not None
-        return bool((is_guided and (self.reasoning or _is_forced(body))) or self._strict(body))
-
-    def guided(
-        self, body: ChatCompletionRequest, params: SamplingParams, section: Section
-    ) -> SamplingParams:
-        """The parameters with the grammar of the whole answer: reasoning, then calls in the model's
-        own format, or what the body asks for. Raises ValueError for a grammar that is too long."""
-        chosen, guided = body.tool_choice, params.guided_decoding
-        functions, calls = _functions(body), self._read_calls(body)
-        if _is_forced(body) and calls is not None:
-            if isinstance(chosen, NamedChoice):
-                functions = [each for each in functions if each.name == chosen.function.name]
-            is_parallel = body.parallel_tool_calls and chosen == "required"
-            part: Part = calls.calls_tag(functions, is_parallel=is_parallel)
-        elif guided is not None:
-            part = part_of(guided)
-        else:
-            assert calls is not None
+    def guided(self, body: ChatCompletionRequest, params: SamplingParams) -> SamplingParams:
+        """The parameters with a grammar of calls in the model's own format, where the body asks for
+        calls that match. Raises ValueError for one that is too long, or that cannot be written."""
+        calls, functions = self.calls, _functions(body)
+        if calls is None:
+            return params
+        if isinstance(body.tool_choice, NamedChoice):
+            name = body.tool_choice.function.name
+            chosen = [each for each in functions if each.name == name]
+            part = calls.calls_tag(chosen, is_parallel=False)
+        elif body.tool_choice == "required":
+            part = calls.calls_tag(functions, is_parallel=body.parallel_tool_calls)
+        elif (
+            _choice(body) == "auto"
+            and params.guided_decoding is None
+            and any(each.is_strict for each in functions)
+        ):
             part = calls.answer_tag(functions, is_parallel=body.parallel_tool_calls)
-        if self.reasoning is not None and section != "over":
-            part = after_reasoning(self.reasoning, section, part, has_calls=calls is not None)
-        elif guided is not None and not (_is_forced(body) and calls):
+        else:
             return params
         tag = {"type": "structural_tag", "format": part}
         return replace(params, guided_decoding=GuidedDecodingParams(structural_tag=tag))
@@ -145,14 +136,14 @@ class AnswerFormats:
             return None
         if form is not None and calls is None:
             form = replace(form, ends_at=())
-        tokens = self.section_tokens if calls is None else self.tokens
+        own = {i: name for i, name in self.tokens.items() if calls or i in self.marks.of_token}
 
         def parser() -> Parser:
             answer = new_parser()
             return answer if form is None else ReasoningParser(answer, form, body.section)
 
         def text() -> ParsedText:
-            marks = {token: (name, name) for token, name in tokens.items()}
+            marks = {token: (name, name) for token, name in own.items()}
             skips = body.skip_special_tokens is not False
             marked = MarkedText(self.tokenizer, marks, skip_special_tokens=skips) if marks else None
             new_id = None if calls is None else calls.new_id
@@ -171,11 +162,6 @@ class AnswerFormats:
 
     def _read_calls(self, body: ChatCompletionRequest) -> ChatFormat | None:
         return None if _choice(body) == "none" else self.calls
-
-    def _strict(self, body: ChatCompletionRequest) -> bool:
-        """Whether the model may call, and what it calls must match a schema."""
-        has_calls = _choice(body) == "auto" and self.calls is not None
-        return has_calls and any(each.is_strict for each in _functions(body))
 
 
 def _named(
@@ -202,31 +188,6 @@ def _functions(body: ChatCompletionRequest) -> list[Function]:
         Function(each.name, {"type": "object", **(each.parameters or {})}, bool(each.strict))
         for each in (tool.function for tool in body.tools or ())
     ]
-
-
-def part_of(guided: GuidedDecodingParams) -> Part:
-    """What a text must match as a part of a structural tag."""
-    kind, written = guided.source.kind, guided.source.text
-    if kind == "structural_tag":
-        part: Part = json.loads(written).get("format")
-        return part
-    if kind == "json_schema":
-        return {"type": kind, "json_schema": json.loads(written)}
-    if kind == "choice":
-        choices = [{"type": "const_string", "value": each} for each in json.loads(written)]
-        return {"type": "or", "elements": choices}
-    return {"type": kind, "pattern" if kind == "regex" else "grammar": written}
-
-
-def after_reasoning(
-    form: ReasoningFormat, section: Section, part: Part, *, has_calls: bool
-) -> Part:
-    """The part after a section. Its own white space at its beginning is that of the section."""
-    own: Part = {"type": "reasoning", "begin": form.opener, "end": form.closer, "section": section}
-    if has_calls:
-        own["ends_at"] = list(form.ends_at)
-    parts = part["elements"] if part["type"] == "sequence" else [part]
-    return {"type": "sequence", "elements": [own, *parts[parts[0] == WHITESPACE :]]}
 
 
 @dataclass

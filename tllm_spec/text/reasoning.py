@@ -3,6 +3,7 @@ says about the answer after it."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -16,6 +17,7 @@ prompt has closed, or as its first text that is not blank says: reasoning if it 
 # Of characters that stand for marker tokens: noncharacters of Unicode, which no text has.
 FIRST_MARK = 0xFDD0
 MAX_MARKS = 32
+MARKER = re.compile(r"[^\w\s].*\w.*[^\w\s]", re.DOTALL)
 MAX_TAIL = 4096  # tokens of a prompt's end that are read
 
 
@@ -34,14 +36,14 @@ class Marks:
     the marker, and the same text written with other tokens is text."""
 
     def __init__(self, tokenizer: Tokenizer, markers: Sequence[str]) -> None:
-        """markers: texts that may be tokens, at most MAX_MARKS."""
-        assert len(markers) <= MAX_MARKS
-        vocabulary = tokenizer.get_vocab()
-        found = [name for name in dict.fromkeys(markers) if name in vocabulary]
+        """markers: texts that are tokens, or have some in them; at most MAX_MARKS such tokens."""
+        found = marker_tokens(tokenizer, markers)
+        assert len(found) <= MAX_MARKS
+        longest_first = sorted(found.values(), key=len, reverse=True)
         self.names: Mapping[str, str] = {
-            name: chr(FIRST_MARK + place) for place, name in enumerate(found)
+            name: chr(FIRST_MARK + place) for place, name in enumerate(longest_first)
         }
-        self.of_token: Mapping[int, str] = {vocabulary[name]: self.names[name] for name in found}
+        self.of_token: Mapping[int, str] = {i: self.names[name] for i, name in found.items()}
 
     def marked(self, text: str) -> str:
         """A marker as the parser finds it: parts that are tokens are characters."""
@@ -54,6 +56,18 @@ class Marks:
         for name, mark in self.names.items():
             text = text.replace(mark, name)
         return text
+
+
+def marker_tokens(tokenizer: Any, markers: Sequence[str]) -> dict[int, str]:
+    """The names of the tokens that are markers, or parts of one, by id: special tokens, and others
+    that were added and look like a marker."""
+    special = special_ids(tokenizer)
+    return {
+        token: str(name)
+        for token, name in getattr(tokenizer, "added_tokens_decoder", {}).items()
+        if (token in special or MARKER.fullmatch(str(name)))
+        and any(str(name) in marker for marker in markers)
+    }
 
 
 def section_after(
