@@ -125,9 +125,16 @@ def test_every_split_of_a_text_gives_the_same_pieces(
 WORDS = [
     *("{", "}", "[", "]", '"', "\\", ",", ";", " ", "\n", "(", ")", "'", "=", "x", ":"),
     *('"name": "f"', '"arguments": ', "<tool_call>", "</tool_call>", "<think>", "</think>"),
+    *("<function=f>", "<parameter=x>", "</parameter>", "</function>", "f", "{}", "1", '"true"'),
+    *("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "call:f{", '<|"|>', "<|tool_call>"),
+    *("<minimax:tool_call>", "</minimax:tool_call>", '<invoke name="f">', "</invoke>"),
+    *('<parameter name="x">', "<tool_call|>", "[TOOL_CALLS]", "[ARGS]", "f[ARGS]{"),
+    *("<|tool_call_begin|>", "functions.f:0<|tool_call_argument_begin|>{", "<|tool_call_end|>"),
+    *("<｜DSML｜function_calls>", '<｜DSML｜invoke name="f">', "</｜DSML｜invoke>"),
+    *('<｜DSML｜parameter name="x" string="true">', "</｜DSML｜parameter>"),
     *(OPEN, CLOSE, ALL, ALL_END, SEP, "<|python_tag|>", "[f(a=1)", '{"name": "f", "parameters": {'),
 ]
-TEXTS = st.lists(st.sampled_from(WORDS), max_size=14).map("".join)
+TEXTS = st.lists(st.sampled_from(WORDS), max_size=24).map("".join)
 
 
 @pytest.mark.thinned(3)

@@ -134,6 +134,16 @@ def test_only_the_token_is_a_marker_where_there_is_one(kind: str) -> None:
         assert found == [Reasoning("say </think> 日本"), Text("yes <think>")]
 
 
+def test_a_stop_string_is_no_text_where_markers_are_tokens() -> None:
+    tokenizer = new_tokenizer([], ["<think>", "</think>"])
+    tokens = marker_tokens(tokenizer, ["<think>", "</think>"])
+    ids = tokenizer.encode("<think>return values", add_special_tokens=False)
+    for stop, text in (("lues", "<think>return va"), ("<think>return values", "")):
+        reader = MarkedText(tokenizer, {token: (name, name) for token, name in tokens.items()})
+        output = CompletionOutput(0, text, ids, finish_reason="stop", stop_reason=stop)
+        assert reader.new(output) == text
+
+
 def test_auto_finds_the_format_in_the_chat_template() -> None:
     for sample in SAMPLES:
         name = tools_name("auto", sample.template)

@@ -13,6 +13,7 @@ Part = dict[str, Any]  # of a structural tag
 Schema = Mapping[str, Any]
 WHITESPACE: Part = {"type": "whitespace"}  # none, too
 ANY_ARGUMENTS: Schema = {"type": "object"}
+MAX_ORDERED = 8  # members of which none is needed; the grammar grows with the square
 
 
 class Function(NamedTuple):
@@ -138,12 +139,22 @@ def optional(part: Part) -> Part:
 
 def members(parts: Sequence[tuple[Part, bool]], separator: Part | None) -> Part | None:
     """Parts in their order, each with whether it is needed, and separators between those that are
-    there. None for no parts."""
-    firsts: list[Part] = []
-    for place, (part, is_needed) in enumerate(parts):
-        rest = [(sequence(separator, each), needed) for each, needed in parts[place + 1 :]]
-        tail = [each if needed else optional(each) for each, needed in rest]
-        firsts.append(sequence(part, *tail))
-        if is_needed:
-            return either(firsts)
+    there. None for no parts. Many parts of which none is needed may come in any order."""
+    first = next((place for place, (_, is_needed) in enumerate(parts) if is_needed), None)
+    if first is not None:
+        before = [optional(sequence(part, separator)) for part, _ in parts[:first]]
+        return sequence(*before, parts[first][0], *_after(parts[first + 1 :], separator))
+    if len(parts) > MAX_ORDERED:
+        any_part = either([part for part, _ in parts])
+        more: Part = {"type": "star", "content": sequence(separator, any_part)}
+        return optional(sequence(any_part, more))
+    firsts = [
+        sequence(part, *_after(parts[place + 1 :], separator))
+        for place, (part, _) in enumerate(parts)
+    ]
     return optional(either(firsts)) if firsts else None
+
+
+def _after(parts: Sequence[tuple[Part, bool]], separator: Part | None) -> list[Part]:
+    rest = [(sequence(separator, part), is_needed) for part, is_needed in parts]
+    return [part if is_needed else optional(part) for part, is_needed in rest]

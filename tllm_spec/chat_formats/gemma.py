@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from math import isfinite
 from typing import Any
 
@@ -26,6 +26,7 @@ from tllm_spec.chat_formats.pieces import Arguments, CallStart, Piece, num_held
 from tllm_spec.chat_formats.schema_values import (
     NUMBER,
     alone,
+    properties_of,
     resolved,
     string_choices,
     types_of,
@@ -194,19 +195,16 @@ def _value(schema: Any, root: Schema, depth: int) -> Part:
 
 
 def _object(schema: Schema, root: Schema, depth: int) -> Part:
-    properties, needed = schema.get("properties"), schema.get("required")
-    if not isinstance(properties, Mapping) or not properties:
+    properties = properties_of(schema, root)
+    if not properties:
         is_empty = schema.get("additionalProperties") is False
         member = sequence(KEY, text(":"), _value({}, {}, depth))
         more: Part = {"type": "star", "content": sequence(text(","), member)}
         inner = None if is_empty else optional(sequence(member, more))
     else:
         pairs = [
-            (
-                sequence(text(f"{name}:"), _value(each, root, depth)),
-                isinstance(needed, list) and name in needed,
-            )
-            for name, each in properties.items()
+            (sequence(text(f"{name}:"), _value(each, root, depth)), is_needed)
+            for name, (each, is_needed) in properties.items()
         ]
         inner = members(pairs, text(","))
     return sequence(text("{"), inner, text("}"))

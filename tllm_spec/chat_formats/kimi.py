@@ -58,9 +58,9 @@ def _fits(function: Function, arguments: str) -> bool:
         given = json.loads(arguments)
     except (ValueError, RecursionError):
         return False
-    needed = function.parameters.get("required")
-    has_needed = set(needed) <= given.keys() if isinstance(needed, list) else True
-    return has_needed and given.keys() <= properties_of(function).keys()
+    members = properties_of(function.parameters, function.parameters)
+    needed = {name for name, (_, is_needed) in members.items() if is_needed}
+    return bool(needed <= given.keys() <= members.keys())
 
 
 def _call(function: Function) -> Part:

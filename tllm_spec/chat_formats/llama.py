@@ -213,17 +213,14 @@ def _json(function: Function) -> Part:
 def _python(function: Function) -> Part:
     """A call with keyword arguments in JSON. Raises ValueError for a name that Python does not
     have."""
-    properties, root = properties_of(function), function.parameters
+    root = function.parameters
+    properties = properties_of(root, root)
     for name in (*function.name.split("."), *properties):
         if not name.isidentifier() or iskeyword(name):
             raise ValueError(f"{name!r} in tools is no name of Python, in which calls are written")
-    needed = root.get("required")
     pairs = [
-        (
-            sequence(text(f"{name}="), json_part(alone(schema, root))),
-            isinstance(needed, list) and name in needed,
-        )
-        for name, schema in properties.items()
+        (sequence(text(f"{name}="), json_part(alone(schema, root))), is_needed)
+        for name, (schema, is_needed) in properties.items()
     ]
     comma = sequence(text(","), WHITESPACE)
     return sequence(text(f"{function.name}("), members(pairs, comma), text(")"))

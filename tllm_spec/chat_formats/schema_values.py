@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from tllm_spec.chat_formats.chat_format import Function, Part, Schema, either, json_part, text
+from tllm_spec.chat_formats.chat_format import Part, Schema, either, json_part, text
 
 NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?")
 # As templates in Jinja write Python's.
@@ -21,10 +21,13 @@ JSON_TYPES: Mapping[type, str] = {
 }  # fmt: skip
 
 
-def properties_of(function: Function) -> Mapping[str, Schema]:
-    """The schemas of the arguments by name."""
-    found = resolved(function.parameters, function.parameters).get("properties")
-    return found if isinstance(found, Mapping) else {}
+def properties_of(schema: Schema, root: Schema) -> Mapping[str, tuple[Schema, bool]]:
+    """The schemas of an object's members by name, and whether they are needed."""
+    plain = resolved(schema, root)
+    found, needed = plain.get("properties"), plain.get("required")
+    names = [each for each in needed if isinstance(each, str)] if isinstance(needed, list) else []
+    own = found if isinstance(found, Mapping) else {}
+    return {name: (own.get(name, {}), name in names) for name in dict.fromkeys([*own, *names])}
 
 
 def resolved(schema: Any, root: Schema) -> Schema:

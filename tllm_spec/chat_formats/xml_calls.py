@@ -58,12 +58,11 @@ class XmlTexts:
         return ChatFormat(parser, self._call, *blocks, tokens=tokens, template=template)
 
     def _call(self, function: Function) -> Part:
-        properties, root = properties_of(function), function.parameters
-        needed = root.get("required")
+        root = function.parameters
+        properties = properties_of(root, root)
         values: list[Part | None] = []
-        for name, schema in properties.items():
+        for name, (schema, is_needed) in properties.items():
             part = self._value(name, typed_part(schema, root))
-            is_needed = isinstance(needed, list) and name in needed
             values.append(part if is_needed else optional(part))
         if not properties and root.get("additionalProperties") is not False:
             values.append({"type": "star", "content": self._any_value()})
@@ -174,10 +173,10 @@ class XmlCalls(MarkedCalls):
 
     def _value_begins(self, found: re.Match[str]) -> list[Piece]:
         key, function = found[1].strip(), self._functions.get(self._called)
-        schema = None if function is None else properties_of(function).get(key)
         self._types = frozenset[str]()
-        if function is not None and schema is not None:
-            self._types = types_of(schema, function.parameters)
+        if function is not None:
+            root = function.parameters
+            self._types = types_of(properties_of(root, root).get(key, ({}, False))[0], root)
         self._is_json = False
         if (is_text := found.groupdict().get("is_text")) is not None:
             self._types = frozenset({"string"}) if is_text == "true" else frozenset()
