@@ -13,7 +13,7 @@ from tests.grammar.walks import grammar_of_words
 from tllm_spec.chat_formats.chat_format import ChatFormat, Function, Part
 from tllm_spec.chat_formats.names import TOOLS, tools_format
 from tllm_spec.grammar.grammar_state import CompiledGrammar, GrammarState
-from tllm_spec.grammar.guided_decoding import GrammarSource
+from tllm_spec.grammar.guided_decoding import MAX_GRAMMAR_CHARS, GrammarSource
 
 BYTES = [bytes([number]) for number in range(256)]
 
@@ -96,3 +96,43 @@ def test_markers_may_be_special_tokens(sample: Sample) -> None:
         chosen.answer_tag(FUNCTIONS, is_parallel=True),
     ):
         assert accepts(part, rendered(sample.template).strip(), special)
+
+
+HOSTILE: list[Any] = [
+    {"properties": {"a": 5}}, {"properties": 5}, {"$ref": "#"}, {"$ref": "#/nowhere"},
+    {"required": 5}, {"properties": {'"<': {}}}, {"type": "string"}, {"anyOf": [5, {}]},
+    {"properties": {"a": {"$ref": "#/properties/a"}}}, {"properties": {"a": {"enum": [5, []]}}},
+    {"properties": {f"p{number}": {"type": "string"} for number in range(60)}},
+    {"properties": {"a": {"type": 5}, "b": True}}, {"properties": {"{": {}, "a}b": {"type": []}}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sorted(TOOLS))
+def test_a_hostile_schema_has_a_grammar_or_is_a_users_mistake(name: str) -> None:
+    for schema in HOSTILE:
+        function = Function("f", {"type": "object", **schema}, is_strict=True)
+        for make in (TOOLS[name][0].calls_tag, TOOLS[name][0].answer_tag):
+            try:
+                tag = json.dumps({"format": make([function], is_parallel=True)})
+                assert len(tag) < MAX_GRAMMAR_CHARS
+                grammar_of(tag)
+            except ValueError as error:
+                assert str(error)
+
+
+REFERENCES = {
+    "type": "object",
+    "properties": {"n": {"$ref": "#/$defs/N"}, "self": {"$ref": "#"}},
+    "required": ["n"],
+    "$defs": {"N": {"type": ["integer", "null"]}},
+}
+
+
+@pytest.mark.parametrize("sample", SAMPLES, ids=IDS)
+def test_references_of_a_schema_are_followed(sample: Sample) -> None:
+    functions = [Function("f", REFERENCES)]
+    part = family(sample).calls_tag(functions, is_parallel=True)
+    for value, is_right in ((1, True), (None, True), ("x", False)):
+        for arguments in ({"n": value}, {"n": 2, "self": {"n": value}}):
+            text = rendered(sample.template, [("f", arguments)]).strip()
+            assert accepts(part, text) == is_right, text
