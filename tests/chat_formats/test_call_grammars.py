@@ -136,3 +136,21 @@ def test_references_of_a_schema_are_followed(sample: Sample) -> None:
         for arguments in ({"n": value}, {"n": 2, "self": {"n": value}}):
             text = rendered(sample.template, [("f", arguments)]).strip()
             assert accepts(part, text) == is_right, text
+
+
+@pytest.mark.parametrize("sample", SAMPLES, ids=IDS)
+def test_calls_may_follow_reasoning_with_and_without_white_space(sample: Sample) -> None:
+    chosen = family(sample)
+    begins = [each for each in (chosen.begin, chosen.call_begin) if each[1:]]
+    for calls in (
+        chosen.calls_tag(FUNCTIONS, is_parallel=True),
+        chosen.answer_tag(FUNCTIONS, is_parallel=True),
+    ):
+        texts = {"begin": "<think>", "end": "</think>", "ends_at": begins}
+        section = {"type": "reasoning", "section": "inside", **texts}
+        part = {"type": "sequence", "elements": [section, calls]}
+        for template in filter(None, (sample.template, sample.dense)):
+            text = rendered(template).strip()
+            assert accepts(part, f"hm{{m</think>{text}") and accepts(part, f"a</think>\n\n{text}")
+            assert accepts(part, f"hmm {text}") == bool(begins)
+            assert not accepts(part, "hmm")

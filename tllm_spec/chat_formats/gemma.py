@@ -37,10 +37,10 @@ HEAD = re.compile(r"\s*call:([^\s{}]+)\s*(?=\{)")
 PARTS = re.compile(rf"({re.escape(QUOTE)}|[{{}}\[\],:])")
 MAX_DIGITS = 1000  # of an integer
 MAX_DEPTH = 64  # of a value that is read
-# Of values in a grammar, each one of whose type the schema says nothing counting four times.
+# Of values in a grammar, each one of whose type the schema says nothing counting three times.
 # Deeper ones are texts and numbers.
-MAX_FORCED_DEPTH = 12
-UNTYPED = 4
+MAX_FORCED_DEPTH = 6
+UNTYPED = 3
 
 
 class GemmaCalls(MarkedCalls):
