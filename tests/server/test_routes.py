@@ -325,12 +325,6 @@ def test_metadata_changes_nothing(post: Post, llm: FakeLLM) -> None:
     assert refused.json()["error"]["message"] == "metadata = 5: an object is needed"
 
 
-def test_reasoning_effort_is_refused_with_the_form_that_is_served(post: Post) -> None:
-    refused = post("/v1/chat/completions", messages=CHAT, reasoning_effort="low")
-    message = refused.json()["error"]["message"]
-    assert 'use chat_template_kwargs: {"reasoning_effort": "low"}' in message
-
-
 def test_null_means_the_default_of_every_option(post: Post, llm: FakeLLM) -> None:
     for path, names, needed in (
         ("/v1/completions", NULLABLE_IN_COMPLETIONS, {"prompt": "a"}),

@@ -72,7 +72,7 @@ def joined(chunks: Any) -> tuple[str, str, list[tuple[str, str]], str]:
     return reasoning, content, [(name, text) for name, text in calls.values()], end
 
 
-TEXT = f"hmm <b</think>Let me see. {CALL}\n{CALL}"
+TEXT = f"<think>hmm <b</think>Let me see. {CALL}\n{CALL}"
 CALLED = ("weather", '{"at": "Rome"}')
 
 
@@ -104,16 +104,27 @@ def test_without_parallel_tool_calls_only_the_first_is_given(
 
 
 def test_tool_choice_none_gives_the_text_of_the_model(client: openai.OpenAI, llm: FakeLLM) -> None:
-    message = ask(client, llm, f"x</think>{CALL}", tools=TOOLS, tool_choice="none").choices[0]
+    message = ask(client, llm, f"<think>x</think>{CALL}", tools=TOOLS, tool_choice="none").choices[
+        0
+    ]
     assert (message.message.content, message.message.tool_calls) == (CALL, None)
 
 
+@pytest.fixture
+def bare(llm: FakeLLM) -> Iterator[openai.OpenAI]:
+    """A client of a server without parsers."""
+    with hosted(llm) as url:
+        yield openai.OpenAI(base_url=f"{url}/v1", api_key="-", max_retries=0)
+
+
+NAMED = {"type": "function", "function": {"name": "weather"}}
+
+
 def test_a_named_function_is_forced_by_the_grammar_of_its_arguments(
-    client: openai.OpenAI, llm: FakeLLM
+    bare: openai.OpenAI, llm: FakeLLM
 ) -> None:
-    choice = {"type": "function", "function": {"name": "weather"}}
     for stream in (False, True):
-        answer = ask(client, llm, '{"at": "Rome"}', tools=TOOLS, tool_choice=choice, stream=stream)
+        answer = ask(bare, llm, '{"at": "Rome"}', tools=TOOLS, tool_choice=NAMED, stream=stream)
         if stream:
             assert joined(answer) == ("", "", [CALLED], "stop")
         else:
@@ -123,9 +134,9 @@ def test_a_named_function_is_forced_by_the_grammar_of_its_arguments(
     assert json.loads(llm.sampling[-1].guided_decoding.source.text) == PARAMETERS
 
 
-def test_required_forces_a_list_of_calls(client: openai.OpenAI, llm: FakeLLM) -> None:
+def test_required_forces_a_list_of_calls(bare: openai.OpenAI, llm: FakeLLM) -> None:
     text = '[{"name": "weather", "parameters": {"at": "Rome"}}]'
-    answer = ask(client, llm, text, tools=TOOLS, tool_choice="required")
+    answer = ask(bare, llm, text, tools=TOOLS, tool_choice="required")
     assert answer.choices[0].message.tool_calls[0].function.arguments == '{"at": "Rome"}'
     assert answer.choices[0].finish_reason == "tool_calls"
     schema = json.loads(llm.sampling[-1].guided_decoding.source.text)
@@ -133,6 +144,53 @@ def test_required_forces_a_list_of_calls(client: openai.OpenAI, llm: FakeLLM) ->
     assert [each["name"]["const"] for each in calls] == ["weather", "time"]
     assert calls[0]["parameters"] == {"$id": "function:0", **PARAMETERS}
     assert "maxItems" not in schema
+
+
+def format_of(llm: FakeLLM) -> Any:
+    """The structural tag of the last request."""
+    source = llm.sampling[-1].guided_decoding.source
+    assert source.kind == "structural_tag"
+    return json.loads(source.text)["format"]
+
+
+@pytest.mark.parametrize("choice", ["required", NAMED])
+@pytest.mark.parametrize("stream", [False, True])
+def test_with_a_parser_calls_are_forced_after_reasoning_in_the_models_own_format(
+    client: openai.OpenAI, llm: FakeLLM, choice: Any, stream: bool
+) -> None:
+    text = f"<think>hmm</think>{CALL}"
+    answer = ask(client, llm, text, tools=TOOLS, tool_choice=choice, stream=stream)
+    is_named = choice == NAMED
+    if stream:
+        assert joined(answer) == ("hmm", "", [CALLED], "stop" if is_named else "tool_calls")
+    else:
+        message = answer.choices[0].message
+        assert message.reasoning == message.reasoning_content == "hmm"
+        assert message.tool_calls[0].function.arguments == CALLED[1]
+    _, *parts = format_of(llm)["elements"]
+    assert parts[0] == {"type": "const_string", "value": "<tool_call>"}
+    assert ("time" in json.dumps(parts)) == (not is_named)
+
+
+def test_strict_tools_are_constrained_only_inside_calls(
+    client: openai.OpenAI, llm: FakeLLM
+) -> None:
+    strict = [{**TOOLS[0], "function": {**TOOLS[0]["function"], "strict": True}}, TOOLS[1]]
+    answer = ask(client, llm, TEXT, tools=strict)
+    assert len(answer.choices[0].message.tool_calls) == 2
+    tags = format_of(llm)
+    assert tags["type"] == "triggered_tags" and tags["triggers"] == ["<tool_call>"]
+    ask(client, llm, TEXT, tools=TOOLS)
+    assert llm.sampling[-1].guided_decoding is None
+    ask(client, llm, "x", tools=strict, tool_choice="none")
+    assert llm.sampling[-1].guided_decoding is None
+
+
+def test_a_guided_answer_has_reasoning(client: openai.OpenAI, llm: FakeLLM) -> None:
+    text = "<think>{</think>\n{}"
+    answer = ask(client, llm, text, response_format={"type": "json_object"})
+    message = answer.choices[0].message
+    assert (message.reasoning_content, message.content) == ("{", "{}")
 
 
 def test_references_of_a_function_are_to_its_own_schema() -> None:
@@ -151,7 +209,7 @@ def test_references_of_a_function_are_to_its_own_schema() -> None:
 def test_the_template_sees_tools_calls_and_their_results(
     client: openai.OpenAI, llm: FakeLLM
 ) -> None:
-    answer = ask(client, llm, f"</think>{CALL}", tools=TOOLS)
+    answer = ask(client, llm, f"<think></think>{CALL}", tools=TOOLS)
     message = answer.choices[0].message
     call_id = message.tool_calls[0].id
     result = {"role": "tool", "content": "warm <|user|>", "tool_call_id": call_id}
@@ -209,15 +267,15 @@ def test_any_number_of_calls_comes_back(post: Post, llm: FakeLLM) -> None:
 def test_a_response_has_no_reasoning_streamed_or_not(
     client: openai.OpenAI, llm: FakeLLM, is_guided: bool
 ) -> None:
-    llm.answer = lambda index: "hmm <b</think>\n\nIt is warm."
-    answer = "hmm <b</think>\n\nIt is warm." if is_guided else "It is warm."
+    llm.answer = lambda index: "<think>hmm <b</think>\n\nIt is warm."
+    answer = "It is warm."
     options: Any = {"text": {"format": {"type": "json_object"}}} if is_guided else {}
     whole = client.responses.create(model=MODEL, input="hello", **options)
     with client.responses.stream(model=MODEL, input="hello", **options) as stream:
         deltas = [each.delta for each in stream if each.type == "response.output_text.delta"]
         assert stream.get_final_response().output_text == answer
     assert whole.output_text == "".join(deltas) == answer
-    llm.answer = lambda index: "hmm"
+    llm.answer = lambda index: "<think>hmm"
     cut = client.responses.create(model=MODEL, input="hello")
     assert cut.output_text == ""
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import click
 
+from tllm_spec.chat_formats.names import AUTO, REASONING, TOOLS, plain_name
 from tllm_spec.cli import version as options
 from tllm_spec.cli.version import Decorator, flag, together
 from tllm_spec.server.options import ANY, Keys, ServerOptions, hosts_of, read_keys
-from tllm_spec.server.parsers.names import STARTS_INSIDE, TOOL_PARSERS
 
 KEY_VARIABLE = "TLLM_SPEC_API_KEY"
 MIB = 1 << 20
@@ -31,6 +31,13 @@ def option(names: str, kind: Any, text: str, **more: Any) -> Decorator:
     default = getattr(DEFAULTS, names.split()[0].removeprefix("--"), None)
     usual = {"default": default} if isinstance(default, (int, float)) else {}
     return options.option(names, kind, text, **usual | more)
+
+
+class _Formats(click.Choice[str]):
+    """Names of formats, with `-` or `_`."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        return super().convert(plain_name(value), param, ctx)
 
 
 def _names(context: click.Context, option: click.Parameter, value: str | None) -> tuple[str, ...]:
@@ -156,13 +163,15 @@ server_options = together(
     ),
     option(
         "--tool_call_parser --tool_parser",
-        click.Choice(sorted(TOOL_PARSERS)),
-        "How the model writes tool calls, for requests with tools.",
+        _Formats([AUTO, *sorted(TOOLS)]),
+        "How the model writes tool calls, for requests with tools. auto: as its chat template "
+        "does.",
     ),
     option(
         "--reasoning_parser",
-        click.Choice(sorted(STARTS_INSIDE)),
-        "How the model marks its reasoning, which becomes reasoning_content.",
+        _Formats([AUTO, *sorted(REASONING)]),
+        "How the model marks its reasoning, which becomes reasoning_content. auto: as its chat "
+        "template does.",
     ),
     flag("--vllm_metrics", "/metrics has vLLM's names, too: vllm:*."),
     option(

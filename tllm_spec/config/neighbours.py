@@ -349,7 +349,6 @@ ABSENT: Mapping[str, str] = {
     "seed": "a request has its own seed",
     "tools": "use /v1/chat/completions for tools",
     "function": "use tools, which replace it",
-    "reasoning_effort": 'use chat_template_kwargs: {"reasoning_effort": "low"}',
     "previous_response_id": "nothing is stored",
     "background": "nothing is stored",
 }

@@ -33,7 +33,7 @@ from tllm_spec.server.admission import (
 )
 from tllm_spec.server.answers import Answer, completion_answer, render
 from tllm_spec.server.bodies import LONG_BODY, StrictBodyRoute
-from tllm_spec.server.chat_answer import ChatAnswer, ParsedText, parsed_texts
+from tllm_spec.server.chat_answer import AnswerFormats, ChatAnswer, ParsedText
 from tllm_spec.server.chat_message import NamedChoice
 from tllm_spec.server.guard import CLIENT_CLOSED_REQUEST, Guard
 from tllm_spec.server.histograms import Histograms, perf_record
@@ -106,6 +106,7 @@ class OpenAIServer:
         self._chat_prompts = ChatPrompts(
             llm.tokenizer, llm.check_length, allow_control_tokens=self._options.allow_control_tokens
         )
+        self._formats = AnswerFormats.of(self._options, llm.tokenizer, self._chat_prompts.harmony)
 
     def app(self) -> FastAPI:
         """The application to run."""
@@ -316,8 +317,8 @@ class OpenAIServer:
     def _parsed_texts(
         self, body: ChatCompletionRequest, params: SamplingParams
     ) -> Callable[[], ParsedText] | None:
-        is_guided, harmony = params.guided_decoding is not None, self._chat_prompts.harmony
-        return parsed_texts(body, self._options, harmony, self._tokenizer, is_guided=is_guided)
+        is_guided = params.guided_decoding is not None
+        return self._formats.new_texts(body, is_guided=is_guided)
 
     async def _params_of(
         self,
@@ -340,14 +341,23 @@ class OpenAIServer:
         options: RequestOptions,
         names: Mapping[str, str],
     ) -> list[RequestHandle]:
+        names = {"guided_decoding": "tools", **names}
+        with bad_request(names):
+            params = self._formats.guided(body, params)
         texts = [message.content or "" for message in body.messages]
         self._check_lengths(texts)
         most = min(self._llm.max_seq_len, request.state.body_size + MAX_TEMPLATE_TOKENS)
         size = size_of([most], params, echo=False, own_field=params.prompt_logprobs is not None)
         params = self._admission.admit(request, params, 1, size)
+
+        def rendered() -> list[int]:
+            tokens = self._chat_prompts.token_ids(body.conversation)
+            body.answer_begins(self._formats.section(tokens))
+            return tokens
+
         handles = await self._admission.start(
             request,
-            lambda: [self._chat_prompts.token_ids(body.conversation)],
+            lambda: [rendered()],
             params,
             options,
             is_chat=True,

@@ -21,7 +21,7 @@ Json = dict[str, Any]
 
 
 class FunctionDefinition(BodyModel):
-    """parameters: a JSON schema. strict has no effect: forced calls always match the schema."""
+    """parameters: a JSON schema. strict: calls match it also where the model need not call."""
 
     name: Name
     description: str | None = None
@@ -182,6 +182,7 @@ class ChatMessage(BodyModel):
     ] = None
     name: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None  # its other name, which answers have, too
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
 
@@ -197,7 +198,9 @@ class ChatMessage(BodyModel):
 
     def for_template(self) -> dict[str, Any]:
         """The message as chat templates read it: arguments of calls are objects, not text."""
-        plain = self.model_dump(exclude_none=True, exclude={"tool_calls"})
+        plain = self.model_dump(exclude_none=True, exclude={"tool_calls", "reasoning"})
+        if self.reasoning is not None:
+            plain.setdefault("reasoning_content", self.reasoning)
         if self.tool_calls:
             plain["tool_calls"] = [call.for_template() for call in self.tool_calls]
             plain.setdefault("content", None)

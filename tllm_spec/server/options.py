@@ -41,8 +41,8 @@ class ServerOptions:
     allowed_origins: Sequence[str] = ()
     trusted_proxies: Sequence[str] = ()
     allow_control_tokens: bool = False
-    tool_call_parser: str | None = None  # of parsers/names.py
-    reasoning_parser: str | None = None  # of parsers/reasoning.py
+    tool_call_parser: str | None = None  # of chat_formats/names.py
+    reasoning_parser: str | None = None  # of chat_formats/names.py
     vllm_metrics: bool = False
     otlp_traces_endpoint: str | None = None  # URL to send spans to
     draft_model_root: str | None = None  # folder of the draft weights that may be swapped in

@@ -6,10 +6,10 @@ served are refused unless they have a neutral value."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import fields
-from typing import Annotated, Any, ClassVar
+from dataclasses import fields, replace
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, FailFast, Field, SkipValidation
+from pydantic import BeforeValidator, FailFast, Field, PrivateAttr, SkipValidation
 
 from tllm_spec.config.config_base import check
 from tllm_spec.config.neighbours import Ignored, Renamed
@@ -27,6 +27,7 @@ from tllm_spec.server.chat_message import (
 )
 from tllm_spec.server.guard import digest, kept_name
 from tllm_spec.text.chat_prompt import Conversation
+from tllm_spec.text.reasoning import Section
 
 # The options of a body that say what its text must match: OpenAI's `response_format`, vLLM's
 # `guided_*` and `structured_outputs`.
@@ -95,6 +96,7 @@ def _of_format(value: object) -> GuidedDecodingParams:
 
 
 SAMPLING_NAMES = frozenset(each.name for each in fields(SamplingParams))
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 MAX_LOGPROBS = 20
 MAX_SAMPLES = 128  # both as at OpenAI
 # Each prompt of a body becomes n requests at once, so a few KB could fill the host's memory.
@@ -145,7 +147,6 @@ CHAT_IGNORED: Ignored = {
     "moderation": (),
     "prediction": (),
     "prompt_cache_retention": ("in_memory",),
-    "reasoning_effort": (),
     "service_tier": ("auto", "default"),
     "verbosity": (),
     "web_search_options": (),
@@ -373,6 +374,9 @@ class ChatCompletionRequest(GenerationRequest):
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Choice = None
     parallel_tool_calls: bool = True
+    reasoning_effort: ReasoningEffort | None = None
+    enable_thinking: bool | None = None
+    _section: Section = PrivateAttr("undecided")
 
     ignored: ClassVar[Ignored] = CHAT_IGNORED
 
@@ -385,10 +389,24 @@ class ChatCompletionRequest(GenerationRequest):
                 f"max_tokens = {self.max_tokens} repeats max_completion_tokens under its older name"
             )
         yield from choice_mistakes(self.tools or [], self.tool_choice)
+        for name in ("reasoning_effort", "enable_thinking"):
+            value, variables = getattr(self, name), self.chat_template_kwargs or {}
+            if value is not None and variables.get(name, value) != value:
+                yield f"{name} = {shown(value)} and another one in chat_template_kwargs"
+
+    @property
+    def section(self) -> Section:
+        """How the answer begins, once the prompt is known."""
+        return self._section
+
+    def answer_begins(self, section: Section) -> None:
+        """Sets `section`."""
+        self._section = section
 
     @property
     def conversation(self) -> Conversation:
-        return _conversation(self, needs_tools=self.tool_choice in (None, "auto"))
+        plain = _conversation(self, needs_tools=self.tool_choice in (None, "auto"))
+        return replace(plain, effort=self.reasoning_effort, enable_thinking=self.enable_thinking)
 
     def _grammars(self) -> dict[str, Any]:
         schema = forced_schema(

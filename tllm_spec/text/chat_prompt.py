@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 # Variables that the renderer sets itself. The parameters of `apply_chat_template` are not free,
 # either.
 RENDERED_NAMES = {"self", "conversations", "messages"}
+SWITCHES = ("enable_thinking", "thinking")  # of reasoning
 # A template is a program of the model's folder: its loops are over what a client sends.
 MAX_CHARS = 16 << 20  # of a rendered text
 MAX_MESSAGES = 4096  # templates may look at all messages for each of them
@@ -38,13 +39,16 @@ class Conversation:
 
     A message is a mapping with `role` and `content`, as in OpenAI's API: a text or a list of text
     parts. `tools` have OpenAI's form, too; with `needs_tools` a template that leaves them out is
-    refused. `chat_template_kwargs` are variables of the model's chat template."""
+    refused. `chat_template_kwargs` are variables of the model's chat template. `effort` and
+    `enable_thinking` are, too; where the template has a switch for reasoning, `effort` sets it."""
 
     messages: Messages
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     add_generation_prompt: bool = True
     tools: Tools = None
     needs_tools: bool = True
+    effort: str | None = None
+    enable_thinking: bool | None = None
 
 
 class ChatPrompts:
@@ -73,6 +77,7 @@ class ChatPrompts:
         messages = checked(conversation.messages)
         if self.harmony:
             messages = list(map(harmony_message, messages))
+        conversation = replace(conversation, chat_template_kwargs=self._variables(conversation))
         variables = conversation.chat_template_kwargs
         options = signature(self._tokenizer.apply_chat_template).parameters.keys()
         if taken := variables.keys() & (options | RENDERED_NAMES):
@@ -108,6 +113,16 @@ class ChatPrompts:
                 part.replace(SPLIT_IN_TEXT, SPLIT), add_special_tokens=False
             )
         ]
+
+    def _variables(self, conversation: Conversation) -> Mapping[str, Any]:
+        own: dict[str, Any] = {}
+        if (effort := conversation.effort) is not None:
+            template = str(self._tokenizer.chat_template)
+            own = {name: effort != "none" for name in SWITCHES if name in template}
+            own["reasoning_effort"] = effort
+        if conversation.enable_thinking is not None:
+            own["enable_thinking"] = conversation.enable_thinking
+        return {**own, **conversation.chat_template_kwargs}
 
     def _rendered(self, conversation: Conversation) -> str:
         tools = conversation.tools

@@ -125,7 +125,7 @@ def _added(tokenizer: Tokenizer) -> dict[int, Any]:
 
 
 # OpenAI's Harmony format, which gpt-oss reads and writes: the tokens between the parts of
-# messages, and messages as its chat template takes them. server/parsers/harmony.py reads answers.
+# messages, and messages as its chat template takes them. chat_formats/harmony.py reads answers.
 #
 # A message is `<|start|>HEADER<|message|>CONTENT<|end|>`. The header has the role, maybe `
 # to=RECIPIENT`, and after `<|channel|>` the channel: `analysis` for reasoning, `commentary` for

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.server.parsers.joined import joined
+from tests.chat_formats.joined import joined
+from tllm_spec.chat_formats.harmony import MARKS, MAX_HEADER, HarmonyParser, harmony_text
+from tllm_spec.chat_formats.pieces import Arguments, CallStart, Piece, Reasoning, Text
 from tllm_spec.outputs import CompletionOutput
-from tllm_spec.server.parsers.harmony import MARKS, MAX_HEADER, HarmonyParser, MarkedText
-from tllm_spec.server.parsers.pieces import Arguments, CallStart, Piece, Reasoning, Text
 from tllm_spec.text.tokenizer import load_tokenizer
 from tllm_spec.text.vocabulary import NAMES, harmony_ends, harmony_tokens
 
@@ -140,7 +140,7 @@ def test_marks_are_made_of_special_tokens_only_and_pieces_join_to_the_text(token
     ids = [*tokenizer.encode("<|channel|>final<|message|>"), *tokenizer.encode(text)]
     expected = marked("<|channel|>final<|message|>") + text[:-1] + "\N{REPLACEMENT CHARACTER}"
     for size in (1, 2, len(ids)):
-        reader, output, found = MarkedText(tokenizer, tokens), CompletionOutput(0), ""
+        reader, output, found = harmony_text(tokenizer, tokens), CompletionOutput(0), ""
         for start in range(0, len(ids), size):
             output.token_ids += ids[start : start + size]
             found += reader.new(output)
@@ -151,6 +151,6 @@ def test_marks_are_made_of_special_tokens_only_and_pieces_join_to_the_text(token
 def test_a_stop_string_is_left_out_also_where_a_token_has_only_a_part_of_it(tokenizer: Any) -> None:
     tokens = harmony_tokens(tokenizer)
     ids = tokenizer.encode("<|message|>return values")
-    reader = MarkedText(tokenizer, tokens)
+    reader = harmony_text(tokenizer, tokens)
     output = CompletionOutput(0, "return va", ids, finish_reason="stop", stop_reason="lues")
     assert reader.new(output) == marked("<|message|>return va")

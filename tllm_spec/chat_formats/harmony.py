@@ -8,9 +8,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Set
 
-from tllm_spec.outputs import CompletionOutput
-from tllm_spec.server.parsers.pieces import Arguments, CallStart, Piece, Reasoning, Text
-from tllm_spec.text.tokenizer import REPLACEMENT, IncrementalDetokenizer, Tokenizer
+from tllm_spec.chat_formats.marked_text import MarkedText
+from tllm_spec.chat_formats.pieces import Arguments, CallStart, Piece, Reasoning, Text
+from tllm_spec.text.tokenizer import REPLACEMENT, Tokenizer
 from tllm_spec.text.vocabulary import NAMES
 
 # Noncharacters of Unicode.
@@ -25,39 +25,10 @@ _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 _AFTER_CHANNEL = re.compile(rf"\s*\w*(?:\s+to=\S*)?\s*(?:{CONSTRAIN}\s*\w*)?\s?")
 
 
-class MarkedText:
-    """The text of an output whose tokens come in pieces, with MARKS for `tokens`."""
-
-    def __init__(self, tokenizer: Tokenizer, tokens: Mapping[int, str]) -> None:
-        self._tokenizer, self._marks = tokenizer, {i: MARKS[name] for i, name in tokens.items()}
-        self._detokenizer = IncrementalDetokenizer(tokenizer)
-        self._num_tokens = self._num_chars = 0
-
-    def new(self, output: CompletionOutput) -> str:
-        """What is new since the last call."""
-        parts, run = [], list[int]()
-        for token in output.token_ids[self._num_tokens :]:
-            if (mark := self._marks.get(token)) is None:
-                run.append(token)
-                continue
-            parts += [self._text(run), self._plain(self._detokenizer.flush()), mark]
-            self._detokenizer, run = IncrementalDetokenizer(self._tokenizer), []
-        parts.append(self._text(run))
-        self._num_tokens = len(output.token_ids)
-        if output.finish_reason is not None:
-            parts.append(self._plain(self._detokenizer.flush()))
-        text, before = "".join(parts), self._num_chars
-        self._num_chars += len(_MARK.sub("", text))
-        if isinstance(output.stop_reason, str):  # the last token may have a part of it
-            surplus = min(self._num_chars - len(output.text), self._num_chars - before)
-            return text[: len(text) - max(surplus, 0)]
-        return text
-
-    def _text(self, token_ids: list[int]) -> str:
-        return self._plain(self._detokenizer.feed(token_ids))
-
-    def _plain(self, text: str) -> str:
-        return text.translate(_AS_TEXT)
+def harmony_text(tokenizer: Tokenizer, tokens: Mapping[int, str]) -> MarkedText:
+    """Reads a text with MARKS for `tokens`, which are names by id."""
+    marks = {token: (MARKS[name], name) for token, name in tokens.items()}
+    return MarkedText(tokenizer, marks, lambda text: text.translate(_AS_TEXT))
 
 
 class HarmonyParser:

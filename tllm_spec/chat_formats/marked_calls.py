@@ -1,23 +1,15 @@
-"""Calls between markers in a text: Hermes' and Qwen's `<tool_call>`, DeepSeek's tokens."""
+"""Calls between markers in a text."""
 
 from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
-from tllm_spec.server.parsers.pieces import (
-    Arguments,
-    CallStart,
-    JsonCall,
-    JsonEnd,
-    Piece,
-    Text,
-    num_held,
-)
+from tllm_spec.chat_formats.chat_format import Function
+from tllm_spec.chat_formats.pieces import Arguments, CallStart, JsonEnd, Piece, Text, num_held
 
-# DeepSeek's text before the arguments of a call. A longer one is not a call.
-HEAD = re.compile(r"(.*?)<｜tool▁sep｜>([^{]*)\{", re.DOTALL)
-MAX_HEAD = 1024
+MAX_HEAD = 1024  # characters before the arguments of a call; more are not of a call
 
 
 class MarkedCalls(ABC):
@@ -85,55 +77,35 @@ class MarkedCalls(ABC):
         return pieces
 
 
-class HermesCalls(MarkedCalls):
-    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`."""
+class JsonCalls(MarkedCalls):
+    """Each call has its arguments as a JSON object after a `head`, which has the name."""
 
-    start, end = "<tool_call>", "</tool_call>"
+    head: re.Pattern[str]  # up to the arguments' first brace
 
-    def _begin(self) -> None:
-        self._json = JsonCall()
-
-    def _inside(self, text: str) -> tuple[list[Piece], str]:
-        pieces: list[Piece] = []
-        if not self._json.is_done:
-            pieces, text = self._json.feed(text)
-            if not self._json.is_done:
-                return pieces, text
-        _, marker, rest = text.partition(self.end)
-        if not marker:
-            return pieces, text
-        self._in_call = False
-        if not self._json.has_started:  # what is not a call is text
-            pieces += self._shown(f"{self.start}{self._json.raw}{self.end}")
-        self._after_call = True
-        return pieces, rest
-
-    def _unfinished(self, text: str) -> list[Piece]:
-        if self._json.has_started:
-            return []
-        return self._shown(f"{self.start}{self._json.raw}{text}")
-
-
-class DeepSeekCalls(MarkedCalls):
-    """V3 and R1: `function<sep>NAME`, a line with ```json, the arguments, ```. V3.1:
-    `NAME<sep>ARGUMENTS`. Both between the same markers."""
-
-    start, end = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
-    ignored = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
+    def __init__(self, functions: Sequence[Function] = ()) -> None:
+        super().__init__()
+        self._functions = functions
 
     def _begin(self) -> None:
         self._arguments: JsonEnd | None = None
-        self._is_done = self._has_started = False
+        self._has_started = False
+
+    def _named(self, head: re.Match[str], arguments: str) -> list[Piece] | None:
+        """How the call begins; None if it is none. arguments: if they are needed for that."""
+        return [CallStart(head[1].strip())]
+
+    def _needs_arguments(self, head: re.Match[str]) -> bool:
+        """Whether the arguments say which function is called."""
+        return False
 
     def _inside(self, text: str) -> tuple[list[Piece], str]:
         pieces: list[Piece] = []
         if not self._has_started:
-            head = HEAD.match(text, 0, MAX_HEAD)
-            if head is None or self.end in head[0]:
+            begun = self._begun(text)
+            if begun is None:
                 return self._without_arguments(text)
-            text = text[head.end() - 1 :]
+            pieces, text = begun
             self._has_started, self._arguments = True, JsonEnd()
-            pieces.append(CallStart(_name(head[1], head[2])))
         if self._arguments is not None:
             length = self._arguments.feed(text)
             new, text = (text, "") if length is None else (text[:length], text[length:])
@@ -147,6 +119,17 @@ class DeepSeekCalls(MarkedCalls):
         self._in_call, self._after_call = False, True
         return pieces, rest
 
+    def _begun(self, text: str) -> tuple[list[Piece], str] | None:
+        """The beginning of a call and its arguments; None if it is not known, or there is none."""
+        head = self.head.match(text, 0, MAX_HEAD)
+        if head is None or self.end in head[0]:
+            return None
+        arguments = text[head.end() :]
+        if self._needs_arguments(head) and self.end not in arguments:
+            return None
+        pieces = self._named(head, arguments.partition(self.end)[0])
+        return None if pieces is None else (pieces, arguments)
+
     def _without_arguments(self, text: str) -> tuple[list[Piece], str]:
         content, marker, rest = text.partition(self.end)
         if not marker:
@@ -158,8 +141,3 @@ class DeepSeekCalls(MarkedCalls):
 
     def _unfinished(self, text: str) -> list[Piece]:
         return [] if self._has_started else self._shown(f"{self.start}{text}")
-
-
-def _name(before: str, after: str) -> str:
-    """The name from the texts around the separator. V3 writes the kind of tool before it."""
-    return after.split("\n")[0].strip() if after.strip() else before.strip()

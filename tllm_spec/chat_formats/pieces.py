@@ -10,11 +10,13 @@ from functools import partial
 from typing import NamedTuple, Protocol
 
 CONTENT, REASONING, CALL, ARGUMENTS = "content", "reasoning_content", "call", "arguments"
+CALL_ID = "call_id"
 
 
 class Piece(NamedTuple):
     """The next characters of the answer, of the model's reasoning, or of the arguments of the
-    latest call, which are JSON. CALL: a call of the function `text` begins."""
+    latest call, which are JSON. CALL: a call of the function `text` begins. CALL_ID: the model's
+    own id of the call that begins next."""
 
     kind: str
     text: str

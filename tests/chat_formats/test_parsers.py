@@ -8,20 +8,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.server.parsers.joined import joined
-from tllm_spec.server.parsers.llama_calls import LlamaJsonCalls, PythonicCalls
-from tllm_spec.server.parsers.marked_calls import DeepSeekCalls, HermesCalls
-from tllm_spec.server.parsers.names import TOOL_PARSERS, PlainText, with_reasoning
-from tllm_spec.server.parsers.pieces import (
+from tests.chat_formats.joined import joined
+from tllm_spec.chat_formats.deepseek import DeepSeekCalls
+from tllm_spec.chat_formats.llama import LlamaJsonCalls, PythonicCalls
+from tllm_spec.chat_formats.names import REASONING, TOOLS
+from tllm_spec.chat_formats.pieces import (
     Arguments,
     CallStart,
     ForcedCall,
     ForcedCalls,
     NewParser,
+    Parser,
     Piece,
     Reasoning,
     Text,
 )
+from tllm_spec.chat_formats.qwen import HERMES
+from tllm_spec.chat_formats.reasoning import PlainText, ReasoningParser
+from tllm_spec.text.reasoning import Section
 
 ARGUMENTS = '{"city": "a\\"}{ é", "days": [1, {"x": 2}]}'
 CALL = f'{{"name": "f", "arguments": {ARGUMENTS}}}'
@@ -35,12 +39,22 @@ V3 = f"{OPEN}function{SEP}f\n```json\n{ARGUMENTS}\n```{CLOSE}"
 V31 = f"{OPEN}f{SEP}{ARGUMENTS}{CLOSE}"
 
 
+def HermesCalls() -> Parser:
+    return HERMES.new_parser(())
+
+
+def with_reasoning(name: str | None, answer: NewParser, section: Section) -> NewParser:
+    if name is None:
+        return answer
+    return lambda: ReasoningParser(answer(), REASONING[name], section)
+
+
 def r1() -> NewParser:
-    return with_reasoning("deepseek_r1", PlainText)
+    return with_reasoning("deepseek_r1", PlainText, "inside")
 
 
 def qwen() -> NewParser:
-    return with_reasoning("qwen3", HermesCalls)
+    return with_reasoning("qwen3", HermesCalls, "undecided")
 
 
 CASES: Sequence[tuple[NewParser, str, list[Piece]]] = [
@@ -111,19 +125,27 @@ def test_every_split_of_a_text_gives_the_same_pieces(
 WORDS = [
     *("{", "}", "[", "]", '"', "\\", ",", ";", " ", "\n", "(", ")", "'", "=", "x", ":"),
     *('"name": "f"', '"arguments": ', "<tool_call>", "</tool_call>", "<think>", "</think>"),
+    *("<function=f>", "<parameter=x>", "</parameter>", "</function>", "f", "{}", "1", '"true"'),
+    *("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "call:f{", '<|"|>', "<|tool_call>"),
+    *("<minimax:tool_call>", "</minimax:tool_call>", '<invoke name="f">', "</invoke>"),
+    *('<parameter name="x">', "<tool_call|>", "[TOOL_CALLS]", "[ARGS]", "f[ARGS]{"),
+    *("<|tool_call_begin|>", "functions.f:0<|tool_call_argument_begin|>{", "<|tool_call_end|>"),
+    *("<｜DSML｜function_calls>", '<｜DSML｜invoke name="f">', "</｜DSML｜invoke>"),
+    *('<｜DSML｜parameter name="x" string="true">', "</｜DSML｜parameter>"),
     *(OPEN, CLOSE, ALL, ALL_END, SEP, "<|python_tag|>", "[f(a=1)", '{"name": "f", "parameters": {'),
 ]
-TEXTS = st.lists(st.sampled_from(WORDS), max_size=14).map("".join)
+TEXTS = st.lists(st.sampled_from(WORDS), max_size=24).map("".join)
 
 
 @pytest.mark.thinned(3)
 @pytest.mark.parametrize("name", [None, "deepseek_r1", "qwen3"])
-@pytest.mark.parametrize("tools", sorted(TOOL_PARSERS))
+@pytest.mark.parametrize("tools", sorted(TOOLS))
 @given(text=TEXTS, data=st.data())
 def test_any_text_is_read_the_same_whole_and_in_parts(
     name: str | None, tools: str, text: str, data: st.DataObject
 ) -> None:
-    new = with_reasoning(name, TOOL_PARSERS[tools])
+    section: Section = "inside" if name == "deepseek_r1" else "undecided"
+    new = with_reasoning(name, lambda: TOOLS[tools][0].new_parser(()), section)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=4)))
     bounds = [0, *cuts, len(text)]
     parts = [text[a:b] for a, b in pairwise(bounds)]

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from itertools import groupby
 
-from tllm_spec.server.parsers.pieces import CALL, Piece
+from tllm_spec.chat_formats.pieces import CALL, Piece
 
 
 def joined(pieces: Sequence[Piece]) -> list[Piece]:

@@ -5,9 +5,23 @@ from __future__ import annotations
 import ast
 import json
 import re
+from collections.abc import Sequence
+from keyword import iskeyword
 from typing import Any
 
-from tllm_spec.server.parsers.pieces import Arguments, CallStart, JsonCall, Piece, Text
+from tllm_spec.chat_formats.chat_format import (
+    WHITESPACE,
+    ChatFormat,
+    Function,
+    Part,
+    json_call,
+    json_part,
+    members,
+    sequence,
+    text,
+)
+from tllm_spec.chat_formats.pieces import Arguments, CallStart, JsonCall, Piece, Text
+from tllm_spec.chat_formats.schema_values import alone, properties_of
 
 PYTHON_TAG = "<|python_tag|>"
 PYTHON_MARKS = ("<|python_start|>", "<|python_end|>")
@@ -20,7 +34,7 @@ class LlamaJsonCalls:
     """`{"name": ..., "parameters": {...}}`, several with `;` between them, maybe after
     <|python_tag|>. Any other beginning makes the whole text an answer."""
 
-    def __init__(self) -> None:
+    def __init__(self, functions: Sequence[Function] = ()) -> None:
         self._buffer = ""
         self._is_text = False
         self._call: JsonCall | None = None
@@ -78,7 +92,7 @@ class LlamaJsonCalls:
 class PythonicCalls:
     """`[f(a=1), g(b="x")]`. Calls are given out one by one, each as a whole."""
 
-    def __init__(self) -> None:
+    def __init__(self, functions: Sequence[Function] = ()) -> None:
         self._buffer = ""
         self._position = 0  # up to which the buffer was read
         self._begin = 0  # of the present call in the buffer
@@ -190,3 +204,43 @@ def _literal(node: ast.expr) -> Any:
             if key is not None
         }
     return ast.literal_eval(node)
+
+
+def _json(function: Function) -> Part:
+    return json_call(function.name, function.parameters, "parameters")
+
+
+def _python(function: Function) -> Part:
+    """A call with keyword arguments in JSON. Raises ValueError for a name that Python does not
+    have."""
+    root = function.parameters
+    properties = properties_of(root, root)
+    for name in (*function.name.split("."), *properties):
+        if not name.isidentifier() or iskeyword(name):
+            raise ValueError(f"{name!r} in tools is no name of Python, in which calls are written")
+    pairs = [
+        (sequence(text(f"{name}="), json_part(alone(schema, root))), is_needed)
+        for name, (schema, is_needed) in properties.items()
+    ]
+    comma = sequence(text(","), WHITESPACE)
+    return sequence(text(f"{function.name}("), members(pairs, comma), text(")"))
+
+
+LLAMA_JSON = ChatFormat(
+    LlamaJsonCalls,
+    _json,
+    separator=";",
+    tokens=(PYTHON_TAG,),
+    template=(PYTHON_TAG,),
+    lone_calls="{",
+)
+PYTHONIC = ChatFormat(
+    PythonicCalls,
+    _python,
+    begin="[",
+    end="]",
+    separator=",",
+    tokens=PYTHON_MARKS,
+    template=PYTHON_MARKS[:1],
+    lone_calls=r"\[",
+)

@@ -1,0 +1,72 @@
+"""Calls of DeepSeek: JSON between tokens (R1, V3, V3.1), or each argument in a tag of its own
+(V3.2, V4)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from tllm_spec.chat_formats.chat_format import (
+    WHITESPACE,
+    ChatFormat,
+    Function,
+    Part,
+    arguments_part,
+    sequence,
+    text,
+)
+from tllm_spec.chat_formats.marked_calls import JsonCalls
+from tllm_spec.chat_formats.pieces import CallStart, Piece
+from tllm_spec.chat_formats.xml_calls import XmlTexts
+
+SECTION, SECTION_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+BEGIN, SEPARATOR, END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+DSML = "｜DSML｜"
+
+
+class DeepSeekCalls(JsonCalls):
+    """V3 and R1: `function<sep>NAME`, a line with ```json, the arguments, ```. V3.1:
+    `NAME<sep>ARGUMENTS`. Both between the same markers."""
+
+    start, end, ignored = BEGIN, END, (SECTION, SECTION_END)
+    head = re.compile(rf"(.*?){SEPARATOR}([^{{]*)(?=\{{)", re.DOTALL)
+
+    def _named(self, head: re.Match[str], arguments: str) -> list[Piece]:
+        """The name from the texts around the separator. V3 writes the kind of tool before it."""
+        after = head[2]
+        return [CallStart(after.split("\n")[0].strip() if after.strip() else head[1].strip())]
+
+
+def _v3(function: Function) -> Part:
+    head, fence = text(f"function{SEPARATOR}{function.name}"), text("```json")
+    arguments = sequence(WHITESPACE, arguments_part(function), WHITESPACE)
+    return sequence(head, text("\n"), fence, arguments, text("```"))
+
+
+def _v31(function: Function) -> Part:
+    head = text(f"{function.name}{SEPARATOR}")
+    return sequence(head, WHITESPACE, arguments_part(function))
+
+
+def _with_tokens(call: Callable[[Function], Part], *template: str) -> ChatFormat:
+    around, own = (BEGIN, END, SECTION, SECTION_END), (SEPARATOR,)
+    return ChatFormat(DeepSeekCalls, call, *around, tokens=own, template=template)
+
+
+def _dsml(block: str) -> ChatFormat:
+    return XmlTexts(
+        block=f"<{DSML}{block}>",
+        block_end=f"</{DSML}{block}>",
+        head=rf'<{DSML}invoke name="([^<>"]+)"\s*(?P<closed>/?)>',
+        head_text=f'<{DSML}invoke name="{{}}">',
+        call_end=f"</{DSML}invoke>",
+        key=rf'<{DSML}parameter name="([^<>"]+)"(?:\s+string="(?P<is_text>true|false)")?\s*>',
+        key_text=(f'<{DSML}parameter name="{{}}" string="{{}}">',),
+        value_end=f"</{DSML}parameter>",
+        is_section=True,
+    ).format(DSML, block, tokens=(DSML,))
+
+
+DEEPSEEK_V3 = _with_tokens(_v3, SECTION, "```json")
+DEEPSEEK_V31 = _with_tokens(_v31, SECTION)
+DEEPSEEK_V32, DEEPSEEK_V4 = map(_dsml, ("function_calls", "tool_calls"))

@@ -1,0 +1,99 @@
+"""The names of `--reasoning_parser` and `--tool_parser`, as in vLLM, SGLang and TensorRT-LLM."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from tllm_spec.chat_formats import deepseek
+from tllm_spec.chat_formats.chat_format import ChatFormat
+from tllm_spec.chat_formats.gemma import GEMMA
+from tllm_spec.chat_formats.glm import GLM
+from tllm_spec.chat_formats.kimi import KIMI
+from tllm_spec.chat_formats.llama import LLAMA_JSON, PYTHONIC
+from tllm_spec.chat_formats.minimax import MINIMAX
+from tllm_spec.chat_formats.mistral import MISTRAL, MISTRAL_NAMED
+from tllm_spec.chat_formats.qwen import HERMES, QWEN_CODER
+from tllm_spec.text.reasoning import ReasoningFormat
+
+AUTO = "auto"
+THINK = ReasoningFormat()
+KIMI_THINK = ReasoningFormat(ends_at=(KIMI.begin, KIMI.call_begin))
+REASONING: Mapping[str, ReasoningFormat] = {
+    "deepseek_r1": THINK,
+    "deepseek_v3": THINK,
+    "gemma4": ReasoningFormat("<|channel>thought\n", "<channel|>"),
+    "glm45": ReasoningFormat(ends_at=(GLM.call_begin,)),
+    "kimi": KIMI_THINK,
+    "kimi_k2": KIMI_THINK,
+    "minimax_m2": THINK,
+    "mistral": ReasoningFormat("[THINK]", "[/THINK]"),
+    "qwen3": THINK,
+    "qwen3_5": THINK,
+}
+# Of several formats that models of a name write, the chat template says which. The first is the
+# usual one, the last has the most texts of its own in a template.
+TOOLS: Mapping[str, tuple[ChatFormat, ...]] = {
+    "deepseek_v3": (deepseek.DEEPSEEK_V3,),
+    "deepseek_v31": (deepseek.DEEPSEEK_V31,),
+    "deepseek_v32": (deepseek.DEEPSEEK_V32,),
+    "deepseek_v4": (deepseek.DEEPSEEK_V4,),
+    "gemma4": (GEMMA,),
+    "glm45": (GLM,),
+    "glm47": (GLM,),
+    "hermes": (HERMES,),
+    "kimi_k2": (KIMI,),
+    "llama3_json": (LLAMA_JSON,),
+    "llama4_json": (LLAMA_JSON,),
+    "llama4_pythonic": (PYTHONIC,),
+    "minimax_m2": (MINIMAX,),
+    "mistral": (MISTRAL, MISTRAL_NAMED),
+    "pythonic": (PYTHONIC,),
+    "qwen3": (HERMES, QWEN_CODER),
+    "qwen3_coder": (QWEN_CODER,),
+    "qwen3_xml": (QWEN_CODER,),
+}
+# In the order in which `auto` looks for their texts in the chat template.
+AUTO_TOOLS = (
+    *("qwen3_coder", "glm45", "kimi_k2", "minimax_m2", "deepseek_v32", "deepseek_v4"),
+    *("deepseek_v3", "deepseek_v31", "gemma4", "mistral", "hermes", "llama4_pythonic"),
+    "llama3_json",
+)
+AUTO_REASONING: Mapping[str, tuple[str, ...]] = {
+    "gemma4": ("<|channel>",),
+    "mistral": ("[THINK]",),
+    "glm45": ("</think>", "<arg_key>"),
+    "kimi_k2": ("</think>", KIMI.begin),
+    "minimax_m2": ("</think>", MINIMAX.begin),
+    "deepseek_v3": ("</think>", deepseek.SECTION),
+    "qwen3": ("</think>",),
+}
+
+
+def plain_name(name: str) -> str:
+    """A name as in the tables: `-` is `_`."""
+    return name.replace("-", "_")
+
+
+def reasoning_name(name: str, template: str) -> str | None:
+    """The name that `auto` stands for with a chat template, None for none; or `name` itself."""
+    if plain_name(name) != AUTO:
+        return plain_name(name)
+    return next((each for each, texts in AUTO_REASONING.items() if _has(template, texts)), None)
+
+
+def tools_name(name: str, template: str) -> str | None:
+    """The same for calls."""
+    if plain_name(name) != AUTO:
+        return plain_name(name)
+    found = (each for each in AUTO_TOOLS if _has(template, TOOLS[each][0].template))
+    return next(found, None)
+
+
+def tools_format(name: str, template: str) -> ChatFormat:
+    """The format of a name in TOOLS that fits the chat template best."""
+    usual, *others = TOOLS[name]
+    return next((each for each in others if _has(template, each.template)), usual)
+
+
+def _has(template: str, texts: tuple[str, ...]) -> bool:
+    return all(each in template for each in texts)

@@ -1,0 +1,138 @@
+"""Values of arguments that are written as plain text: their types come from the function's JSON
+schema, in both directions."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from tllm_spec.chat_formats.chat_format import Part, Schema, either, json_part, text
+
+NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?")
+# As templates in Jinja write Python's.
+CONSTANTS = {"true": "true", "false": "false", "True": "true", "False": "false"}
+NULLS = ("null", "None")
+MAX_REFERENCES = 16
+JSON_TYPES: Mapping[type, str] = {
+    bool: "boolean", int: "integer", float: "number", str: "string", list: "array",
+    dict: "object", type(None): "null",
+}  # fmt: skip
+
+
+def properties_of(schema: Schema, root: Schema) -> Mapping[str, tuple[Schema, bool]]:
+    """The schemas of an object's members by name, and whether they are needed."""
+    plain = resolved(schema, root)
+    found, needed = plain.get("properties"), plain.get("required")
+    names = [each for each in needed if isinstance(each, str)] if isinstance(needed, list) else []
+    own = found if isinstance(found, Mapping) else {}
+    return {name: (own.get(name, {}), name in names) for name in dict.fromkeys([*own, *names])}
+
+
+def resolved(schema: Any, root: Schema) -> Schema:
+    """The schema that a reference inside `root` is to; an empty one if it is to none."""
+    for _ in range(MAX_REFERENCES):
+        if not isinstance(schema, Mapping):
+            break
+        reference = schema.get("$ref")
+        if not isinstance(reference, str):
+            return schema
+        schema = root
+        for name in filter(None, reference.removeprefix("#").split("/")):
+            key = name.replace("~1", "/").replace("~0", "~")
+            schema = schema.get(key) if isinstance(schema, Mapping) else None
+    return {}
+
+
+def types_of(schema: Any, root: Schema, depth: int = 0) -> frozenset[str]:
+    """JSON types of the values; empty if the schema does not say."""
+    plain = resolved(schema, root)
+    kind = plain.get("type")
+    if isinstance(kind, str):
+        return frozenset({kind})
+    if isinstance(kind, list):
+        return frozenset(each for each in kind if isinstance(each, str))
+    values = [plain["const"]] if "const" in plain else plain.get("enum")
+    if isinstance(values, list):
+        return frozenset(JSON_TYPES[type(each)] for each in values if type(each) in JSON_TYPES)
+    for name in ("anyOf", "oneOf", "allOf"):
+        parts = plain.get(name)
+        if isinstance(parts, list) and depth < MAX_REFERENCES:
+            found = [types_of(each, root, depth + 1) for each in parts]
+            if all(found) or name == "allOf":
+                return frozenset().union(*found)
+    return frozenset({"object"} if "properties" in plain else {"array"} if "items" in plain else ())
+
+
+def as_json(written: str, types: frozenset[str]) -> str:
+    """The JSON of a value. A text that is of none of the types is a string."""
+    plain = written.strip()
+    if plain in NULLS and ("null" in types or (types and "string" not in types)):
+        return "null"
+    if (types & {"integer", "number"} or not types) and NUMBER.fullmatch(plain):
+        is_whole = "number" in types or not types or plain.lstrip("-").isdigit()
+        if is_whole or float(plain).is_integer():
+            return plain if is_whole else str(int(float(plain)))
+    if ("boolean" in types and plain in CONSTANTS) or (not types and plain in ("true", "false")):
+        return CONSTANTS[plain]
+    kinds = {"[": "array", "{": "object"}
+    if plain[:1] in kinds and (not types or kinds[plain[0]] in types) and is_json(plain):
+        return plain
+    if not types and plain == "null":
+        return plain
+    return json.dumps(written, ensure_ascii=False)
+
+
+def is_json(written: str) -> bool:
+    """Whether it is JSON, which has no NaN."""
+    try:
+        json.loads(written, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _refuse(name: str) -> None:
+    raise ValueError(name)
+
+
+def alone(schema: Schema, root: Schema) -> Schema:
+    """A part of `root` as a schema by itself: its references are to a copy of `root` in it."""
+    if '"$ref"' not in json.dumps(schema):
+        return schema
+    own: dict[str, Any] = _moved(schema)
+    return {**own, "$defs": {**own.get("$defs", {}), "of_function": _moved(root)}}
+
+
+def _moved(schema: Any) -> Any:
+    if isinstance(schema, list):
+        return [_moved(each) for each in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    moved = {name: _moved(value) for name, value in schema.items()}
+    reference = moved.get("$ref")
+    if isinstance(reference, str) and reference.startswith("#"):
+        moved["$ref"] = f"#/$defs/of_function{reference[1:]}"
+    return moved
+
+
+def string_choices(schema: Schema, root: Schema) -> list[str] | None:
+    """The strings that the schema allows; None if it does not name them."""
+    plain = resolved(schema, root)
+    values = [plain["const"]] if "const" in plain else plain.get("enum")
+    is_named = isinstance(values, list) and values and all(isinstance(v, str) for v in values)
+    return values if is_named else None
+
+
+def is_text(types: frozenset[str]) -> bool:
+    """Whether a value of these types may be any text."""
+    return not types or "string" in types
+
+
+def typed_part(schema: Schema, root: Schema) -> Part | None:
+    """The text of a value, if not any text is one: JSON, or one of the strings that the schema
+    names. None for any text."""
+    if (choices := string_choices(schema, root)) is not None:
+        return either([text(each) or {"type": "regex", "pattern": "()"} for each in choices])
+    return None if is_text(types_of(schema, root)) else json_part(alone(schema, root))
