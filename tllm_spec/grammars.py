@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 from collections import OrderedDict
 from concurrent.futures import Future
@@ -15,6 +16,7 @@ from tllm_spec.executor.request_wire import RequestLimits
 from tllm_spec.grammar.grammar_state import CompiledGrammar, GrammarState
 from tllm_spec.grammar.grammar_text import compiled, forces_much
 from tllm_spec.grammar.guided_decoding import GrammarSource
+from tllm_spec.grammar.structural_tags import NamedTokens
 from tllm_spec.sampling_params import SamplingParams
 from tllm_spec.text.tokenizer import Tokenizer
 from tllm_spec.text.vocabulary import harmony_ends
@@ -25,6 +27,7 @@ MISSING = "guided decoding needs the package llguidance: pip install 'tllm_spec[
 MAX_KNOWN = 256  # grammars, refused ones, too
 # Of the thread that compiles a grammar: references of a schema may be thousands deep.
 STACK_BYTES = 128 << 20
+MARKER = re.compile(r"[^\w\s].*\w.*[^\w\s]", flags=re.DOTALL)
 LOW_PRIORITY = 10  # as of `nice`: rounds go on next to a compilation
 
 
@@ -39,6 +42,7 @@ class Grammars:
         self._end_ids = frozenset(end_ids)
         self._loading = threading.Lock()
         self._tokenizer: Any = None
+        self._tokens = named_tokens(tokenizer, self._end_ids)
         self._known: OrderedDict[GrammarSource, CompiledGrammar | str] = OrderedDict()
         self._lock = threading.Lock()  # of what is known, and of the size of stacks
 
@@ -83,7 +87,7 @@ class Grammars:
             with suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOW_PRIORITY)
             try:
-                result.set_result(compiled(source, tokenizer))
+                result.set_result(compiled(source, tokenizer, self._tokens))
             except BaseException as error:  # noqa: BLE001 # a thread's border: raised below
                 result.set_exception(error)
 
@@ -144,6 +148,18 @@ def masks_tokenizer(tokenizer: Any, vocab_size: int, end_ids: tuple[int, ...]) -
         return from_tokenizer(tokenizer, n_vocab=size, eos_token=ends)
     except (AttributeError, TypeError, ValueError) as error:
         raise ValueError(f"guided decoding cannot use this tokenizer: {error}") from error
+
+
+def named_tokens(tokenizer: Any, end_ids: frozenset[int]) -> NamedTokens:
+    """The tokens that literals may name: special ones, and others that were added and look like a
+    marker, as `<think>` does and a line end does not."""
+    added = getattr(tokenizer, "added_tokens_decoder", {}).items()
+    special = frozenset(token for token, name in added if name.special) - end_ids
+    return NamedTokens(
+        {str(name): i for i, name in added if i in special or MARKER.fullmatch(str(name))},
+        special,
+        end_ids,
+    )
 
 
 def end_ids_of(limits: RequestLimits, tokenizer: Tokenizer | None) -> tuple[int, ...]:

@@ -101,9 +101,9 @@ def test_a_grammar_is_compiled_once_and_a_refused_one_is_not_compiled_again(
 ) -> None:
     number, compiled = list[str](), grammars.compiled
 
-    def counted(source: Any, tokenizer: Any) -> Any:
+    def counted(source: Any, *arguments: Any) -> Any:
         number.append(source.text)
-        return compiled(source, tokenizer)
+        return compiled(source, *arguments)
 
     monkeypatch.setattr(grammars, "compiled", counted)
     for _ in range(2):
@@ -205,11 +205,11 @@ def test_grammars_are_compiled_next_to_each_other(
 ) -> None:
     compiled, go_on, slow = grammars.compiled, threading.Event(), list[str]()
 
-    def slowly(source: Any, tokenizer: Any) -> Any:
+    def slowly(source: Any, *arguments: Any) -> Any:
         if "slow" in source.text:
             slow.append(source.text)
             assert go_on.wait(60)
-        return compiled(source, tokenizer)
+        return compiled(source, *arguments)
 
     monkeypatch.setattr(grammars, "compiled", slowly)
     threads = [

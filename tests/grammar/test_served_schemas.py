@@ -281,7 +281,7 @@ def test_a_form_has_its_texts_and_no_others(what: str) -> None:
         ({"type": "tagged"}, "a part with type = 'tagged': any_text, const_string"),
         ({"type": "token", "token": 3}, "a part with type = 'token'"),
         ({"type": "sequence", "elements": [CALLS, JSON]}, "at the end of the text only"),
-        ({"type": "sequence", "elements": [ANY, JSON]}, "any_text is served where a tag ends it"),
+        ({"type": "sequence", "elements": [ANY, JSON]}, "any_text is served before a literal"),
         ({"type": "sequence", "elements": []}, r"elements = \[\]: a list is needed"),
         (CALLS | {"triggers": ["<g"]}, "begin = '<f=a>' needs one of the triggers"),
         (CALLS | {"excludes": ["a"]}, r"excludes = \['a'\] in a structural tag is not served"),

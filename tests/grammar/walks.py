@@ -14,6 +14,7 @@ import torch
 from tllm_spec.grammar.grammar_state import CompiledGrammar, GrammarState
 from tllm_spec.grammar.grammar_text import compiled as compiled_for
 from tllm_spec.grammar.guided_decoding import GrammarSource, Kind
+from tllm_spec.grammar.structural_tags import NamedTokens
 
 CHARACTERS = [*map(chr, range(128)), *"éÀß日本旧😀\u00a0\u0085\u2028٣\ufeff"]
 NUMBERS = {each: number for number, each in enumerate(CHARACTERS)}
@@ -22,20 +23,23 @@ MAX_CHARACTERS = 300
 
 
 class Vocabulary:
-    """What llguidance reads of a tokenizer. The token after the words is the end of a text."""
+    """What llguidance reads of a tokenizer. The token after the words is the end of a text; special
+    tokens follow it."""
 
     bos_token_id = None
 
-    def __init__(self, words: Sequence[bytes]) -> None:
-        self.tokens = [*words, b""]
+    def __init__(self, words: Sequence[bytes], special: Sequence[str] = ()) -> None:
+        self.tokens = [*words, b"", *(each.encode() for each in special)]
         self.eos_token_id = len(words)
-        self.special_token_ids = [len(words)]
+        self.special_token_ids = [*range(len(words), len(self.tokens))]
 
     def __call__(self, text: bytes) -> list[int]:
         """Each time the longest word."""
         found, ids = 0, list[int]()
         while found < len(text):
-            fitting = [each for each in self.tokens[:-1] if text.startswith(each, found)]
+            fitting = [
+                each for each in self.tokens[: self.eos_token_id] if text.startswith(each, found)
+            ]
             word = max(fitting, key=len)
             ids.append(self.tokens.index(word))
             found += len(word)
@@ -43,19 +47,24 @@ class Vocabulary:
 
 
 def grammar_of_words(
-    source: GrammarSource, words: Sequence[bytes], *, has_end: bool = True
+    source: GrammarSource,
+    words: Sequence[bytes],
+    *,
+    has_end: bool = True,
+    special: Sequence[str] = (),
 ) -> CompiledGrammar:
-    """A grammar for these tokens, and an end token unless the model has none."""
-    tokenizer = _tokenizer(tuple(words))
+    """A grammar for these tokens, an end token unless the model has none, and special tokens."""
+    tokenizer = _tokenizer(tuple(words), tuple(special))
     ends = frozenset({len(words)}) if has_end else frozenset[int]()
-    start = compiled_for(source, tokenizer)
+    ids = {name: len(words) + number for number, name in enumerate(special, start=1)}
+    start = compiled_for(source, tokenizer, NamedTokens(ids, frozenset(ids.values()), ends))
     return CompiledGrammar(source, start, ends, -(-tokenizer.vocab_size // 32))
 
 
 @cache
-def _tokenizer(words: tuple[bytes, ...]) -> Any:
+def _tokenizer(words: tuple[bytes, ...], special: tuple[str, ...]) -> Any:
     llguidance = pytest.importorskip("llguidance")
-    return llguidance.LLTokenizer(llguidance.TokenizerWrapper(Vocabulary(words)))
+    return llguidance.LLTokenizer(llguidance.TokenizerWrapper(Vocabulary(words, special)))
 
 
 def compiled(value: Any, kind: Kind = "json_schema") -> CompiledGrammar:

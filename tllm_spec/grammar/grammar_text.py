@@ -9,14 +9,9 @@ from decimal import Decimal
 from typing import Any
 
 from tllm_spec.grammar.guided_decoding import GrammarSource
-from tllm_spec.grammar.structural_tags import TagGrammar
+from tllm_spec.grammar.structural_tags import WHITESPACE, NamedTokens, TagGrammar
 
-# Between two tokens of JSON: a small model might write nothing else.
-MAX_WHITESPACE = 32
-JSON_OPTIONS = {
-    "lenient": False,
-    "whitespace_pattern": rf"[\x20\x0A\x0D\x09]{{1,{MAX_WHITESPACE}}}",
-}
+JSON_OPTIONS = {"lenient": False, "whitespace_pattern": WHITESPACE}
 # What a grammar may cost, for the compiler and for one mask. The largest mask that ends within
 # them takes some tens of milliseconds.
 LIMITS: dict[str, Any] = {
@@ -57,14 +52,17 @@ NEGATED_CLASS = re.compile(r"\\.|\[\^(?:\\.|[^\]\\])+\]", flags=re.DOTALL)
 CODE_ESCAPE = re.compile(r"\\(?:x(..)|u(....)|U(.{8})|(.))", flags=re.DOTALL)
 
 
-def compiled(source: GrammarSource, tokenizer: Any) -> Any:
-    """An `LLMatcher` at the beginning of a text. tokenizer: an `LLTokenizer`. Raises ValueError for
-    a grammar with mistakes, that no text matches, or that is over a limit. Deep grammars need a
-    deep stack."""
+NO_NAMES = NamedTokens()
+
+
+def compiled(source: GrammarSource, tokenizer: Any, tokens: NamedTokens = NO_NAMES) -> Any:
+    """An `LLMatcher` at the beginning of a text. tokenizer: an `LLTokenizer`. tokens: that literals
+    of structural tags may name. Raises ValueError for a grammar with mistakes, that no text
+    matches, or that is over a limit. Deep grammars need a deep stack."""
     from llguidance import LLMatcher, LLParserLimits  # an extra
 
     try:
-        text = grammar_text(source)
+        text = grammar_text(source, tokens)
         matcher = LLMatcher(tokenizer, text, log_level=0, limits=LLParserLimits(**LIMITS))
         if not matcher.is_error():
             matcher.compute_bitmask()  # tells whether a text can begin, and is kept for the first
@@ -86,10 +84,10 @@ def reason_of(error: str) -> str:
     return re.split(r"\n<|\. Enable", error)[0].strip()[:MAX_REASON_CHARS]
 
 
-def grammar_text(source: GrammarSource) -> str:
+def grammar_text(source: GrammarSource, tokens: NamedTokens = NO_NAMES) -> str:
     """The grammar as llguidance's JSON. Raises ValueError."""
     if source.kind == "structural_tag":
-        made = TagGrammar(json_grammar, regex_lark, ebnf_lark).of(json.loads(source.text))
+        made = TagGrammar(json_grammar, regex_lark, ebnf_lark, tokens).of(json.loads(source.text))
     elif source.kind == "json_schema":
         schema = {"name": "schema", **json_grammar(json.loads(source.text))}
         made = [{"lark_grammar": "start: @schema"}, schema]
