@@ -11,7 +11,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any, Protocol
 
 from tllm_spec.config.option_checks import check_text
-from tllm_spec.grammar.grammar_state import GrammarState
+from tllm_spec.grammar.thinking_budget import TextRules
 from tllm_spec.logits_processor import LogitsEdit
 from tllm_spec.outputs import Logprob, SpeculativeStats
 from tllm_spec.sampling_params import SamplingParams
@@ -257,7 +257,7 @@ class LlmRequest:
     arrival: int = 0  # order of arrival, the tie-break of every queue
     stop_options: StopOptions | None = None
     stop_checker: StopChecker | None = None  # made of them
-    grammar: GrammarState | None = None
+    grammar: TextRules | None = None
     streaming: bool = False
     draft_limit: int = 0  # longest draft this request wants; 0 = never speculate
     store: bool | None = None  # what its client says about recording; None: nothing

@@ -56,6 +56,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "tllm_spec.distributed.rank_checks",
         "tllm_spec.executor.worker",
     ),
+    ("tllm_spec.chat_formats",),
     ("tllm_spec.text", "tllm_spec.executor.build"),
     ("tllm_spec.executor.building", "tllm_spec.executor.py_executor"),
     ("tllm_spec.executor.rounds.round_runner",),

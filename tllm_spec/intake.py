@@ -24,8 +24,9 @@ from tllm_spec.executor.request import (
     rules_of_sample,
 )
 from tllm_spec.executor.request_wire import RequestLimits
-from tllm_spec.grammar.grammar_state import GrammarState
-from tllm_spec.grammars import end_ids_of
+from tllm_spec.grammar.guided_decoding import GrammarSource
+from tllm_spec.grammar.thinking_budget import Sections, TextRules
+from tllm_spec.grammars import ReasoningRules, end_ids_of
 from tllm_spec.request_errors import ContextLengthExceeded
 from tllm_spec.request_handle import RequestHandle
 from tllm_spec.sampling_params import DEFAULT_OPTIONS, RequestOptions, SamplingParams
@@ -36,17 +37,19 @@ from tllm_spec.text.tokenizer import Tokenizer
 # Text, token ids, {"prompt": text} or {"prompt_token_ids": token ids}, or a conversation.
 Prompt = str | Sequence[int] | Mapping[str, Any] | Conversation
 Params = SamplingParams | Mapping[str, Any] | None
-Grammars = Sequence[GrammarState | None]
+NewStates = Callable[[GrammarSource | None, int], Sequence[TextRules | None]]
 
 
 @dataclass(frozen=True)
 class Submission:
-    """A prompt's requests, one for each of the n samples, with consecutive ids."""
+    """A prompt's requests, one for each of the n samples, with consecutive ids. source: what their
+    text must follow."""
 
     prompt: str | None
     token_ids: list[int]
     params: SamplingParams
     requests: list[LlmRequest]
+    source: GrammarSource | None
 
     @property
     def ids(self) -> list[int]:
@@ -91,14 +94,13 @@ class Intake:
         args: LlmArgs,
         tokenizer: Tokenizer | None,
         limits: RequestLimits,
-        new_states: Callable[[SamplingParams, int], Grammars] = lambda params, number: (
-            [None] * number
-        ),
+        new_states: NewStates = lambda source, number: [None] * number,
     ) -> None:
         self._tokenizer = tokenizer
         self._end_ids = end_ids_of(limits, tokenizer)
         self._longest = longest_prompt(args)
         self._new_states = new_states
+        self.reasoning = ReasoningRules(args, tokenizer, limits.vocab_size)
         self._num_ranks = args.tensor_parallel_size
         self._records = args.record_traffic is not None
         self._lock = threading.Lock()
@@ -129,7 +131,9 @@ class Intake:
             )
         prompt, token_ids = self._read(inputs, params)
         rules = self._rules(params)
-        grammars = self._new_states(params, params.n)
+        source = self.reasoning.source_of(params, token_ids)
+        grammars = self._new_states(source, params.n)
+        sections = self.reasoning.bytes.sections_of(source)
         with self._lock:
             ids = [next(self._ids) for _ in range(params.n)]
         room, longest = self._limits.max_seq_len - len(token_ids), self._limits.max_draft_len
@@ -149,13 +153,13 @@ class Intake:
                 counters=DraftCounters(longest),
                 draft_pause=RequestPause(self._limits.pause_patience),
                 stop_options=stop,
-                stop_checker=self._stop_checker(stop),
+                stop_checker=self._stop_checker(stop, sections),
                 grammar=grammar,
                 **vars(options),
             )
             for index, (request_id, grammar) in enumerate(zip(ids, grammars, strict=True))
         ]
-        return Submission(prompt, token_ids, params, requests)
+        return Submission(prompt, token_ids, params, requests, source)
 
     def _rules(self, params: SamplingParams) -> DecodingRules:
         """The parameters, checked against the model."""
@@ -169,11 +173,13 @@ class Intake:
             params, vocab_size=self._limits.vocab_size, end_ids=self._end_ids, encode=encode
         )
 
-    def _stop_checker(self, options: StopOptions | None) -> StopStringChecker | None:
+    def _stop_checker(
+        self, options: StopOptions | None, sections: Sections | None
+    ) -> StopStringChecker | None:
         if options is None:
             return None
         assert self._tokenizer is not None
-        return StopStringChecker.of(self._tokenizer, options)
+        return StopStringChecker.of(self._tokenizer, options, sections)
 
     def _read(self, prompt: Prompt, params: SamplingParams) -> tuple[str | None, list[int]]:
         """The prompt's text, if it was given as text, and its tokens, truncated as `params` say.

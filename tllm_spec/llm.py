@@ -62,7 +62,7 @@ class LLM:
         self._queue = built.queue
         self._executor = built.executor
         self._grammars = Grammars.of(self.args, self.tokenizer, built.limits)
-        self._intake = Intake(self.args, self.tokenizer, built.limits, self._grammars.new_states)
+        self._intake = Intake(self.args, self.tokenizer, built.limits, self._grammars.states_of)
         self._is_shut_down = False
         self._worker = Worker(built.executor, built.queue, self._results.fail_all)
         communicator.when_lost(self._worker.fail)
@@ -203,7 +203,7 @@ class LLM:
     def compile_grammar(self, params: SamplingParams) -> None:
         """Compiles the grammar of `params`, if there is one, so that the request with it starts at
         once. Raises ValueError for a grammar that cannot be used."""
-        self._grammars.new_states(params, 1)
+        self._grammars.states_of(self._intake.reasoning.grammar_of(params), 1)
 
     @property
     def num_unfinished(self) -> int:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from tllm_spec.executor.request import StopMatch, StopOptions
+from tllm_spec.grammar.thinking_budget import Sections
 from tllm_spec.text.tokenizer import REPLACEMENT, IncrementalDetokenizer, Tokenizer
 
 
@@ -105,29 +106,47 @@ class StopStringChecker:
     """
 
     def __init__(
-        self, detokenizer: IncrementalDetokenizer, stops: Sequence[str], *, include_stop: bool
+        self,
+        detokenizer: IncrementalDetokenizer,
+        stops: Sequence[str],
+        *,
+        include_stop: bool,
+        sections: Sections | None = None,
     ) -> None:
+        self._sections = sections
+        self._place = None if sections is None else sections.start
         self._tokens = TokenTexts(detokenizer)
         self._matcher = StopStringMatcher(stops)
         self._include_stop = include_stop
         self._pieces: list[str] = []
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer, options: StopOptions) -> StopStringChecker:
+    def of(
+        cls, tokenizer: Tokenizer, options: StopOptions, sections: Sections | None = None
+    ) -> StopStringChecker:
+        """sections: with a budget, whose forced tokens complete no stop string."""
         detokenizer = IncrementalDetokenizer(
             tokenizer, skip_special_tokens=options.skip_special_tokens
         )
-        return cls(detokenizer, options.stops, include_stop=options.include_stop)
+        keeps_stop = options.include_stop
+        return cls(detokenizer, options.stops, include_stop=keeps_stop, sections=sections)
 
     def feed(self, token: int) -> StopMatch | None:
         """What the request's output becomes when `token` completes a stop string, else None."""
         piece = self._tokens.feed(token)
         self._pieces.append(piece)
         found = self._matcher.feed(piece)
-        if found is None:
+        if self._is_forced(token) or found is None:
             return None
         end = found.end if self._include_stop else found.begin
         return StopMatch(found.stop, "".join(self._pieces)[:end], self._tokens.num_before(end))
+
+    def _is_forced(self, token: int) -> bool:
+        if self._sections is None or self._place is None:
+            return False
+        forced = self._sections.forced(self._place)
+        self._place = self._sections.after(self._place, token)
+        return forced == token
 
 
 class StreamedText:
