@@ -230,8 +230,8 @@ class ReasoningRules:
     ) -> Budget:
         if grammar is not None and (self._form is None or self._in_reasoning):
             raise ValueError(
-                f"thinking_token_budget = {num_tokens} and a grammar: it begins at the first token, "
-                "unless there is a reasoning_parser without enable_in_reasoning"
+                f"thinking_token_budget = {num_tokens} and a grammar: this begins at the first "
+                "token, unless there is a reasoning_parser without enable_in_reasoning"
             )
         if processor is not None:
             begin, end = processor.reasoning_start_token_ids, processor.reasoning_end_token_ids
@@ -282,18 +282,15 @@ def after_reasoning(
         is_choice = source.kind == "choice"
         pattern = "|".join(map(re.escape, json.loads(source.text))) if is_choice else source.text
         part = {"type": "regex", "pattern": pattern}
-    ends_at = list(form.ends_at) if source.kind == "structural_tag" else []
-    thoughts: Any = {
+    thoughts = {
         "type": "reasoning",
         "section": section,
         "begin": form.opener,
         "end": form.closer,
+        "ends_at": [*form.ends_at] if source.kind == "structural_tag" else [],
     }
-    thoughts |= {"ends_at": ends_at}
-    elements = {"type": "sequence", "elements": [thoughts, part]}
-    return GrammarSource(
-        "structural_tag", json.dumps({"type": "structural_tag", "format": elements})
-    )
+    tag = {"type": "structural_tag", "format": {"type": "sequence", "elements": [thoughts, part]}}
+    return GrammarSource("structural_tag", json.dumps(tag))
 
 
 def named_tokens(tokenizer: Any, end_ids: frozenset[int]) -> NamedTokens:

@@ -206,7 +206,8 @@ class EnginePort:
     ) -> None:
         """The front has checked the request, so no mistake is expected here."""
         try:
-            states = self._grammars.states_of(source, len(ids))
+            none = [None] * len(ids)
+            states = none if source is None else self._grammars.states_of(source, len(ids))
             requests = unpack_requests(message[1:6], ids, self._limits, states)
         except Exception as error:  # noqa: BLE001 # a process border: other requests go on
             self._fail(self._take_unmade(ids), _reason(error))
