@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from functools import partial
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 from tllm_spec.chat_formats.names import REASONING, reasoning_name
@@ -65,11 +65,10 @@ class Grammars:
         if source is None:
             return [None] * number
         if source.kind == "thinking_budget":
-            budget, grammar = Budget.of(source)
-            sections = Sections(budget, self.bytes)
-            if grammar is None:
-                return [ThinkingBudget(source, sections, None) for _ in range(number)]
-            return [ThinkingBudget(source, sections, each) for each in self._of(grammar, number)]
+            sections, inner = self.bytes.sections_of(source), Budget.of(source)[1]
+            assert sections is not None
+            of_inner = [None] * number if inner is None else self._of(inner, number)
+            return [ThinkingBudget(source, sections, each) for each in of_inner]
         return self._of(source, number)
 
     def _of(self, source: GrammarSource, number: int) -> list[GrammarState]:
@@ -163,22 +162,24 @@ def masks_tokenizer(tokenizer: Any, vocab_size: int, end_ids: tuple[int, ...]) -
 
 
 class TokenBytes:
-    """Makes the table of `token_bytes` when it is first asked for."""
-
-    def sections_of(self, source: GrammarSource | None) -> Sections | None:
-        """What finds forced tokens; None without a budget."""
-        if source is None or source.kind != "thinking_budget":
-            return None
-        return Sections(Budget.of(source)[0], self)
+    """What finds the forced ends of budgets. It makes the table of a vocabulary's bytes when a
+    marker that is no token first needs it."""
 
     def __init__(self, tokenizer: Any, vocab_size: int) -> None:
         self._arguments = tokenizer, vocab_size
-        self._table: Mapping[int, bytes] | None = None
+        self._made = lru_cache(MAX_KNOWN)(self._make)
 
-    def __call__(self) -> Mapping[int, bytes]:
-        if self._table is None:
-            self._table = token_bytes(*self._arguments)
-        return self._table
+    @cached_property
+    def _table(self) -> Mapping[int, bytes]:
+        return token_bytes(*self._arguments)
+
+    def sections_of(self, source: GrammarSource | None) -> Sections | None:
+        """None without a budget."""
+        is_budget = source is not None and source.kind == "thinking_budget"
+        return self._made(source) if is_budget else None
+
+    def _make(self, source: GrammarSource) -> Sections:
+        return Sections(Budget.of(source)[0], lambda: self._table)
 
 
 class ReasoningRules:
@@ -199,7 +200,12 @@ class ReasoningRules:
         if name is not None and name not in REASONING:
             known = ", ".join(sorted(REASONING))
             raise ValueError(f"reasoning_parser = {name!r}: {known} and auto are accepted")
-        self._form = None if name is None else REASONING[name]
+        if name is not None:
+            form = self._form = REASONING[name]
+            self._marks = Marks(tokenizer, (form.opener, form.closer))
+            parts = named_tokens(tokenizer, frozenset()).parts
+            self._opener, self._closer = parts(form.opener), parts(form.closer)
+            self._calls = [parts(each) for each in form.ends_at]
 
     def grammar_of(self, params: SamplingParams) -> GrammarSource | None:
         """The request's grammar with every way in which the answer may begin, to check it before
@@ -242,10 +248,9 @@ class ReasoningRules:
                 f"thinking_token_budget = {num_tokens} needs reasoning_parser, the format of the "
                 "model's reasoning"
             )
-        calls = self._form.ends_at if grammar is None or grammar.kind == "structural_tag" else ()
-        markers = (self._form.opener, self._form.closer, *calls)
-        opener, *closers = map(named_tokens(self._tokenizer, frozenset()).parts, markers)
-        return Budget(num_tokens, opener, closers, section, grammar is not None)
+        has_calls = grammar is None or grammar.kind == "structural_tag"
+        closers = [self._closer, *(self._calls if has_calls else ())]
+        return Budget(num_tokens, self._opener, closers, section, grammar is not None)
 
     def _after(self, section: Section, grammar: GrammarSource) -> GrammarSource:
         if self._form is None or self._in_reasoning:
@@ -255,8 +260,7 @@ class ReasoningRules:
     def _section(self, prompt: Sequence[int]) -> Section:
         if self._form is None or self._tokenizer is None:
             return "over"
-        marks = Marks(self._tokenizer, (self._form.opener, self._form.closer))
-        return section_after(prompt, self._form, marks, self._tokenizer)
+        return section_after(prompt, self._form, self._marks, self._tokenizer)
 
 
 def _last(tokens: Sequence[int], part: Sequence[int]) -> int:

@@ -291,7 +291,7 @@ def test_a_budget_without_a_section_is_refused(
 
 
 def test_a_format_that_is_not_known_is_refused(scripted: Path) -> None:
-    with pytest.raises(ValueError, match="reasoning_parser = 'qwen9': deepseek_r1, .* are accept"):
+    with pytest.raises(ValueError, match=r"reasoning_parser = 'qwen9': deepseek_r1, .* are acc"):
         LLM(str(scripted), reasoning_parser="qwen9")
 
 
