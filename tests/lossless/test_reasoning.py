@@ -14,9 +14,7 @@ from tests.lossless.engines import MODES, engine
 from tests.scripted_model import save_scripted
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.llm import LLM
-from tllm_spec.llmapi import (
-    ThinkingBudgetLogitsProcessor,
-)
+from tllm_spec.llmapi import ThinkingBudgetLogitsProcessor, add_thinking_budget_logits_processor
 from tllm_spec.outputs import CompletionOutput, RequestOutput
 from tllm_spec.sampling_params import SamplingParams
 from tllm_spec.text.tokenizer import load_tokenizer
@@ -222,9 +220,8 @@ def test_a_scripted_text_has_its_reasoning_and_its_answer(
     assert output.outputs[0].finish_reason == "stop"
     stats = output.speculative_decoding
     if draft in (right, branches):  # closer and first token of JSON come in one round
-        assert stats is not None and stats.acceptance_length >= min(
-            5, len(output.outputs[0].token_ids)
-        )
+        length = min(5, len(output.outputs[0].token_ids))
+        assert stats is not None and stats.acceptance_length >= length
 
 
 @pytest.fixture(scope="module")
