@@ -217,14 +217,18 @@ class ReasoningRules:
     def source_of(self, params: SamplingParams, prompt: Sequence[int]) -> GrammarSource | None:
         """The request's grammar and budget. Raises ValueError for a budget where no section is
         known, or where the grammar leaves none free."""
+        asks = params.guided_decoding, params.thinking_token_budget, params.logits_processor
+        if asks == (None, None, None):
+            return None
         grammar = None if params.guided_decoding is None else params.guided_decoding.source
-        if params.thinking_budget is None and grammar is None:
+        budget = params.thinking_budget
+        if budget is None and grammar is None:
             return None
         section = self._section(prompt)
         after = None if grammar is None else self._after(section, grammar)
-        if params.thinking_budget is None:
+        if budget is None:
             return after
-        return self._budget(*params.thinking_budget, grammar, section, prompt).source(after)
+        return self._budget(*budget, grammar, section, prompt).source(after)
 
     def _budget(
         self,

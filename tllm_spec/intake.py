@@ -132,8 +132,10 @@ class Intake:
         prompt, token_ids = self._read(inputs, params)
         rules = self._rules(params)
         source = self.reasoning.source_of(params, token_ids)
-        grammars = self._new_states(source, params.n)
-        sections = self.reasoning.bytes.sections_of(source)
+        grammars, sections = [None] * params.n, None
+        if source is not None:
+            grammars = self._new_states(source, params.n)
+            sections = self.reasoning.bytes.sections_of(source)
         with self._lock:
             ids = [next(self._ids) for _ in range(params.n)]
         room, longest = self._limits.max_seq_len - len(token_ids), self._limits.max_draft_len

@@ -54,7 +54,7 @@ JSON = {"content-type": "application/json"}
         (TEXT, {"guided_regex": ""}, "guided_regex", "non-empty"),
         (TEXT, {"thinking_token_budget": True}, "thinking_token_budget", "valid integer"),
         (TEXT, {"thinking_token_budget": 2.0}, "thinking_token_budget", "valid integer"),
-        (CHAT_PATH, {"max_thinking_tokens": -2}, "max_thinking_tokens", "at least -1"),
+        (CHAT_PATH, {"max_thinking_tokens": -2}, "thinking_token_budget", "at least -1"),
         (TEXT, {"guided_regex": "a", "guided_choice": ["b"]}, None, "one of them says"),
         (
             CHAT_PATH,
