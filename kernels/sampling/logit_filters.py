@@ -341,11 +341,12 @@ def mask_tokens_kernel(
     row = tl.program_id(0).to(tl.int64)
     index = tl.load(mask_of_row + row).to(tl.int64)
     tokens = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    real = tokens < tl.where(index != -1, num_tokens, 0)  # nothing without a mask
+    masked = tokens < tl.where(index >= 0, num_tokens, 0)
+    has_only = tokens < tl.where(index < -1, num_tokens, 0)  # and nothing without a mask
     ids = first + tokens
-    words = tl.load(bitmasks + index * num_words + ids // 32, mask=real & (index >= 0), other=-1)
-    is_only = ids == -2 - index
-    excluded = (((words >> (ids % 32)) & 1) == 0) | (index < -1)
+    words = tl.load(bitmasks + index * num_words + ids // 32, mask=masked, other=-1)
+    excluded = ((words >> (ids % 32)) & 1) == 0
     infinity = tl.full((BLOCK,), float("inf"), tl.float32)
-    values = tl.where(is_only, 0.0, -infinity).to(logits.dtype.element_ty)
-    tl.store(logits + row * stride + tokens, values, mask=real & excluded)
+    values = tl.where(has_only & (ids == -2 - index), 0.0, -infinity)
+    values = values.to(logits.dtype.element_ty)
+    tl.store(logits + row * stride + tokens, values, mask=has_only | (masked & excluded))

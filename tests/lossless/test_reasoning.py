@@ -177,7 +177,8 @@ def scripted_output(
             assert draft is not None
             return draft(text[request.num_output_tokens :], request.num_drafts_wanted)
 
-        tree = {"max_total_draft_tokens": 40} if draft is branches else {}
+        is_tree = draft in (branches, wrong_branches)
+        tree = {"max_total_draft_tokens": 40} if is_tree else {}
         options = user_provided(propose, 12, max_rejected_rounds=None, **tree)
     with LLM(str(folder), **sizes, **options) as llm:
         output = llm.generate(prompt, given, use_tqdm=False)
@@ -205,6 +206,10 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     "the whole section": ({"thinking_token_budget": 3}, TEXT),
     "both": (JSON | {"thinking_token_budget": 1}, f"<think> Let{CLOSER}{ANSWER}"),
     "rules against the closer": (WITH_RULES, f"<think> Let{CLOSER}{ANSWER}"),
+    "a stop string in the closer": (
+        {"thinking_token_budget": 1, "stop": ["</th", CLOSER]},
+        f"<think> Let{CLOSER}{ANSWER}",
+    ),
     "a stop string that comes by itself": ({"stop": CLOSER}, "<think> Let me see"),
 }
 
@@ -243,6 +248,18 @@ def test_a_closer_of_several_tokens_is_proposed_as_drafts(
     assert plain.outputs[0].token_ids[2:12] == closer
     stats = output.speculative_decoding
     assert stats is not None and sum(stats.per_position_accepted) >= 9
+
+
+def wrong_branches(rest: list[int], longest: int) -> list[list[int]]:
+    return [[70] * longest, [71] * longest]
+
+
+def test_a_tree_without_the_forced_token_gives_way_to_it(scripted: Path) -> None:
+    params = {"thinking_token_budget": 1}
+    output = scripted_output(scripted, wrong_branches, params)
+    assert output.outputs[0].text.startswith(f"<think> Let{CLOSER}")
+    stats = output.speculative_decoding
+    assert stats is not None and sum(stats.per_position_accepted) == 1
 
 
 @pytest.mark.parametrize("draft", [None, right, nothing, illegal])
