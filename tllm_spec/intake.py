@@ -132,7 +132,8 @@ class Intake:
         prompt, token_ids = self._read(inputs, params)
         rules = self._rules(params)
         source = self.reasoning.source_of(params, token_ids)
-        grammars, sections = [None] * params.n, None
+        grammars: Sequence[TextRules | None] = [None] * params.n
+        sections = None
         if source is not None:
             grammars = self._new_states(source, params.n)
             sections = self.reasoning.bytes.sections_of(source)
