@@ -12,7 +12,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any, Protocol
 
 from tllm_spec.config.option_checks import check_text
-from tllm_spec.grammar.grammar_state import GrammarState
+from tllm_spec.grammar.thinking_budget import TextRules
 from tllm_spec.logits_processor import LogitsEdit
 from tllm_spec.outputs import Logprob, SpeculativeStats
 from tllm_spec.sampling_params import SamplingParams
@@ -252,7 +252,7 @@ class LlmRequest:
     arrival: int = 0  # order of arrival, the tie-break of every queue
     stop_options: StopOptions | None = None
     stop_checker: StopChecker | None = None  # made of them
-    grammar: GrammarState | None = None
+    grammar: TextRules | None = None
     streaming: bool = False
     draft_limit: int = 0  # longest draft this request wants; 0 = never speculate
     store: bool | None = None  # what its client says about recording; None: nothing
@@ -391,7 +391,7 @@ def samples_of(
     rules: DecodingRules,
     ids: Sequence[int],
     seeds: Sequence[int],
-    grammars: Sequence[GrammarState | None],
+    grammars: Sequence[TextRules | None],
     *,
     max_draft_len: int,
     pause_patience: int | None,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from tllm_spec.executor.request import DecodingRules, LlmRequest, samples_of
-from tllm_spec.grammar.grammar_state import GrammarState
+from tllm_spec.grammar.thinking_budget import TextRules
 from tllm_spec.sampling_params import RequestOptions
 
 
@@ -47,7 +47,7 @@ def unpack_requests(
     packed: Sequence[Any],
     ids: Sequence[int],
     limits: RequestLimits,
-    grammars: Sequence[GrammarState | None],
+    grammars: Sequence[TextRules | None],
 ) -> list[LlmRequest]:
     """What `pack_requests` returned. ids: the requests' ids in this process."""
     _, seeds, tokens, plain, options = packed

@@ -46,6 +46,14 @@ class ReadRound(NamedTuple):
     table: list[list[int]]
 
 
+def _guided_by(request: LlmRequest) -> bool | str:
+    """What compiled the request's grammar; the kind of other rules."""
+    if request.grammar is None:
+        return False
+    kind = request.grammar.source.kind
+    return kind if kind == "thinking_budget" else compiler_name()
+
+
 class TrafficRecorder:
     """Lossy on purpose: a slow or full disk loses records and delays nothing.
 
@@ -160,7 +168,7 @@ class TrafficRecorder:
             sampling=sampling_of(request.rules),
             max_tokens=request.max_tokens,
             draft_limit=request.draft_limit if request.draft_limit < longest else None,
-            guided=False if request.grammar is None else compiler_name(),
+            guided=_guided_by(request),
             finish_reason=request.finish_reason or "",
             rounds=rounds_until(request.recorded_rounds, len(output)),
             num_rounds=stats.rounds,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -21,12 +22,18 @@ SHARPNESS = 4.0
 
 
 def save_scripted(
-    folder: Path, scripts: Mapping[str, Sequence[str]], template: str, *, special: Sequence[str] = ()
+    folder: Path,
+    scripts: Mapping[str, Sequence[str]],
+    template: str,
+    *,
+    special: Sequence[str] = (),
+    tokens: Sequence[str] = (),
 ) -> Path:
     """A checkpoint with tokenizer. scripts: by the piece that a prompt ends with, the pieces that
     the model writes after it, then END. Each piece is a token of its own; the others are bytes.
-    special: pieces that are special tokens. Returns the folder."""
-    tokenizer = _tokenizer(scripts, special)
+    special: pieces that are special tokens. tokens: others that are tokens, too. Returns the
+    folder."""
+    tokenizer = _tokenizer(scripts, special, tokens)
     tokenizer.chat_template = template
     tokenizer.save_pretrained(folder)
     size = -(-len(tokenizer) // HEAD_DIM) * HEAD_DIM
@@ -49,14 +56,14 @@ def save_scripted(
 
 
 def _tokenizer(
-    scripts: Mapping[str, Sequence[str]], special: Sequence[str]
+    scripts: Mapping[str, Sequence[str]], special: Sequence[str], tokens: Sequence[str]
 ) -> PreTrainedTokenizerFast:
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     bare = Tokenizer(models.BPE(vocab={each: i for i, each in enumerate(letters)}, merges=[]))
     bare.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bare.decoder = decoders.ByteLevel()
-    bare.add_special_tokens([AddedToken(each, special=True) for each in (END, *scripts, *special)])
-    pieces = [each for script in scripts.values() for each in script if each not in special]
+    bare.add_special_tokens([AddedToken(each, special=True) for each in (END, *special)])
+    pieces = [*tokens, *(each for start in scripts for each in (start, *scripts[start]))]
     bare.add_tokens([AddedToken(each, normalized=False) for each in dict.fromkeys(pieces)])
     return PreTrainedTokenizerFast(tokenizer_object=bare, eos_token=END)
 
@@ -67,7 +74,7 @@ def _weights(
     head = torch.zeros(size, size)
     for start, script in scripts.items():
         ids = tokenizer.convert_tokens_to_ids([start, *script, END])
-        for token, successor in zip(ids, ids[1:], strict=False):
+        for token, successor in pairwise(ids):
             assert not head[:, token].any(), "a piece comes twice"
             head[successor, token] = SHARPNESS
     layer = "model.layers.0."

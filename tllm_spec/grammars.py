@@ -1,24 +1,31 @@
-"""Gives requests with `guided_decoding` their grammars, compiled for the model's tokenizer."""
+"""Gives requests with `guided_decoding` their grammars, compiled for the model's tokenizer, and
+what reasoning says about them: where the grammar begins, and a budget of thinking."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import threading
 from collections import OrderedDict
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from functools import partial
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
+from tllm_spec.chat_formats.names import REASONING, reasoning_name
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.executor.request_wire import RequestLimits
 from tllm_spec.grammar.grammar_state import CompiledGrammar, GrammarState
 from tllm_spec.grammar.grammar_text import compiled, forces_much
 from tllm_spec.grammar.guided_decoding import GrammarSource
 from tllm_spec.grammar.structural_tags import NamedTokens
+from tllm_spec.grammar.thinking_budget import Budget, Sections, TextRules, ThinkingBudget
+from tllm_spec.sampling_params import SamplingParams, ThinkingBudgetLogitsProcessor
+from tllm_spec.text.reasoning import Marks, ReasoningFormat, Section, section_after
 from tllm_spec.text.tokenizer import Tokenizer
-from tllm_spec.text.vocabulary import harmony_ends
+from tllm_spec.text.vocabulary import harmony_ends, token_bytes
 
 OFF = "guided_decoding is refused: guided_decoding_backend = null; llguidance is accepted"
 NO_TOKENIZER = "guided_decoding needs a tokenizer, which skip_tokenizer_init = true leaves out"
@@ -42,6 +49,7 @@ class Grammars:
         self._loading = threading.Lock()
         self._tokenizer: Any = None
         self._tokens = named_tokens(tokenizer, self._end_ids)
+        self.bytes = TokenBytes(tokenizer, vocab_size)
         self._known: OrderedDict[GrammarSource, CompiledGrammar | str] = OrderedDict()
         self._lock = threading.Lock()  # of what is known, and of the size of stacks
 
@@ -51,9 +59,19 @@ class Grammars:
         end_ids = end_ids_of(limits, tokenizer)
         return cls(args.guided_decoding_backend, tokenizer, limits.vocab_size, end_ids)
 
-    def states_of(self, source: GrammarSource, number: int) -> list[GrammarState | None]:
-        """One for each sample. Every rank makes the same states. Raises ValueError for a grammar
-        that cannot be used."""
+    def states_of(self, source: GrammarSource | None, number: int) -> Sequence[TextRules | None]:
+        """One for each sample; None without a grammar or budget. Every rank makes the same ones.
+        Raises ValueError for a grammar that cannot be used."""
+        if source is None:
+            return [None] * number
+        if source.kind == "thinking_budget":
+            sections, inner = self.bytes.sections_of(source), Budget.of(source)[1]
+            assert sections is not None
+            of_inner = [None] * number if inner is None else self._of(inner, number)
+            return [ThinkingBudget(source, sections, each) for each in of_inner]
+        return self._of(source, number)
+
+    def _of(self, source: GrammarSource, number: int) -> list[GrammarState]:
         found = self._known.get(source) or self._compile(source)
         if isinstance(found, str):
             raise ValueError(found)
@@ -141,6 +159,146 @@ def masks_tokenizer(tokenizer: Any, vocab_size: int, end_ids: tuple[int, ...]) -
         return from_tokenizer(tokenizer, n_vocab=size, eos_token=ends)
     except (AttributeError, TypeError, ValueError) as error:
         raise ValueError(f"guided decoding cannot use this tokenizer: {error}") from error
+
+
+class TokenBytes:
+    """What finds the forced ends of budgets. It makes the table of a vocabulary's bytes when a
+    marker that is no token first needs it."""
+
+    def __init__(self, tokenizer: Any, vocab_size: int) -> None:
+        self._arguments = tokenizer, vocab_size
+        self._made = lru_cache(MAX_KNOWN)(self._make)
+
+    @cached_property
+    def _table(self) -> Mapping[int, bytes]:
+        return token_bytes(*self._arguments)
+
+    def sections_of(self, source: GrammarSource | None) -> Sections | None:
+        """None without a budget."""
+        is_budget = source is not None and source.kind == "thinking_budget"
+        return self._made(source) if is_budget else None
+
+    def _make(self, source: GrammarSource) -> Sections:
+        return Sections(Budget.of(source)[0], lambda: self._table)
+
+
+class ReasoningRules:
+    """What the model's reasoning says about the text of a request. Raises ValueError for a format
+    that is not known."""
+
+    def __init__(self, args: LlmArgs, tokenizer: Tokenizer | None, vocab_size: int) -> None:
+        self._tokenizer = tokenizer
+        self.bytes = TokenBytes(tokenizer, vocab_size)
+        self._form: ReasoningFormat | None = None
+        self._in_reasoning = args.enable_in_reasoning
+        if args.reasoning_parser is None:
+            return
+        if tokenizer is None:
+            raise ValueError("reasoning_parser needs a tokenizer; drop skip_tokenizer_init")
+        template = str(getattr(tokenizer, "chat_template", None) or "")
+        name = reasoning_name(args.reasoning_parser, template)
+        if name is not None and name not in REASONING:
+            known = ", ".join(sorted(REASONING))
+            raise ValueError(f"reasoning_parser = {name!r}: {known} and auto are accepted")
+        if name is not None:
+            form = self._form = REASONING[name]
+            self._marks = Marks(tokenizer, (form.opener, form.closer))
+            parts = named_tokens(tokenizer, frozenset()).parts
+            self._opener, self._closer = parts(form.opener), parts(form.closer)
+            self._calls = [parts(each) for each in form.ends_at]
+
+    def grammar_of(self, params: SamplingParams) -> GrammarSource | None:
+        """The request's grammar with every way in which the answer may begin, to check it before
+        the prompt is known."""
+        if params.guided_decoding is None:
+            return None
+        return self._after("undecided", params.guided_decoding.source)
+
+    def source_of(self, params: SamplingParams, prompt: Sequence[int]) -> GrammarSource | None:
+        """The request's grammar and budget. Raises ValueError for a budget where no section is
+        known, or where the grammar leaves none free."""
+        asks = params.guided_decoding, params.thinking_token_budget, params.logits_processor
+        if asks == (None, None, None):
+            return None
+        grammar = None if params.guided_decoding is None else params.guided_decoding.source
+        budget = params.thinking_budget
+        if budget is None and grammar is None:
+            return None
+        section = self._section(prompt)
+        after = None if grammar is None else self._after(section, grammar)
+        if budget is None:
+            return after
+        return self._budget(*budget, grammar, section, prompt).source(after)
+
+    def _budget(
+        self,
+        num_tokens: int,
+        processor: ThinkingBudgetLogitsProcessor | None,
+        grammar: GrammarSource | None,
+        section: Section,
+        prompt: Sequence[int],
+    ) -> Budget:
+        if grammar is not None and (self._form is None or self._in_reasoning):
+            raise ValueError(
+                f"thinking_token_budget = {num_tokens} and a grammar: this begins at the first "
+                "token, unless there is a reasoning_parser without enable_in_reasoning"
+            )
+        if processor is not None:
+            begin, end = processor.reasoning_start_token_ids, processor.reasoning_end_token_ids
+            section = "inside" if _last(prompt, begin) > _last(prompt, end) else "undecided"
+            return Budget(num_tokens, begin, [end], section, grammar is not None)
+        if self._form is None:
+            raise ValueError(
+                f"thinking_token_budget = {num_tokens} needs reasoning_parser, the format of the "
+                "model's reasoning"
+            )
+        has_calls = grammar is None or grammar.kind == "structural_tag"
+        closers = [self._closer, *(self._calls if has_calls else ())]
+        return Budget(num_tokens, self._opener, closers, section, grammar is not None)
+
+    def _after(self, section: Section, grammar: GrammarSource) -> GrammarSource:
+        if self._form is None or self._in_reasoning:
+            return grammar
+        return after_reasoning(grammar, self._form, section)
+
+    def _section(self, prompt: Sequence[int]) -> Section:
+        if self._form is None or self._tokenizer is None:
+            return "over"
+        return section_after(prompt, self._form, self._marks, self._tokenizer)
+
+
+def _last(tokens: Sequence[int], part: Sequence[int]) -> int:
+    """Where the part begins for the last time; -1: nowhere."""
+    places = range(len(tokens) - len(part), -1, -1)
+    return next((i for i in places if [*tokens[i : i + len(part)]] == [*part]), -1)
+
+
+def after_reasoning(
+    source: GrammarSource, form: ReasoningFormat, section: Section
+) -> GrammarSource:
+    """The grammar of an answer that begins so, whose text after reasoning matches `source`."""
+    if section == "over":
+        return source
+    part: Any
+    if source.kind == "structural_tag":
+        part = json.loads(source.text)["format"]
+    elif source.kind == "json_schema":
+        part = {"type": "json_schema", "json_schema": json.loads(source.text)}
+    elif source.kind == "grammar":
+        part = {"type": "grammar", "grammar": source.text}
+    else:
+        is_choice = source.kind == "choice"
+        pattern = "|".join(map(re.escape, json.loads(source.text))) if is_choice else source.text
+        part = {"type": "regex", "pattern": pattern}
+    thoughts = {
+        "type": "reasoning",
+        "section": section,
+        "begin": form.opener,
+        "end": form.closer,
+        "ends_at": [*form.ends_at] if source.kind == "structural_tag" else [],
+    }
+    tag = {"type": "structural_tag", "format": {"type": "sequence", "elements": [thoughts, part]}}
+    return GrammarSource("structural_tag", json.dumps(tag))
 
 
 def named_tokens(tokenizer: Any, end_ids: frozenset[int]) -> NamedTokens:

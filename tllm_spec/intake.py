@@ -17,9 +17,9 @@ from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.config.option_checks import check_text, shown
 from tllm_spec.executor.request import DecodingRules, LlmRequest, StopOptions, samples_of
 from tllm_spec.executor.request_wire import RequestLimits
-from tllm_spec.grammar.grammar_state import GrammarState
 from tllm_spec.grammar.guided_decoding import GrammarSource
-from tllm_spec.grammars import end_ids_of
+from tllm_spec.grammar.thinking_budget import TextRules
+from tllm_spec.grammars import ReasoningRules, end_ids_of
 from tllm_spec.request_errors import ContextLengthExceeded
 from tllm_spec.request_handle import RequestHandle
 from tllm_spec.sampling_params import DEFAULT_OPTIONS, RequestOptions, SamplingParams
@@ -30,17 +30,19 @@ from tllm_spec.text.tokenizer import Tokenizer
 # Text, token ids, {"prompt": text} or {"prompt_token_ids": token ids}, or a conversation.
 Prompt = str | Sequence[int] | Mapping[str, Any] | Conversation
 Params = SamplingParams | Mapping[str, Any] | None
-Grammars = Sequence[GrammarState | None]
+NewStates = Callable[[GrammarSource | None, int], Sequence[TextRules | None]]
 
 
 @dataclass(frozen=True)
 class Submission:
-    """A prompt's requests, one for each of the n samples, with consecutive ids."""
+    """A prompt's requests, one for each of the n samples, with consecutive ids. source: what their
+    text must follow."""
 
     prompt: str | None
     token_ids: list[int]
     params: SamplingParams
     requests: list[LlmRequest]
+    source: GrammarSource | None
 
     def handle(self, tokenizer: Tokenizer | None, cancel: Callable[[], None]) -> RequestHandle:
         first_id = self.requests[0].request_id
@@ -81,14 +83,13 @@ class Intake:
         args: LlmArgs,
         tokenizer: Tokenizer | None,
         limits: RequestLimits,
-        states_of: Callable[[GrammarSource, int], Grammars] = lambda source, number: (
-            [None] * number
-        ),
+        states_of: NewStates = lambda source, number: [None] * number,
     ) -> None:
         self._tokenizer = tokenizer
         self._end_ids = end_ids_of(limits, tokenizer)
         self._longest = longest_prompt(args)
         self._states_of = states_of
+        self.reasoning = ReasoningRules(args, tokenizer, limits.vocab_size)
         self._num_ranks = args.tensor_parallel_size
         self._records = args.record_traffic is not None
         self._lock = threading.Lock()
@@ -119,9 +120,10 @@ class Intake:
             )
         prompt, token_ids = self._read(inputs, params)
         rules = self._rules(params)
-        grammars: Grammars = [None] * params.n
-        if params.guided_decoding is not None:
-            grammars = self._states_of(params.guided_decoding.source, params.n)
+        source = self.reasoning.source_of(params, token_ids)
+        grammars: Sequence[TextRules | None] = [None] * params.n
+        if source is not None:
+            grammars = self._states_of(source, params.n)
         with self._lock:
             ids = [next(self._ids) for _ in range(params.n)]
         room, longest = self._limits.max_seq_len - len(token_ids), self._limits.max_draft_len
@@ -142,8 +144,9 @@ class Intake:
             assert self._tokenizer is not None
             keeps, skips = params.include_stop_str_in_output, params.skip_special_tokens
             stop = StopOptions(params.stop_strings, keeps, skips)
-            look_for_stops(requests, self._tokenizer, stop)
-        return Submission(prompt, token_ids, params, requests)
+            sections = self.reasoning.bytes.sections_of(source)
+            look_for_stops(requests, self._tokenizer, stop, sections)
+        return Submission(prompt, token_ids, params, requests, source)
 
     def _rules(self, params: SamplingParams) -> DecodingRules:
         """The parameters, checked against the model."""

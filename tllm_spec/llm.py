@@ -212,8 +212,7 @@ class LLM:
     def compile_grammar(self, params: SamplingParams) -> None:
         """Compiles the grammar of `params`, if there is one, so that the request with it starts at
         once. Raises ValueError for a grammar that cannot be used."""
-        if params.guided_decoding is not None:
-            self._grammars.states_of(params.guided_decoding.source, 1)
+        self._grammars.states_of(self._intake.reasoning.grammar_of(params), 1)
 
     @property
     def num_unfinished(self) -> int:

@@ -11,6 +11,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import tllm_spec
+from tllm_spec.chat_formats.names import REASONING, reasoning_name
 from tllm_spec.config.neighbours import (
     ABSENT,
     CHAT_IGNORED,
@@ -23,6 +24,9 @@ from tllm_spec.config.option_checks import is_ignored
 from tllm_spec.config.option_checks import refusal as refusal_of_option
 from tllm_spec.config.speculative_config import TYPES_NOT_SERVED, type_refusal
 from tllm_spec.sampling_params import LogitsProcessor as LogitsProcessor
+from tllm_spec.sampling_params import (
+    ThinkingBudgetLogitsProcessor as ThinkingBudgetLogitsProcessor,
+)
 
 if TYPE_CHECKING:
     from tllm_spec import LLM as LLM
@@ -106,9 +110,7 @@ WITHOUT_OPTION: Mapping[str, str] = {
     "EncodeCudaGraphConfig": "there are no encoders",
     "EncodeExtraInputSpec": "there are no encoders",
     "MultimodalEncoder": ABSENT["multimodal"],
-    "ThinkingBudgetLogitsProcessor": "there is no thinking budget; write a logits processor",
     "TrtLlmArgs": "there is one backend",
-    "add_thinking_budget_logits_processor": "there is no thinking budget",
 }
 _TABLE: Ignored = {**LLM_IGNORED, **KV_CACHE_IGNORED, **SCHEDULER_IGNORED, **CHAT_IGNORED}
 _TYPE_OF = {class_name: decoding_type for decoding_type, class_name in TYPES_NOT_SERVED.items()}
@@ -117,12 +119,38 @@ __all__ = sorted(
         *tllm_spec.__all__,
         *ENUMS,
         "LogitsProcessor",
+        "ThinkingBudgetLogitsProcessor",
+        "add_thinking_budget_logits_processor",
         *OTHER_NAMES,
         *_TYPE_OF,
         *OPTION_OF,
         *WITHOUT_OPTION,
     }
 )
+
+
+def add_thinking_budget_logits_processor(
+    sampling_params: SamplingParams,
+    reasoning_parser: str | None = None,
+    tokenizer: Any = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+) -> None:
+    """Gives `sampling_params` with a `thinking_token_budget` a processor with the markers of the
+    parser, as the tokenizer writes them; other parameters stay as they are. The prompt says whether
+    it has opened a section, whatever `chat_template_kwargs` are."""
+    if sampling_params.thinking_token_budget in (None, -1):
+        return
+    name = reasoning_name(reasoning_parser or "", tokenizer.chat_template or "")
+    if name is None or (form := REASONING.get(name)) is None:
+        raise ValueError(
+            f"reasoning_parser = {reasoning_parser!r}: {', '.join(REASONING)} are known"
+        )
+    opener, closer = (
+        tokenizer.encode(text, add_special_tokens=False) for text in (form.opener, form.closer)
+    )
+    own = ThinkingBudgetLogitsProcessor(sampling_params.thinking_token_budget, opener, closer)
+    processors = [*sampling_params.logits_processors, own]
+    object.__setattr__(sampling_params, "logits_processor", processors)
 
 
 def refusal(name: str, use: str) -> str:

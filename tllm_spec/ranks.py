@@ -33,7 +33,6 @@ from tllm_spec.executor.ranks import FollowerQueue, RanksEnded
 from tllm_spec.executor.request import LlmRequest, Response, StopOptions
 from tllm_spec.executor.request_wire import RequestLimits, unpack_requests
 from tllm_spec.executor.worker import recover
-from tllm_spec.grammar.grammar_state import GrammarState
 from tllm_spec.grammar.guided_decoding import GrammarSource
 from tllm_spec.grammars import Grammars
 from tllm_spec.models.registry import check_shards
@@ -316,14 +315,13 @@ def _requests(
 ) -> list[LlmRequest]:
     """Makes a prompt's requests as rank 0 has them."""
     packed, stop, grammar = message
-    ids = packed[0]
-    states: list[GrammarState | None] = [None] * len(ids)
-    if grammar is not None:
-        states = grammars.states_of(GrammarSource(*grammar), len(ids))
+    ids, source = packed[0], None if grammar is None else GrammarSource(*grammar)
+    states = grammars.states_of(source, len(ids))
     requests = unpack_requests(packed, ids, limits, states)
     if stop is not None:
         assert tokenizer is not None
-        look_for_stops(requests, tokenizer, StopOptions(**stop | {"stops": tuple(stop["stops"])}))
+        options = StopOptions(**stop | {"stops": tuple(stop["stops"])})
+        look_for_stops(requests, tokenizer, options, grammars.bytes.sections_of(source))
     return requests
 
 

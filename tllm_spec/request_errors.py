@@ -8,6 +8,10 @@ NO_GUIDED_TOKEN = (
     "guided_decoding: no token can be chosen next: the grammar, min_tokens and the excluded words "
     "leave none (or the model's logits are not numbers)"
 )
+NO_TOKEN_ERROR = (
+    "no token can be chosen next: the logits are not numbers (NaN), or every token is excluded "
+    "(-inf)"
+)
 # Where a grammar can read a text in very many ways, its mask is over a limit.
 SLOW_GRAMMAR = (
     "guided_decoding: the grammar takes too long for a round's masks or drafts; nested repetitions "

@@ -67,6 +67,7 @@ INTEGERS: Mapping[str, tuple[int, float]] = {
     "seed": (-(2**63), 2**63 - 1),
     "logprobs": (0, math.inf),
     "prompt_logprobs": (0, math.inf),
+    "thinking_token_budget": (-1, math.inf),
     "truncate_prompt_tokens": (1, math.inf),
 }
 NUMBERS: Mapping[str, tuple[float, float]] = {
@@ -130,6 +131,26 @@ def _explains_refusals(cls: AnyClass) -> AnyClass:
 
     plain.__init__ = init
     return cls
+
+
+@dataclass(frozen=True)
+class ThinkingBudgetLogitsProcessor:
+    """TensorRT-LLM's budget of a section of reasoning between these tokens. It is served as
+    `thinking_token_budget` is, without a call for each token. None or -1: none."""
+
+    thinking_token_budget: int | None
+    reasoning_start_token_ids: Sequence[int]
+    reasoning_end_token_ids: Sequence[int]
+
+    def __post_init__(self) -> None:
+        check_integer("thinking_token_budget", self.thinking_token_budget or 0, -1)
+        for name in ("reasoning_start_token_ids", "reasoning_end_token_ids"):
+            ids = getattr(self, name)
+            check_list(name, ids, or_none=False)
+            for token in ids:
+                check_integer(f"a token id of {name}", token)
+            if not ids:
+                raise ValueError(f"{name} = {ids!r}: at least one token id is needed")
 
 
 @_explains_refusals
@@ -209,6 +230,9 @@ class SamplingParams:
     guided_decoding: GuidedDecodingParams | None = None
     """What the text must match: `GuidedDecodingParams(json=..., regex=..., grammar=...,
     json_object=True, structural_tag=... or choice=[...])`, or a mapping of its keys."""
+    thinking_token_budget: int | None = None
+    """Tokens of a section of reasoning, without its markers; then its end is forced. -1 or null:
+    any number. Needs `LlmArgs.reasoning_parser`."""
     speculation: SpeculationParams = field(default_factory=SpeculationParams)
     """`{enabled, max_draft_len}`: limits speculation for this request."""
 
@@ -348,8 +372,19 @@ class SamplingParams:
 
     @cached_property
     def logits_processors(self) -> tuple[AnyLogitsProcessor, ...]:
-        """`logits_processor` as a tuple, in the order of their calls."""
-        return _as_tuple(self.logits_processor)
+        """`logits_processor` as a tuple, in the order of their calls, without a budget."""
+        own = _as_tuple(self.logits_processor)
+        return tuple(each for each in own if not isinstance(each, ThinkingBudgetLogitsProcessor))
+
+    @property
+    def thinking_budget(self) -> tuple[int, ThinkingBudgetLogitsProcessor | None] | None:
+        """Tokens of a section of reasoning, and what says where sections are; None: any number. A
+        processor outranks `thinking_token_budget`."""
+        own = _as_tuple(self.logits_processor)
+        found = [each for each in own if isinstance(each, ThinkingBudgetLogitsProcessor)]
+        processor = found[-1] if found else None
+        number = processor.thinking_token_budget if processor else self.thinking_token_budget
+        return None if number in (None, -1) else (int(number), processor)
 
 
 @dataclass(frozen=True, kw_only=True)

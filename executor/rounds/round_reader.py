@@ -17,7 +17,7 @@ from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveControl
 from tllm_spec.executor.speculative.draft_length.decisions import ObservedRound
 from tllm_spec.kernels.slots.choose_rows import EXPECTED_SCALE
 from tllm_spec.outputs import Logprob
-from tllm_spec.request_errors import described
+from tllm_spec.request_errors import NO_TOKEN_ERROR, described
 
 
 def joined(parts: Sequence[SampledTokens], width: int, device: torch.device) -> SampledTokens:
@@ -135,11 +135,6 @@ class RoundOutcome:
         )
         controller.observe(observed)
 
-
-NO_TOKEN_ERROR = (
-    "no token can be chosen next: the logits are not numbers (NaN), or every token is excluded "
-    "(-inf)"
-)
 
 # The log probabilities of a run's tokens, by request id.
 RunLogprobs = dict[int, list[dict[int, Logprob]]]

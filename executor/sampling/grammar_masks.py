@@ -21,6 +21,9 @@ from tllm_spec.kernels.sampling.logit_filters import mask_tokens
 NUM_THREADS = 4
 MIN_FOR_THREADS = 4  # requests
 
+# A request, its masks and their numbers.
+Job = tuple[LlmRequest, torch.Tensor, torch.Tensor]
+
 
 def mask_words(num_rows: int, vocab_size: int) -> int:
     """int32 words that the masks of that many rows take, with a number for each row."""
@@ -30,8 +33,8 @@ def mask_words(num_rows: int, vocab_size: int) -> int:
 class GrammarMasks:
     """The masks of requests with grammars. Costs nothing in a round without such requests.
 
-    Masks travel with the number of each row's mask, -1 for none, in one copy: `[R]` numbers, then
-    `[M, ceil(V / 32)]` words, all int32."""
+    Masks travel with the number of each row's mask in one copy: `[R]` numbers, -1 for no mask and
+    -2 - token for one of that token only, then `[M, ceil(V / 32)]` words, all int32."""
 
     def __init__(
         self,
@@ -135,13 +138,14 @@ class GrammarMasks:
             first += count
         mask_of_row.copy_(torch.tensor(numbers, dtype=torch.int32))
         if guided:
-            self._fill_all(list(guided.values()), masks.split_with_sizes(own_counts))
+            own_numbers = [mask_of_row[starts[index] : starts[index + 1]] for index in guided]
+            own_masks = masks.split_with_sizes(own_counts)
+            self._fill_all(list(zip(guided.values(), own_masks, own_numbers, strict=True)))
         return filled
 
-    def _fill_all(self, guided: list[LlmRequest], masks: Sequence[torch.Tensor]) -> None:
+    def _fill_all(self, jobs: list[Job]) -> None:
         if self._windows is not None:
             self._drafts, self._windows = self._windows.wait(), None
-        jobs = list(zip(guided, masks, strict=True))
         if len(jobs) < MIN_FOR_THREADS:
             self._fill_some(jobs)
         else:
@@ -149,11 +153,13 @@ class GrammarMasks:
             list(self._threads.map(self._fill_some, parts))
 
     @torch.inference_mode()
-    def _fill_some(self, jobs: Sequence[tuple[LlmRequest, torch.Tensor]]) -> None:
-        for request, masks in jobs:
+    def _fill_some(self, jobs: Sequence[Job]) -> None:
+        for request, masks, numbers in jobs:
             assert request.grammar is not None
             request.grammar.read(request.tokens, request.prompt_len)
-            request.grammar.fill(*self._nodes(request, len(masks)), masks.fill_(-1))
+            forced = request.grammar.fill(*self._nodes(request, len(masks)), masks.fill_(-1))
+            for row, token in forced.items():
+                numbers[row] = -2 - token
 
     def _nodes(self, request: LlmRequest, num_rows: int) -> tuple[list[int], Sequence[int]]:
         """Tokens and parents of the request's rows, without padding after the proposed drafts."""

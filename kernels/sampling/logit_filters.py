@@ -281,8 +281,9 @@ def _weights(values: tl.tensor, best: tl.tensor) -> tl.tensor:
     return (y * scale).to(tl.int64)
 
 
-# Excludes tokens by bitmasks: their logits become -inf. One Triton kernel on CUDA, elsewhere the
-# plain-torch reference.
+# Excludes tokens by bitmasks, or all but one: their logits become -inf. That one is 0 then, also
+# where something else has excluded it. One Triton kernel on CUDA, elsewhere the plain-torch
+# reference.
 
 
 @with_kernel("mask_tokens_triton")
@@ -290,13 +291,18 @@ def mask_tokens(
     logits: torch.Tensor, mask_of_row: torch.Tensor, bitmasks: torch.Tensor, first: int = 0
 ) -> None:
     """Sets excluded tokens to -inf, in place. logits `[R, n]`, contiguous rows, of the tokens from
-    `first` on; mask_of_row `[R]` int32: the number of each row's bitmask, -1 for none; bitmasks
-    `[M, ceil(V / 32)]` int32: bit i % 32 of word i // 32 is set if token i is allowed."""
+    `first` on; mask_of_row `[R]` int32: the number of each row's bitmask, -1 for none, -2 - token
+    for that token only; bitmasks `[M, ceil(V / 32)]` int32: bit i % 32 of word i // 32 is set if
+    token i is allowed."""
     (rows,) = torch.nonzero(mask_of_row >= 0, as_tuple=True)
     words = bitmasks.index_select(0, mask_of_row.index_select(0, rows))
     bits = torch.arange(32, dtype=torch.int32, device=logits.device)
     allowed = ((words.unsqueeze(2) >> bits) & 1).flatten(1)[:, first:][:, : logits.shape[1]].bool()
     logits.index_copy_(0, rows, logits.index_select(0, rows).masked_fill_(~allowed, -torch.inf))
+    (rows,) = torch.nonzero(mask_of_row < -1, as_tuple=True)
+    only = -2 - mask_of_row.index_select(0, rows).unsqueeze(1) - first
+    is_it = torch.arange(logits.shape[1], device=logits.device) == only
+    logits.index_copy_(0, rows, torch.where(is_it, 0.0, -torch.inf).to(logits.dtype))
 
 
 _MASK_BLOCK = 4096
@@ -326,15 +332,18 @@ def mask_tokens_kernel(
     num_words: tl.tensor, first: tl.tensor, num_tokens: tl.tensor, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:  # fmt: skip
-    """A block of one row per program. Only excluded logits are written, none is read."""
+    """A block of one row per program. Only excluded logits and the only token's are written, none
+    is read."""
     begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     index = tl.load(mask_of_row + row).to(tl.int64)
     tokens = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    real = tokens < tl.where(index >= 0, num_tokens, 0)  # nothing without a mask
+    masked = tokens < tl.where(index >= 0, num_tokens, 0)
+    has_only = tokens < tl.where(index < -1, num_tokens, 0)  # and nothing without a mask
     ids = first + tokens
-    words = tl.load(bitmasks + index * num_words + ids // 32, mask=real, other=-1)
+    words = tl.load(bitmasks + index * num_words + ids // 32, mask=masked, other=-1)
     excluded = ((words >> (ids % 32)) & 1) == 0
     infinity = tl.full((BLOCK,), float("inf"), tl.float32)
-    values = (-infinity).to(logits.dtype.element_ty)
-    tl.store(logits + row * stride + tokens, values, mask=real & excluded)
+    values = tl.where(has_only & (ids == -2 - index), 0.0, -infinity)
+    values = values.to(logits.dtype.element_ty)
+    tl.store(logits + row * stride + tokens, values, mask=has_only | (masked & excluded))

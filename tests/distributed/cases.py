@@ -13,7 +13,7 @@ from tests.models.fp8_checkpoint import keeping_fp8
 from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
 from tllm_spec.llm import LLM
 from tllm_spec.ranks import release_ranks
-from tllm_spec.sampling_params import SamplingParams
+from tllm_spec.sampling_params import SamplingParams, ThinkingBudgetLogitsProcessor
 
 EAGLE3 = {
     "decoding_type": "Eagle3",
@@ -64,8 +64,10 @@ PROMPTS = [
     "import os\nimport",
     "return x",
     "def main():\n    return",
+    "import os\n",
 ]
-# Greedy, sampled, penalised, with stop strings, guided, and several samples.
+# Greedy, sampled, penalised, with stop strings, guided, several samples, and with a budget of the
+# section that the prompt's last token opens; its closer is written `EF`.
 PARAMS: list[dict[str, Any]] = [
     {"max_tokens": 14},
     {"max_tokens": 14, "temperature": 0.9, "seed": 3, "top_k": 20},
@@ -73,6 +75,11 @@ PARAMS: list[dict[str, Any]] = [
     {"max_tokens": 20, "stop": ["\n", "or"]},
     {"max_tokens": 12, "guided_decoding": {"regex": "[a-z ]{5,10}"}},
     {"max_tokens": 14, "temperature": 1.0, "top_p": 0.8, "seed": 7, "n": 2},
+    {
+        "max_tokens": 12,
+        "logits_processor": ThinkingBudgetLogitsProcessor(2, [202], [40, 41]),
+        "stop": ["E", "F"],
+    },
 ]
 LONG = {"max_tokens": 100, "min_tokens": 100, "ignore_eos": True}
 TOKEN_PROMPTS = [[5 + length, 9, 11, 30 + length] * 3 for length in range(4)]

@@ -1,6 +1,7 @@
 """Requests with grammars for the tiny target, and what happens in their rounds."""
 
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from random import Random
@@ -83,9 +84,9 @@ def events_of(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> list[str]:
             events.append(f"read {rounds.index(to_host)}")
         return wait(to_host)
 
-    def watched_fill(state: GrammarState, *arguments: Any) -> None:
+    def watched_fill(state: GrammarState, *arguments: Any) -> Mapping[int, int]:
         events.append(f"fill {len(rounds)}")
-        fill(state, *arguments)
+        return fill(state, *arguments)
 
     def watched_forward(*arguments: Any) -> torch.Tensor:
         events.append(f"forward {len(rounds)}")

@@ -214,9 +214,9 @@ def test_masks_of_many_requests_are_filled_in_threads(
     harness = harness or Harness(tiny, **options)
     threads, fill = set[Thread](), GrammarState.fill
 
-    def watched(*arguments: Any) -> None:
+    def watched(*arguments: Any) -> Any:
         threads.add(current_thread())
-        fill(*arguments)
+        return fill(*arguments)
 
     monkeypatch.setattr(GrammarState, "fill", watched)
     requests = submit_guided(harness)

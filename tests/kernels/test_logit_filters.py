@@ -231,16 +231,23 @@ on_each_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
 
 
 def arguments(shape: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Logits of two rows more than are masked."""
+    """Logits of three rows more than are masked; the last may have one token only, which something
+    else has excluded."""
     num_masks, vocab_size = shape
     generator = torch.Generator().manual_seed(vocab_size)
-    logits = torch.randn(num_masks + 2, vocab_size, generator=generator)
+    logits = torch.randn(num_masks + 3, vocab_size, generator=generator)
     words = torch.randint(
         -(2**31), 2**31, (num_masks, -(-vocab_size // 32)), generator=generator
     ).to(torch.int32)
     words[0, 0] = -1  # all allowed, the sign bit included
-    mask_of_row = torch.arange(num_masks + 2, dtype=torch.int32).flip(0) - 1
+    mask_of_row = torch.arange(num_masks + 3, dtype=torch.int32).flip(0) - 2
+    mask_of_row[-1] = -2 - only_token(shape)
+    logits[-1, only_token(shape)] = -torch.inf
     return logits, mask_of_row.where(mask_of_row < num_masks, -1), words
+
+
+def only_token(shape: tuple[int, int]) -> int:
+    return shape[1] // 2
 
 
 @on_each_shape
@@ -248,12 +255,14 @@ def test_only_excluded_tokens_of_rows_with_a_mask_become_minus_infinity(
     shape: tuple[int, int],
 ) -> None:
     logits, mask_of_row, words = arguments(shape)
-    assert sorted(mask_of_row.tolist()) == [-1, -1, *range(shape[0])]
+    assert sorted(mask_of_row.tolist()) == [-2 - only_token(shape), -1, -1, *range(shape[0])]
     expected = logits.clone()
     for row, index in enumerate(mask_of_row.tolist()):
         for token in range(shape[1] if index >= 0 else 0):
             if not (int(words[index, token // 32]) >> (token % 32)) & 1:
                 expected[row, token] = -torch.inf
+    expected[-1] = -torch.inf
+    expected[-1, only_token(shape)] = 0
     mask_tokens.reference(logits, mask_of_row, words)
     assert torch.equal(logits, expected)
 

@@ -52,6 +52,9 @@ JSON = {"content-type": "application/json"}
         (TEXT, {"use_beam_search": True}, "use_beam_search", "no beam search"),
         (TEXT, {"length_penalty": 0.8}, "length_penalty", "accepted: None or 0.0 or"),
         (TEXT, {"guided_regex": ""}, "guided_regex", "non-empty"),
+        (TEXT, {"thinking_token_budget": True}, "thinking_token_budget", "valid integer"),
+        (TEXT, {"thinking_token_budget": 2.0}, "thinking_token_budget", "valid integer"),
+        (CHAT_PATH, {"max_thinking_tokens": -2}, "thinking_token_budget", "at least -1"),
         (TEXT, {"guided_regex": "a", "guided_choice": ["b"]}, None, "one of them says"),
         (
             CHAT_PATH,

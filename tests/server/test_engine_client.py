@@ -17,7 +17,7 @@ from tests.server.engine_thread import ARGS, OPTIONS, PROMPT, STREAMED, WITHOUT_
 from tests.server.http_answers import SECONDS, wait_for
 from tllm_spec import LLM, GuidedDecodingParams, SamplingParams
 from tllm_spec.outputs import RequestOutput
-from tllm_spec.sampling_params import RequestOptions
+from tllm_spec.sampling_params import RequestOptions, ThinkingBudgetLogitsProcessor
 from tllm_spec.server.admission import engine_running
 from tllm_spec.server.engine_client import EngineClient, EngineConnection
 from tllm_spec.server.refusals import RequestRefused
@@ -265,6 +265,26 @@ def test_a_guided_request_matches_its_grammar(engine: Engine, llm: LLM) -> None:
     found = engine.use(ask)
     assert texts_of(found) == texts_of(llm.generate(PROMPT, params))
     assert found.outputs[0].text in ("yes", "no")
+
+
+def test_a_budget_travels_and_its_forced_end_completes_no_stop_string(
+    engine: Engine, llm: LLM
+) -> None:
+    """The prompt has opened a section, whose closer is written `EF`."""
+    assert llm.tokenizer is not None
+    opener = llm.tokenizer.encode(PROMPT)[-1:]
+    processor = ThinkingBudgetLogitsProcessor(2, opener, [40, 41])
+    params = SamplingParams(max_tokens=20, logits_processor=processor, stop=["E", "F"], n=2)
+
+    async def ask(client: EngineClient) -> RequestOutput:
+        return await client.submit(PROMPT, params)
+
+    found = engine.use(ask)
+    assert texts_of(found) == texts_of(llm.generate(PROMPT, params))
+    assert all(each.token_ids[2:4] == [40, 41] for each in found.outputs)
+    refused = SamplingParams(thinking_token_budget=2)
+    with pytest.raises(ValueError, match="thinking_token_budget = 2 needs reasoning_parser"):
+        engine.use(lambda client: client.submit(PROMPT, refused))
 
 
 @pytest.mark.parametrize("is_lost", [False, True])

@@ -110,7 +110,8 @@ def _is_switch(name: str) -> bool:
     if row is not None and row.value(True) is not True:
         return True
     field = _field_of(name)
-    return field is not None and field.annotation is bool
+    takes_bool = field is not None and field.annotation is bool
+    return takes_bool and not name.endswith("_config")  # a neighbour's mapping
 
 
 def _field_of(name: str) -> FieldInfo | None:

@@ -210,7 +210,10 @@ def _ending_mpirun() -> Iterator[None]:
 def _split(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The server's options, and those of LLM."""
     server = {name: value for name, value in options.items() if name in SERVER_NAMES}
-    return server, {name: value for name, value in options.items() if name not in server}
+    shared = ("reasoning_parser",)
+    return server, {
+        name: value for name, value in options.items() if name not in server or name in shared
+    }
 
 
 def _print_config(

@@ -123,6 +123,12 @@ class LlmArgs(ConfigModel):
     guided_decoding_backend: Literal["xgrammar", "llguidance", "guidance"] | None = "llguidance"
     """`guided_decoding` is llguidance's under each of these names. null refuses such requests."""
 
+    reasoning_parser: str | None = None
+    """How the model marks its reasoning: a name such as `qwen3`, or `auto`. Grammars then begin
+    after it, and it may have a `thinking_token_budget`. null: texts have no reasoning."""
+    enable_in_reasoning: bool = False
+    """Grammars begin at the first token, also with `reasoning_parser`."""
+
     kv_cache_config: KvCacheConfig = KvCacheConfig()
     """The paged KV cache."""
     scheduler_config: SchedulerConfig = SchedulerConfig()

@@ -72,6 +72,14 @@ SPECULATIVE_RENAMED: Mapping[str, Renamed] = {
     "speculative_ngram_external_corpus_path": Renamed("external_corpus_path"),
     "speculative_ngram_external_corpus_max_tokens": Renamed("external_corpus_max_tokens"),
 }
+
+
+def _in_reasoning(config: Any) -> Any:
+    """The only option of `structured_outputs_config` that is served."""
+    is_known = isinstance(config, Mapping) and set(config) == {"enable_in_reasoning"}
+    return config["enable_in_reasoning"] if is_known else config
+
+
 LLM_RENAMED: Mapping[str, Renamed] = {
     # TensorRT-LLM's flags and older names; some are of options without effect
     "beam_width": Renamed("max_beam_width"),
@@ -106,6 +114,7 @@ LLM_RENAMED: Mapping[str, Renamed] = {
     "max_model_len": Renamed("max_seq_len"),
     "max_num_batched_tokens": Renamed("max_num_tokens"),
     "max_num_seqs": Renamed("max_batch_size"),
+    "structured_outputs_config": Renamed("enable_in_reasoning", _in_reasoning),
     "scheduling_policy": Renamed("scheduler_config.waiting_queue_policy"),
     # SGLang
     "context_length": Renamed("max_seq_len"),
@@ -183,7 +192,7 @@ LLM_IGNORED: Ignored = {
             *("kv_cache_compression_config", "kv_connector_config", "lora_config"),
             *("mpi_session", "multimodal_config", "orchestrator_type", "peft_cache_config"),
             *("postprocess_tokenizer_dir", "prometheus_metrics_config", "quantization"),
-            *("ray_placement_config", "reasoning_parser", "request_stats_max_iterations"),
+            *("ray_placement_config", "request_stats_max_iterations"),
             *("sparse_attention_config", "torch_compile_config"),
         ),
         (),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -59,24 +59,28 @@ class GrammarState:
         is_allowed = num_read == before_end and (not self._is_free or self._can_end())
         assert is_allowed, "a token was emitted that the grammar's mask excludes"
 
-    def fill(self, tokens: Sequence[int], parents: Sequence[int], bitmask: Tensor) -> None:
+    def fill(
+        self, tokens: Sequence[int], parents: Sequence[int], bitmask: Tensor
+    ) -> Mapping[int, int]:
         """Writes the tokens that may follow each node of a window's tree. tokens: the root's is not
         read. parents: of each node, an earlier one; -1 for the root and for nodes without any.
         bitmask `[W, ceil(V / 32)]` int32, all ones: bit i of a row's words stands for token i.
         After a draft that ends the grammar the text is free. Rows after a draft that the grammar
-        excludes have any mask: no text comes there."""
+        excludes have any mask: no text comes there. Returns the tokens that outrank everything
+        else, by row: none."""
         if self._is_free:
-            return
+            return {}
         rows = bitmask.numpy()
         if self.failure is None and not self._write(rows[0]):
             self._fail()
         if self.failure is not None:
             rows[:] = 0
-            return
+            return {}
         children: dict[int, list[int]] = {}
         for node in range(1, len(tokens)):
             children.setdefault(parents[node], []).append(node)
         self._walk(0, [], tokens, children, rows)
+        return {}
 
     def why_no_token(self, tokens: list[int], prompt_len: int) -> str | None:
         """Why no token can follow the text; None if it is whole and the vocabulary has no end token

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from tllm_spec.config.option_checks import check_text, shown
 
 MAX_GRAMMAR_CHARS = 1 << 16
-Kind = Literal["json_schema", "regex", "choice", "grammar", "structural_tag"]
+Kind = Literal["json_schema", "regex", "choice", "grammar", "structural_tag", "thinking_budget"]
 # The escape of one half of a surrogate pair, after whole escapes of a backslash.
 HALF_ESCAPE = re.compile(r"(?<!\\)(?:\\\\)*\\u[dD][89a-fA-F]")
 
@@ -24,8 +24,8 @@ def compiler_name() -> str:
 
 @dataclass(frozen=True)
 class GrammarSource:
-    """A grammar as text: a JSON schema, a regular expression, a JSON list of choices, EBNF, or a
-    structural tag."""
+    """A grammar as text: a JSON schema, a regular expression, a JSON list of choices, EBNF, a
+    structural tag, or a budget of reasoning with or without a grammar (`Budget.source`)."""
 
     kind: Kind
     text: str

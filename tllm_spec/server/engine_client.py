@@ -212,8 +212,8 @@ class EngineClient:
 
     def compile_grammar(self, params: SamplingParams) -> None:
         """As `LLM.compile_grammar`. Not from the event loop: it waits for the engine."""
-        if params.guided_decoding is not None:
-            source = params.guided_decoding.source
+        source = self._intake.reasoning.grammar_of(params)
+        if source is not None:
             try:
                 self._ask("compile", source.kind, source.text)
             except RuntimeError as error:
@@ -235,8 +235,7 @@ class EngineClient:
         for request in made.requests:
             # Stop strings are looked for here, so the tokens must come as they are made.
             request.streaming = request.streaming or request.stop_checker is not None
-        guided = made.params.guided_decoding
-        grammar = None if guided is None else (guided.source.kind, guided.source.text)
+        grammar = None if made.source is None else (made.source.kind, made.source.text)
         message = pack(["submit", *pack_requests(made.requests), grammar])
         ids = [each.request_id for each in made.requests]
         handle = made.handle(self.tokenizer, lambda: self._in_loop(self._cancel, ids, "cancelled"))

@@ -121,6 +121,7 @@ GENERATION_RENAMED: Mapping[str, Renamed] = {
     "bad_words": Renamed("bad"),
     "ebnf": Renamed("guided_grammar"),
     "json_schema": Renamed("guided_json"),
+    "max_thinking_tokens": Renamed("thinking_token_budget"),
     "no_stop_trim": Renamed("include_stop_str_in_output"),
     "regex": Renamed("guided_regex"),
 }
@@ -266,6 +267,7 @@ class GenerationRequest(ClientRequest):
     truncate_prompt_tokens: int | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     speculation: dict[str, Any] | None = None
+    thinking_token_budget: int | None = None
 
     # What the text must match; see guided_options.py.
     response_format: dict[str, Any] | None = None

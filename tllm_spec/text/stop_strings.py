@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from tllm_spec.executor.request import LlmRequest, StopMatch, StopOptions
+from tllm_spec.grammar.thinking_budget import Sections
 from tllm_spec.text.tokenizer import REPLACEMENT, IncrementalDetokenizer, Tokenizer
 
 
@@ -105,8 +106,15 @@ class StopStringChecker:
     """
 
     def __init__(
-        self, detokenizer: IncrementalDetokenizer, stops: Sequence[str], *, include_stop: bool
+        self,
+        detokenizer: IncrementalDetokenizer,
+        stops: Sequence[str],
+        *,
+        include_stop: bool,
+        sections: Sections | None = None,
     ) -> None:
+        self._sections = sections
+        self._place = None if sections is None else sections.start
         self._tokens = TokenTexts(detokenizer)
         self._matcher = StopStringMatcher(stops)
         self._include_stop = include_stop
@@ -117,21 +125,34 @@ class StopStringChecker:
         piece = self._tokens.feed(token)
         self._pieces.append(piece)
         found = self._matcher.feed(piece)
-        if found is None:
+        if self._is_forced(token) or found is None:
             return None
         end = found.end if self._include_stop else found.begin
         return StopMatch(found.stop, "".join(self._pieces)[:end], self._tokens.num_before(end))
 
+    def _is_forced(self, token: int) -> bool:
+        if self._sections is None or self._place is None:
+            return False
+        forced = self._sections.forced(self._place)
+        self._place = self._sections.after(self._place, token)
+        return forced == token
+
 
 def look_for_stops(
-    requests: Sequence[LlmRequest], tokenizer: Tokenizer, options: StopOptions
+    requests: Sequence[LlmRequest],
+    tokenizer: Tokenizer,
+    options: StopOptions,
+    sections: Sections | None = None,
 ) -> None:
-    """Gives each request these stop strings, and a checker of its own."""
+    """Gives each request these stop strings, and a checker of its own. sections: with a budget,
+    whose forced tokens complete no stop string."""
     skips, keeps = options.skip_special_tokens, options.include_stop
     for request in requests:
         detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=skips)
         request.stop_options = options
-        request.stop_checker = StopStringChecker(detokenizer, options.stops, include_stop=keeps)
+        request.stop_checker = StopStringChecker(
+            detokenizer, options.stops, include_stop=keeps, sections=sections
+        )
 
 
 class StreamedText:

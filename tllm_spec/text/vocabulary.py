@@ -86,6 +86,13 @@ def shared_tokens(
     return SharedTokens(read_as, target_ids, unknown)
 
 
+def token_bytes(tokenizer: Tokenizer, size: int) -> dict[int, bytes]:
+    """The bytes that tokens with ids below `size` write, without special tokens."""
+    special = {i for i, name in _added(tokenizer).items() if name.special}
+    keys = _keys(tokenizer, size)
+    return {i: key for key, i in keys if isinstance(key, bytes) and i not in special}
+
+
 def _longest_end(text: bytes, tokens: Mapping[Key, int]) -> int | None:
     """The token of the longest end of a text, on which what follows depends most."""
     ends = (text[start:] for start in range(1, len(text)))

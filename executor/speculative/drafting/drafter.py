@@ -23,7 +23,7 @@ from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.interface import ResourceManager
 from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.sampling.row_group import RowGroup
-from tllm_spec.grammar.grammar_state import GrammarState
+from tllm_spec.grammar.thinking_budget import TextRules
 from tllm_spec.kernels.slots.accept import Drafts
 
 
@@ -209,7 +209,7 @@ def improve(
     requests: Sequence[LlmRequest],
     drafts: list[Own],
     limits: Sequence[int],
-    better: Callable[[GrammarState, Own, int], Own],
+    better: Callable[[TextRules, Own, int], Own],
 ) -> None:
     """Replaces drafts of requests with grammars, which may know better ones, in place. limits: of
     each request's drafts."""
@@ -217,6 +217,10 @@ def improve(
         if request.grammar is not None and limits[number]:
             request.grammar.read(request.tokens, request.prompt_len)
             drafts[number] = better(request.grammar, drafts[number], limits[number])
+
+
+def better_chain(rules: TextRules, drafts: list[int], limit: int) -> list[int]:
+    return rules.better_drafts(drafts, limit)
 
 
 def send_chains(
@@ -259,7 +263,8 @@ def take_ready(
 
 
 def _improve_ready(batch: ScheduledBatch, slots: SlotState) -> None:
-    """A tree is dropped where the grammar forces as many tokens as it is deep."""
+    """A tree is dropped where the grammar forces as many tokens as it is deep, or a token that it
+    does not have."""
     guided = [
         request
         for request in batch.generation_requests
@@ -270,7 +275,7 @@ def _improve_ready(batch: ScheduledBatch, slots: SlotState) -> None:
     if not guided:
         return
     slot_ids = _slot_ids(guided, slots)
-    windows = slots.window[:, 1 : 1 + batch.shape.depth].index_select(0, slot_ids)
+    windows = slots.window[:, 1 : batch.shape.window].index_select(0, slot_ids)
     sent = ToHost([windows, slots.num_real(slot_ids, batch.shape)])
     limits = [request.num_drafts_wanted for request in guided]
     tokens, numbers = (each.tolist() for each in sent.wait())
@@ -279,11 +284,11 @@ def _improve_ready(batch: ScheduledBatch, slots: SlotState) -> None:
     drafts: list[list[int]] = [
         [] if is_tree else row[:number] for row, number in zip(tokens, numbers, strict=True)
     ]
-    improve(guided, drafts, limits, GrammarState.better_drafts)
+    improve(guided, drafts, limits, better_chain)
     better = [
         (request, draft)
-        for request, draft, number in zip(guided, drafts, numbers, strict=True)
-        if not is_tree or len(draft) >= max(number, 1)
+        for request, draft, number, row in zip(guided, drafts, numbers, tokens, strict=True)
+        if not is_tree or len(draft) >= max(number, 1) or not set(draft[:1]) <= set(row)
     ]
     for request, draft in better:
         request.py_num_draft_tokens = len(draft)

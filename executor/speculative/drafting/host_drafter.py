@@ -13,8 +13,13 @@ from tllm_spec.executor.device.transfer import to_device
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.interface import ResourceManager
 from tllm_spec.executor.resources.slot_state import SlotState
-from tllm_spec.executor.speculative.drafting.drafter import Drafter, improve, send_chains
-from tllm_spec.grammar.grammar_state import GrammarState
+from tllm_spec.executor.speculative.drafting.drafter import (
+    Drafter,
+    better_chain,
+    improve,
+    send_chains,
+)
+from tllm_spec.grammar.thinking_budget import TextRules
 from tllm_spec.kernels.drafts.draft_layout import HostTree
 from tllm_spec.kernels.slots.accept import DraftTree
 
@@ -181,7 +186,7 @@ class HostDrafter(Drafter):
         drafts: list[list[int]] = [
             request.py_draft_tokens[:limit] for request, limit in zip(requests, wanted, strict=True)
         ]
-        improve(requests, drafts, wanted, GrammarState.better_drafts)
+        improve(requests, drafts, wanted, better_chain)
         draft_len = batch.made_draft_len = max(map(len, drafts))
         batch.shape = self._slots.shapes.of(draft_len)
         for request, draft in zip(requests, drafts, strict=True):
@@ -219,10 +224,12 @@ class HostDrafter(Drafter):
         self._slots.write(slots, drafts)
 
 
-def _better(grammar: GrammarState, tree: HostTree, limit: int) -> HostTree:
+def _better(grammar: TextRules, tree: HostTree, limit: int) -> HostTree:
     """A tree of depth `limit` at most. The grammar may know a better chain."""
     if tree.is_chain:
         return HostTree.of_paths([grammar.better_drafts(tree.tokens, limit)])
     # Branches that the grammar excludes are not accepted anyway.
     forced = grammar.better_drafts([], limit)
-    return HostTree.of_paths([forced]) if len(forced) >= tree.depth else tree
+    lacks_first = bool(forced) and forced[0] not in tree.tokens
+    is_better = lacks_first or len(forced) >= tree.depth
+    return HostTree.of_paths([forced]) if is_better else tree

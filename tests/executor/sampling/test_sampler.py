@@ -4,7 +4,7 @@ on given logits."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -344,7 +344,7 @@ def test_two_ranks_choose_the_tokens_of_one(ways: list[str], by_slots: bool) -> 
 
 
 class RandomMasks(GrammarState):
-    """Allows about half of the tokens, others in each row."""
+    """Allows about half of the tokens, others in each row; the first two rows allow one token."""
 
     def __init__(self) -> None:
         pass
@@ -352,9 +352,10 @@ class RandomMasks(GrammarState):
     def read(self, tokens: list[int], prompt_len: int) -> None:
         pass
 
-    def fill(self, tokens: object, parents: object, bitmask: torch.Tensor) -> None:
+    def fill(self, tokens: object, parents: object, bitmask: torch.Tensor) -> Mapping[int, int]:
         generator = torch.Generator().manual_seed(7)
         bitmask.random_(0, 1 << 31, generator=generator)
+        return {0: 3, 1: VOCAB - 2}
 
 
 @pytest.mark.parametrize("by_slots", [False, True])
