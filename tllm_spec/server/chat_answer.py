@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from tllm_spec.server.parsers.pieces import (
     ForcedCalls,
     NewParser,
     Parser,
+    Piece,
 )
 from tllm_spec.server.protocol import ChatCompletionRequest
 from tllm_spec.server.refusals import RequestRefused
@@ -72,10 +73,18 @@ class ParsedText:
 
     def read(self, text: str, output: CompletionOutput) -> Json:
         """What is new in the text, as a delta of a message."""
+        return self.delta(self.pieces(text, output))
+
+    def pieces(self, text: str, output: CompletionOutput) -> Sequence[Piece]:
+        """What is new in the text, in its order."""
         pieces = self.parser.feed(text if self.marked is None else self.marked.new(output))
         if output.finish_reason is not None and not self.has_ended:
             self.has_ended = True
             pieces = [*pieces, *self.parser.finish()]
+        return pieces
+
+    def delta(self, pieces: Iterable[Piece]) -> Json:
+        """A delta of a message that has the pieces, which come next."""
         delta: Json = {}
         for kind, new in pieces:
             if kind in (CONTENT, REASONING):
@@ -106,6 +115,7 @@ class ChatAnswer(Answer):
     kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
     id_prefix = "chatcmpl"
+    counts_reasoning = True
 
     def __init__(
         self,
