@@ -22,7 +22,7 @@ MAX_FUNCTION_LINES = 60
 # Functions of the product, and their files, that one `LLM.generate` runs through.
 MAX_WALKS = {"plain": (316, 48), "EAGLE-3": (360, 56), "EAGLE-3 tree + SA": (400, 64)}
 # Of the product; lines of code are those without blank lines, comments and docstrings.
-MAX_COUNTS = {"files": 295, "classes": 628, "lines": 68_583, "lines of code": 48_521}
+MAX_COUNTS = {"files": 295, "classes": 646, "lines": 69_258, "lines of code": 48_960}
 MAX_TEST_LINES = 75_838
 MIN_DOCUMENTED = 0.78  # of the product's public functions: those with a docstring; it only rises
 MAX_FRAMES, MAX_FRAME_FILES = 7, 5  # from `PyExecutor.step` to the target's forward

@@ -16,7 +16,7 @@ from tests.server.agent_server import (
     agent_server,
     prompt_of,
 )
-from tests.server.fake_llm import FAILING_PROMPT, MODEL, FakeLLM
+from tests.server.fake_llm import FAILING_PROMPT, MODEL, SLOW_PROMPT, FakeLLM
 from tests.server.hosted import hosted
 from tests.server.http_answers import CHAT, Post, events_of
 from tllm_spec.server.options import ServerOptions
@@ -205,6 +205,11 @@ def test_system_blocks_and_inert_options_are_taken(url: str, llm: FakeLLM) -> No
     assert llm.callers[-1][0][1] == "", "metadata has no effect"
 
 
+def test_a_limit_over_the_context_is_the_context(post: Post, llm: FakeLLM) -> None:
+    ask(post, llm, "</think>a", max_tokens=10 * llm.max_seq_len)
+    assert llm.sampling[-1].max_tokens == llm.max_seq_len
+
+
 def test_disabled_thinking_reaches_the_template(post: Post, llm: FakeLLM) -> None:
     ask(post, llm, "</think>a", thinking={"type": "disabled"})
     assert prompt_of(llm).startswith("EFalse;Tweather")
@@ -251,10 +256,16 @@ def test_no_tool_is_called_with_the_choice_none(post: Post, llm: FakeLLM) -> Non
     assert message["stop_reason"] == "end_turn"
 
 
-def test_an_answer_of_another_form_is_an_object(post: Post, llm: FakeLLM) -> None:
-    call = '<tool_call>{"name": "weather", "arguments": "[1]"}</tool_call>'
-    message = ask(post, llm, f"</think>{call}")
-    assert message["content"][0]["input"] == {"arguments": "[1]"}
+@pytest.mark.parametrize(
+    "arguments",
+    ["[1]", '{"a": NaN}', '{"a": 1e999}', f'{{"a": {"9" * 5000}}}', '{"a": "\\ud800"}', "{a"],
+)
+def test_arguments_that_no_answer_can_repeat_are_a_text(
+    post: Post, llm: FakeLLM, arguments: str
+) -> None:
+    call = json.dumps({"name": "weather", "arguments": arguments})
+    message = ask(post, llm, f"</think><tool_call>{call}</tool_call>", max_tokens=9999)
+    assert message["content"][0]["input"] == {"arguments": arguments}
 
 
 def test_an_empty_answer_has_an_empty_text(post: Post, llm: FakeLLM) -> None:
@@ -385,15 +396,22 @@ def test_a_key_comes_as_x_api_key_or_as_a_bearer_token(llm: FakeLLM) -> None:
                 assert error_type(answer) == (401, "authentication_error")
 
 
-def test_a_request_that_fails_ends_its_stream_with_an_error_event(llm: FakeLLM) -> None:
-    plain = FakeLLM()
-    submit = plain.submit
-    plain.submit = lambda inputs, *more: submit(FAILING_PROMPT, *more)  # type: ignore[method-assign]  # of this object
-    with hosted(plain, ServerOptions(shutdown_timeout=5)) as url:
+@pytest.mark.parametrize(
+    ("prompt", "error"),
+    [(FAILING_PROMPT, (500, "api_error")), (SLOW_PROMPT, (504, "timeout_error"))],
+)
+def test_a_request_that_fails_ends_its_stream_with_an_error_event(
+    prompt: str, error: tuple[int, str]
+) -> None:
+    llm = FakeLLM()
+    submit = llm.submit
+    llm.submit = lambda inputs, *more: submit(prompt, *more)  # type: ignore[method-assign]  # its own
+    timeout = 0.2 if prompt == SLOW_PROMPT else 300
+    with hosted(llm, ServerOptions(shutdown_timeout=5, request_timeout=timeout)) as url:
         body = {"model": MODEL, "max_tokens": 5, "messages": CHAT}
-        assert error_type(httpx.post(f"{url}{MESSAGES}", json=body)) == (500, "api_error")
+        assert error_type(httpx.post(f"{url}{MESSAGES}", json=body)) == error
         *_, last = events(httpx.post(f"{url}{MESSAGES}", json={**body, "stream": True}))
-    assert last["type"] == "error" and last["error"]["type"] == "api_error"
+    assert (last["type"], last["error"]["type"]) == ("error", error[1])
 
 
 def test_chat_counts_the_tokens_of_its_reasoning(post: Post, llm: FakeLLM) -> None:

@@ -2,6 +2,7 @@
 what matters."""
 
 import json
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +12,10 @@ import pytest
 
 from tests.server.agent_server import CALL, PARAMETERS, TEXT, agent_llm, agent_server, prompt_of
 from tests.server.fake_llm import MODEL, FakeLLM
-from tests.server.http_answers import Post
+from tests.server.http_answers import CHAT, Post
+from tllm_spec.outputs import CompletionOutput
+from tllm_spec.server.blocks import Blocks
+from tllm_spec.server.chat_answer import ParsedText
 
 Json = dict[str, Any]
 PATH = "/v1/responses"
@@ -242,3 +246,52 @@ def test_tools_without_a_parser_are_refused_before_the_request_starts(llm: FakeL
             answer = httpx.post(f"{url}{path}", json={"model": MODEL, **body})
             assert answer.status_code == 400 and "--tool_call_parser" in answer.text
         assert len(llm.prompts) == num_prompts
+
+
+def test_white_space_between_blocks_is_no_block_and_at_a_texts_beginning_stays() -> None:
+    fed = [
+        [("reasoning_content", "r"), ("content", "\n")],
+        [("content", "\n"), ("call", "f"), ("arguments", "{}"), ("content", " ")],
+        [("content", "a ")],
+        [("call", "g"), ("arguments", "{}"), ("content", "\n")],
+    ]
+    parser = type("", (), {"feed": lambda self, text: fed.pop(0), "finish": lambda self: []})()
+    blocks, output = Blocks(ParsedText(parser, is_parallel=True)), CompletionOutput(0)
+    steps = [step for _ in range(3) for step in blocks.read(output)]
+    output.finish_reason = "stop"
+    steps += blocks.read(output)
+    texts = [(block.kind, block.text) for block in blocks.all]
+    assert texts == [
+        *(("reasoning_content", "r"), ("tool_calls", "{}")),
+        *(("content", " a "), ("tool_calls", "{}")),
+    ]
+    order = [(step.kind, step.block.index) for step in steps if step.kind != "grow"]
+    assert order == [(kind, i) for i in range(4) for kind in ("open", "close")]
+
+
+@pytest.mark.parametrize("path", [PATH, "/v1/chat/completions"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_long_reasoning_is_counted_in_a_thread(
+    post: Post, llm: FakeLLM, monkeypatch: pytest.MonkeyPatch, path: str, stream: bool
+) -> None:
+    """Others' streams go on."""
+    monkeypatch.setattr("tllm_spec.server.blocks.LONG_BODY", 5)
+    monkeypatch.setattr("tllm_spec.server.answers.LONG_BODY", 5)
+    threads, encode = [], llm.tokenizer.encode
+
+    def encoded(text: str, **options: Any) -> list[int]:
+        if text == "hmm <b":
+            threads.append(threading.current_thread().name)
+        return list(encode(text, **options))
+
+    monkeypatch.setattr(llm.tokenizer, "encode", encoded)
+    llm.answer = lambda index: TEXT
+    body: Json = {"stream": stream, "tools": TOOLS if path == PATH else None}
+    if path == PATH:
+        body["input"] = "hello"
+    else:
+        body["messages"] = CHAT
+        body["stream_options"] = {"include_usage": True} if stream else None
+    answer = post(path, **body)
+    assert '"reasoning_tokens":' in answer.text
+    assert [name.partition(" ")[0] for name in threads] == ["AnyIO"]

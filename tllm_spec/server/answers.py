@@ -14,6 +14,7 @@ from typing import Any
 
 from tllm_spec.outputs import CompletionOutput, Logprob, RequestOutput
 from tllm_spec.sampling_params import SamplingParams
+from tllm_spec.server.bodies import LONG_BODY
 from tllm_spec.server.protocol import CompletionRequest
 from tllm_spec.text.tokenizer import IncrementalDetokenizer, Tokenizer
 
@@ -80,7 +81,6 @@ def _parts(value: Any, depth: int) -> Iterator[str]:
 MANY = 1000  # log probabilities, with which an answer is not made in the event loop
 LOWEST_LOGPROB = -9999.0  # JSON has no infinity; OpenAI uses this number
 
-LONG_TEXT = 1 << 16  # characters; counting the tokens of as much reasoning takes long, too
 
 Json = dict[str, Any]
 Logprobs = Sequence["dict[int, Logprob] | None"]  # of tokens; a prompt's first has none
@@ -165,7 +165,7 @@ class Answer(ABC):
         if self._prompt_logprobs is not None:
             return True
         outputs = [output for result in results for output in result.outputs]
-        if not self.has_text_only and sum(len(output.text) for output in outputs) > LONG_TEXT:
+        if not self.has_text_only and sum(len(output.text) for output in outputs) > LONG_BODY:
             return True
         num_tokens = sum(output.length for output in outputs)
         return self._top_logprobs is not None and num_tokens * (1 + self._top_logprobs) > MANY

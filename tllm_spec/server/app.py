@@ -266,7 +266,10 @@ class OpenAIServer:
         return await self._blocks(body, request, ResponseAnswer, responses_api.CHAT_NAMES)
 
     async def messages(self, body: MessagesRequest, request: Request) -> Response:
-        """`/v1/messages`: answers the conversation in the body."""
+        """`/v1/messages`: answers the conversation in the body. Clients must name a limit, and many
+        name that of another model: one over the context is the context."""
+        limit = min(body.max_tokens, self._llm.max_seq_len)
+        body = body.model_copy(update={"max_tokens": limit})
         return await self._blocks(body, request, MessageAnswer, messages_api.CHAT_NAMES)
 
     async def _blocks(

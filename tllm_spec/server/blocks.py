@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from tllm_spec.outputs import CompletionOutput, RequestOutput
-from tllm_spec.server.answers import LONG_TEXT, Json, encode, num_reasoning_tokens
+from tllm_spec.server.answers import Json, encode, num_reasoning_tokens
+from tllm_spec.server.bodies import LONG_BODY
 from tllm_spec.server.chat_answer import ParsedText
 from tllm_spec.server.refusals import RequestRefused
 from tllm_spec.server.streaming import Running
@@ -131,7 +132,7 @@ class BlockAnswer(ABC):
 
     def is_slow(self, results: Sequence[RequestOutput]) -> bool:
         """As `Answer.is_slow`."""
-        return self._blocks.is_parsed and len(results[0].outputs[0].text) > LONG_TEXT
+        return self._blocks.is_parsed and len(results[0].outputs[0].text) > LONG_BODY
 
     def whole(self, results: Sequence[RequestOutput]) -> Json:
         """The answer without streaming."""

@@ -13,6 +13,7 @@ import re
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, MutableMapping
 from inspect import isawaitable, iscoroutinefunction
+from itertools import islice
 from typing import Any, ClassVar
 
 from fastapi import Request, Response
@@ -205,13 +206,13 @@ def as_typed(
     if not isinstance(given, list) or not all(isinstance(each, dict) for each in given):
         raise ValueError("a list of objects is needed")
     names = [default if each.get("type") is None else each["type"] for each in given]
-    taken = " or ".join(map(repr, kinds))
-    others = {shown(name): name for name in names if not isinstance(name, str) or name not in kinds}
-    if others:
+    others = (name for name in names if not isinstance(name, str) or name not in kinds)
+    if first := {shown(name): str(name) for name in islice(others, MAX_UNKNOWN)}:
+        taken = " or ".join(map(repr, kinds))
         raise ConfigError(
             [
-                f"type = {text} is refused: {_reason(str(name), refused)}; accepted: {taken}"
-                for text, name in list(others.items())[:MAX_UNKNOWN]
+                f"type = {text} is refused: {_reason(name, refused)}; accepted: {taken}"
+                for text, name in first.items()
             ]
         )
     return [kinds[name](**each) for name, each in zip(names, given, strict=True)]

@@ -9,11 +9,12 @@ from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, FailFast, Field
+from pydantic_core import from_json
 
 from tllm_spec.config.config_base import check
 from tllm_spec.config.neighbours import Ignored
 from tllm_spec.outputs import RequestOutput
-from tllm_spec.server.answers import Json, usage_of
+from tllm_spec.server.answers import Json, encode_compact, usage_of
 from tllm_spec.server.blocks import (
     CALL,
     REASONING,
@@ -38,7 +39,6 @@ from tllm_spec.server.chat_message import (
 )
 from tllm_spec.server.protocol import ChatCompletionRequest, ClientRequest, Words
 from tllm_spec.server.refusals import RequestRefused, messages_error
-from tllm_spec.text.messages import as_object
 from tllm_spec.text.tokenizer import Tokenizer
 
 # The body of Anthropic's `/v1/messages`.
@@ -304,7 +304,7 @@ class CountTokensRequest(BodyModel):
     def to_chat(self, **own: Any) -> ChatCompletionRequest:
         """The chat request that has the same prompt. own: more of its options."""
         messages = [each for message in self.messages for each in message.to_chat()]
-        if self.system is not None:
+        if self.system:
             messages.insert(0, ChatMessage(role="system", content=self.system))
         choice, thinking = self.tool_choice, self.thinking
         output = self.output_config or OutputConfig()
@@ -458,7 +458,15 @@ def _content(block: Block) -> Json:
         return {"type": "thinking", "thinking": block.text, "signature": SIGNATURE}
     if block.kind == TEXT:
         return {"type": "text", "text": block.text}
-    found = as_object(block.text)
-    # A model may have written what is no object.
-    given = found if isinstance(found, dict) else {"arguments": found}
-    return {**EMPTY[CALL], **_called(block), "input": given}
+    return {**EMPTY[CALL], **_called(block), "input": _input(block.text)}
+
+
+def _input(arguments: str) -> Json:
+    """The arguments of a call, which may be cut, or those of a model that has written no object, or
+    what an answer cannot repeat."""
+    try:
+        found = from_json(arguments or "{}", allow_partial="trailing-strings")
+        encode_compact(found).encode()
+    except ValueError:
+        found = None
+    return found if isinstance(found, dict) else {"arguments": arguments}

@@ -91,51 +91,49 @@ ReasoningText = Annotated[
 ]
 
 
-class InputItem(BodyModel):
-    """A message of the conversation. id and status are those of an earlier answer, as in the other
-    items."""
+class Item(BodyModel):
+    """What the items of an earlier answer have; it has no effect."""
+
+    id: str | None = None
+    status: str | None = None
+
+
+class InputItem(Item):
+    """A message of the conversation."""
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
     content: Text
-    id: str | None = None
-    status: str | None = None
 
     ignored: ClassVar[Ignored] = {"phase": (str,)}
 
 
-class ReasoningItem(BodyModel):
+class ReasoningItem(Item):
     """The reasoning of an earlier answer. What is encrypted cannot be read, and is left out."""
 
     type: Literal["reasoning"] = "reasoning"
     content: ReasoningText = ""
     summary: ReasoningText = ""
     encrypted_content: str | None = None
-    id: str | None = None
-    status: str | None = None
 
 
-class CallItem(BodyModel):
+class CallItem(Item):
     """A call in an earlier answer. arguments: a JSON object as text."""
 
     type: Literal["function_call"] = "function_call"
     call_id: str
     name: str
     arguments: str
-    id: str | None = None
-    status: str | None = None
 
     ignored: ClassVar[Ignored] = {"caller": ({"type": "direct"},), "namespace": ()}
 
 
-class CallOutputItem(BodyModel):
+class CallOutputItem(Item):
     """What a called function has returned."""
 
     type: Literal["function_call_output"] = "function_call_output"
     call_id: str
     output: Text
-    id: str | None = None
-    status: str | None = None
 
     ignored: ClassVar[Ignored] = {"caller": ({"type": "direct"},), "name": (str,)}
 
