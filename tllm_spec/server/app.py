@@ -285,9 +285,9 @@ class OpenAIServer:
             chat = await _made(request, body.to_chat)
         params = await self._params_of(chat, request, names)
         new_text = self._parsed_texts(chat, params)
-        answer = new_answer(body, self._tokenizer, None if new_text is None else new_text())
         options = body.request_options(request.scope["state"])
         handles = await self._start_chat(chat, request, params, options, names)
+        answer = new_answer(body, self._tokenizer, None if new_text is None else new_text())
         in_thread = self._admission.in_thread
         return await self._respond(
             body, request, answer, handles, lambda running: answer.events(running, in_thread)
