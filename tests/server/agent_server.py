@@ -20,7 +20,7 @@ TEMPLATE = (
     "{% if message.reasoning_content %}R{{ message.reasoning_content }};{% endif %}"
     "{{ message.content }}"
     "{% for call in message.tool_calls %}C{{ call.function.arguments | tojson }}{% endfor %};"
-    "{% endfor %}"
+    "{% endfor %}{% if add_generation_prompt %}<think>{% endif %}"
 )
 
 
@@ -39,5 +39,5 @@ def agent_server(llm: FakeLLM, **options: Any) -> Iterator[str]:
 
 
 def prompt_of(llm: FakeLLM) -> str:
-    """The text of the latest prompt."""
-    return str(llm.tokenizer.decode(llm.prompts[-1]))
+    """The text of the latest prompt, without the reasoning's beginning."""
+    return str(llm.tokenizer.decode(llm.prompts[-1])).removesuffix("<think>")

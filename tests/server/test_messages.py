@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import httpx
@@ -237,17 +238,29 @@ def test_the_output_format_is_a_grammar(post: Post, llm: FakeLLM) -> None:
     [
         ({"type": "any"}, '[{"name": "weather", "parameters": {"at": "Rome"}}]'),
         ({"type": "tool", "name": "weather"}, '{"at": "Rome"}'),
-        ({"type": "auto", "disable_parallel_tool_use": True}, f"</think>{CALL}{CALL}"),
     ],
 )
 def test_a_choice_of_tools_is_that_of_a_chat(
-    post: Post, llm: FakeLLM, choice: Json, text: str, stream: bool
+    llm: FakeLLM, choice: Json, text: str, stream: bool
 ) -> None:
-    message = ask(post, llm, text, tool_choice=choice, stream=stream)
+    with agent_server(llm, tool_call_parser=None, reasoning_parser=None) as url:
+        post = partial(posted, url)
+        message = ask(post, llm, text, tool_choice=choice, stream=stream)
     (call,) = message["content"]
     assert (call["name"], call["input"]) == ("weather", {"at": "Rome"})
     assert message["stop_reason"] == "tool_use"
-    assert (llm.sampling[-1].guided_decoding is not None) == (choice["type"] != "auto")
+    assert llm.sampling[-1].guided_decoding is not None
+
+
+def posted(url: str, path: str, **body: Any) -> httpx.Response:
+    return httpx.post(f"{url}{path}", json={"model": MODEL, **body})
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_without_parallel_use_there_is_one_call(post: Post, llm: FakeLLM, stream: bool) -> None:
+    choice = {"type": "auto", "disable_parallel_tool_use": True}
+    message = ask(post, llm, f"</think>{CALL}{CALL}", tool_choice=choice, stream=stream)
+    assert [each["type"] for each in message["content"]] == ["tool_use"]
 
 
 def test_no_tool_is_called_with_the_choice_none(post: Post, llm: FakeLLM) -> None:

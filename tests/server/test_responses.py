@@ -175,22 +175,34 @@ def test_items_of_one_answer_are_one_message_and_those_of_others_are_not(
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
-    ("options", "text"),
+    ("choice", "text"),
     [
-        ({"tool_choice": "required"}, f'[{{"name": "weather", "parameters": {ARGUMENTS}}}]'),
-        ({"tool_choice": {"type": "function", "name": "weather"}}, ARGUMENTS),
-        ({"parallel_tool_calls": False}, f"</think>{CALL}{CALL}"),
+        ("required", f'[{{"name": "weather", "parameters": {ARGUMENTS}}}]'),
+        ({"type": "function", "name": "weather"}, ARGUMENTS),
     ],
 )
 def test_a_choice_of_tools_is_that_of_a_chat(
-    client: openai.OpenAI, llm: FakeLLM, options: Json, text: str, stream: bool
+    llm: FakeLLM, choice: Any, text: str, stream: bool
 ) -> None:
-    answer = ask(client, llm, text, stream=stream, **options)
+    with (
+        agent_server(llm, tool_call_parser=None, reasoning_parser=None) as url,
+        openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        answer = ask(client, llm, text, stream=stream, tool_choice=choice)
     (call,) = answer.output
     assert (call.name, call.arguments) == ("weather", ARGUMENTS)
-    assert (llm.sampling[-1].guided_decoding is not None) == ("tool_choice" in options)
-    echoed = answer.to_dict()
-    assert {name: echoed[name] for name in options} == options
+    assert llm.sampling[-1].guided_decoding is not None
+    assert answer.to_dict()["tool_choice"] == choice
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_without_parallel_calls_there_is_one(
+    client: openai.OpenAI, llm: FakeLLM, stream: bool
+) -> None:
+    text = f"</think>{CALL}{CALL}"
+    answer = ask(client, llm, text, stream=stream, parallel_tool_calls=False)
+    assert [each.type for each in answer.output] == ["function_call"]
+    assert answer.parallel_tool_calls is False
 
 
 def test_effort_reaches_the_template_and_inert_options_are_taken(post: Post, llm: FakeLLM) -> None:
