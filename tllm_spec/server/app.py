@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Se
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.concurrency import run_in_threadpool
@@ -23,6 +23,7 @@ from tllm_spec.intake import max_model_len
 from tllm_spec.outputs import RequestOutput
 from tllm_spec.request_handle import RequestHandle
 from tllm_spec.sampling_params import DEFAULT_OPTIONS, RequestOptions, SamplingParams
+from tllm_spec.server import messages_api, responses_api
 from tllm_spec.server.admission import (
     ENGINE_DOWN,
     SAME,
@@ -32,11 +33,13 @@ from tllm_spec.server.admission import (
     size_of,
 )
 from tllm_spec.server.answers import Answer, completion_answer, render
+from tllm_spec.server.blocks import BlockAnswer
 from tllm_spec.server.bodies import LONG_BODY, StrictBodyRoute
 from tllm_spec.server.chat_answer import AnswerFormats, ChatAnswer, ParsedText
 from tllm_spec.server.chat_message import NamedChoice
 from tllm_spec.server.guard import CLIENT_CLOSED_REQUEST, Guard
 from tllm_spec.server.histograms import Histograms, perf_record
+from tllm_spec.server.messages_api import CountTokensRequest, MessageAnswer, MessagesRequest
 from tllm_spec.server.metrics import EngineMetrics
 from tllm_spec.server.options import ServerOptions
 from tllm_spec.server.pages import Pages
@@ -50,9 +53,9 @@ from tllm_spec.server.protocol import (
     StreamOptions,
     TokenizeRequest,
 )
-from tllm_spec.server.refusals import RequestRefused, add_error_handlers
+from tllm_spec.server.refusals import MESSAGES_PATH, RequestRefused, add_error_handlers
 from tllm_spec.server.replicas import Engine
-from tllm_spec.server.responses_api import CHAT_NAMES, ResponseAnswer, ResponsesRequest
+from tllm_spec.server.responses_api import ResponseAnswer, ResponsesRequest
 from tllm_spec.server.streaming import (
     EventStream,
     Running,
@@ -69,6 +72,7 @@ DRAINING = "the server is about to end"
 ONE_TOKEN = SamplingParams(max_tokens=1)
 MAX_RECORDS = 1000  # of finished requests, that are kept for /perf_metrics
 
+Made = TypeVar("Made")
 Events = Callable[[Running], AsyncGenerator[bytes, None]]
 
 
@@ -135,6 +139,8 @@ class OpenAIServer:
         post("/v1/completions", self.completions)
         post("/v1/chat/completions", self.chat)
         post("/v1/responses", self.responses)
+        post(MESSAGES_PATH, self.messages)
+        post(f"{MESSAGES_PATH}/count_tokens", self.count_tokens)
         post("/tokenize", self.tokenize)
         post("/detokenize", self.detokenize)
         if self._options.draft_model_root is not None:
@@ -257,15 +263,46 @@ class OpenAIServer:
         return await self._respond(body, request, answer, handles, self._chunks(body, answer))
 
     async def responses(self, body: ResponsesRequest, request: Request) -> Response:
-        """`/v1/responses`: answers the conversation in the body, with text."""
-        with bad_request(CHAT_NAMES):
-            chat = body.to_chat()
-        params = await self._params_of(chat, request, CHAT_NAMES)
-        options = body.request_options(request.scope["state"])
-        handles = await self._start_chat(chat, request, params, options, CHAT_NAMES)
+        """`/v1/responses`: answers the conversation in the body."""
+        return await self._blocks(body, request, ResponseAnswer, responses_api.CHAT_NAMES)
+
+    async def messages(self, body: MessagesRequest, request: Request) -> Response:
+        """`/v1/messages`: answers the conversation in the body. Clients must name a limit, and many
+        name that of another model: one over the context is the context."""
+        limit = min(body.max_tokens, self._llm.max_seq_len)
+        body = body.model_copy(update={"max_tokens": limit})
+        return await self._blocks(body, request, MessageAnswer, messages_api.CHAT_NAMES)
+
+    async def _blocks(
+        self,
+        body: ResponsesRequest | MessagesRequest,
+        request: Request,
+        new_answer: Callable[[Any, Any, ParsedText | None], BlockAnswer],
+        names: Mapping[str, str],
+    ) -> Response:
+        """names: as in `bad_request`."""
+        self._check_name(body.model)
+        with bad_request(names):
+            chat = await _made(request, body.to_chat)
+        params = await self._params_of(chat, request, names)
         new_text = self._parsed_texts(chat, params)
-        answer = ResponseAnswer(body, None if new_text is None else new_text())
-        return await self._respond(body, request, answer, handles, answer.events)
+        options = body.request_options(request.scope["state"])
+        handles = await self._start_chat(chat, request, params, options, names)
+        answer = new_answer(body, self._tokenizer, None if new_text is None else new_text())
+        in_thread = self._admission.in_thread
+        return await self._respond(
+            body, request, answer, handles, lambda running: answer.events(running, in_thread)
+        )
+
+    async def count_tokens(self, body: CountTokensRequest, request: Request) -> dict[str, Any]:
+        """`/v1/messages/count_tokens`: the length of the conversation's prompt."""
+        self._check_name(body.model)
+
+        def count() -> int:
+            return len(self._chat_prompts.token_ids(body.to_chat().conversation))
+
+        size = request.state.body_size
+        return {"input_tokens": await self._admission.tokenised(size, count, is_chat=True)}
 
     async def tokenize(self, body: TokenizeRequest, request: Request) -> dict[str, Any]:
         """The token ids of a text or of a conversation."""
@@ -329,9 +366,7 @@ class OpenAIServer:
         self._check_healthy()
         self._check_name(body.model)
         with bad_request(names):
-            if request.state.body_size > LONG_BODY:
-                return await run_in_threadpool(body.to_sampling_params)
-            return body.to_sampling_params()
+            return await _made(request, body.to_sampling_params)
 
     async def _start_chat(
         self,
@@ -390,7 +425,7 @@ class OpenAIServer:
         self,
         body: ClientRequest,
         request: Request,
-        answer: Answer | ResponseAnswer,
+        answer: Answer | BlockAnswer,
         handles: Sequence[RequestHandle],
         events: Events,
     ) -> Response:
@@ -414,6 +449,11 @@ class OpenAIServer:
             self._histograms.add(output, is_streamed)
         if self._traces is not None:
             self._traces.add(request, is_streamed, output)
+
+
+async def _made(request: Request, make: Callable[[], Made]) -> Made:
+    """What `make` makes of the request's body: in a thread if that is long."""
+    return await run_in_threadpool(make) if request.state.body_size > LONG_BODY else make()
 
 
 def _folder_below(root: Path, name: str) -> Path:

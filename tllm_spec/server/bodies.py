@@ -13,6 +13,7 @@ import re
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, MutableMapping
 from inspect import isawaitable, iscoroutinefunction
+from itertools import islice
 from typing import Any, ClassVar
 
 from fastapi import Request, Response
@@ -21,8 +22,8 @@ from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, TypeAdapter, ValidationError, WithJsonSchema
 
-from tllm_spec.config.config_base import ConfigModel
-from tllm_spec.config.option_checks import check_text, shown_name
+from tllm_spec.config.config_base import ConfigError, ConfigModel
+from tllm_spec.config.option_checks import MAX_UNKNOWN, check_text, shown, shown_name
 from tllm_spec.server.options import ServerOptions
 from tllm_spec.server.refusals import RequestRefused, first_mistakes, overloaded
 
@@ -190,6 +191,35 @@ class BodyModel(ConfigModel):
 def as_json_type(kind: Any) -> WithJsonSchema:
     """For `/openapi.json`: a field whose validator accepts more than its type says."""
     return WithJsonSchema(TypeAdapter(kind).json_schema())
+
+
+def as_typed(
+    given: object,
+    kinds: Mapping[str, type[BodyModel]],
+    refused: Mapping[str, str],
+    default: str = "",
+) -> list[BodyModel]:
+    """A list of objects whose `type` names one of `kinds`. refused: other types, or how these
+    begin, with the reason; "" for all others. default: the type of an object without one.
+
+    Only the first mistakes are named: thousands would take seconds to describe."""
+    if not isinstance(given, list) or not all(isinstance(each, dict) for each in given):
+        raise ValueError("a list of objects is needed")
+    names = [default if each.get("type") is None else each["type"] for each in given]
+    others = (name for name in names if not isinstance(name, str) or name not in kinds)
+    if first := {shown(name): str(name) for name in islice(others, MAX_UNKNOWN)}:
+        taken = " or ".join(map(repr, kinds))
+        raise ConfigError(
+            [
+                f"type = {text} is refused: {_reason(name, refused)}; accepted: {taken}"
+                for text, name in first.items()
+            ]
+        )
+    return [kinds[name](**each) for name, each in zip(names, given, strict=True)]
+
+
+def _reason(name: str, refused: Mapping[str, str]) -> str:
+    return next(why for start, why in refused.items() if name.startswith(start))
 
 
 NOT_AN_OBJECT = "the body must be a JSON object, sent with Content-Type: application/json"

@@ -258,6 +258,7 @@ class ChatAnswer(Answer):
     kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
     id_prefix = "chatcmpl"
+    counts_reasoning = True
 
     def __init__(
         self,

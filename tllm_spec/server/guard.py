@@ -115,7 +115,7 @@ class Guard:
             if name := self._key_name(scope["path"], headers):
                 scope["state"]["client"] = f"key {name}"
         except RequestRefused as refusal:
-            return await refusal.response()(scope, receive, send)
+            return await refusal.response(scope["path"])(scope, receive, send)
         return await self._app(scope, receive, send)
 
     def _check_host(self, headers: Mapping[bytes, bytes]) -> None:
@@ -137,12 +137,12 @@ class Guard:
         if not self._keys or path in OPEN_PATHS:
             return ""
         scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
-        name = self._keys.name_of(given.strip())
-        if name is None or scheme.lower() != b"bearer":
-            raise RequestRefused(
-                401, "a valid API key is needed: Authorization: Bearer KEY", code="invalid_api_key"
-            )
-        return name
+        tokens = [given] if scheme.lower() == b"bearer" else []
+        for key in (*tokens, headers.get(b"x-api-key", b"")):  # the second is Anthropic's
+            if (name := self._keys.name_of(key.strip())) is not None:
+                return name
+        message = "a valid API key is needed: Authorization: Bearer KEY, or x-api-key: KEY"
+        raise RequestRefused(401, message, code="invalid_api_key")
 
 
 def _check_form(scope: Any) -> None:

@@ -1,4 +1,4 @@
-"""Answers that end a request early: OpenAI's error object with a status."""
+"""Answers that end a request early: OpenAI's error object with a status, or Anthropic's."""
 
 from __future__ import annotations
 
@@ -31,6 +31,34 @@ def error_body(
         for text in (message, param)
     ]
     return {"error": {"message": texts[0], "type": kind, "param": texts[1], "code": code}}
+
+
+# The routes below this path have Anthropic's error object, with its types by status.
+MESSAGES_PATH = "/v1/messages"
+MESSAGES_KINDS: Mapping[int, str] = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+def messages_error(status: int, body: Mapping[str, Any]) -> dict[str, Any]:
+    """Anthropic's error object. body: OpenAI's."""
+    kind = MESSAGES_KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": body["error"]["message"]}}
+
+
+def error_response(
+    path: str, status: int, body: dict[str, Any], headers: Mapping[str, str] | None = None
+) -> JSONResponse:
+    """An error in the form of the path's API."""
+    if path == MESSAGES_PATH or path.startswith(f"{MESSAGES_PATH}/"):
+        body = messages_error(status, body)
+    return JSONResponse(body, status, headers)
 
 
 def first_mistakes(message: str) -> str:
@@ -70,8 +98,9 @@ class RequestRefused(Exception):
             {} if retry_after is None else {"Retry-After": str(retry_after)}
         )
 
-    def response(self) -> JSONResponse:
-        return JSONResponse(self.body, self.status, headers=dict(self.headers))
+    def response(self, path: str = "") -> JSONResponse:
+        """path: of the request, as far as it is known."""
+        return error_response(path, self.status, self.body, self.headers)
 
 
 def overloaded(status: int, message: str) -> RequestRefused:
@@ -94,7 +123,7 @@ def add_error_handlers(app: FastAPI) -> None:
 
 async def _refused(request: Request, refusal: Exception) -> JSONResponse:
     assert isinstance(refusal, RequestRefused)
-    return refusal.response()
+    return refusal.response(request.scope["path"])
 
 
 async def _http_error(request: Request, error: Exception) -> JSONResponse:
@@ -111,7 +140,8 @@ async def _http_error(request: Request, error: Exception) -> JSONResponse:
             f"{request.method} {request.url.path} is not served here{because}; GET / says how to "
             "call this server, GET /openapi.json lists its routes"
         )
-    return JSONResponse(error_body(message, "invalid_request_error"), error.status_code, headers)
+    body = error_body(message, "invalid_request_error")
+    return error_response(request.scope["path"], error.status_code, body, headers)
 
 
 def _allowed_methods(request: Request) -> str:
@@ -121,4 +151,6 @@ def _allowed_methods(request: Request) -> str:
 
 
 async def _internal_error(request: Request, error: Exception) -> JSONResponse:
-    return JSONResponse(error_body(described(error), "internal_error"), 500)
+    return error_response(
+        request.scope["path"], 500, error_body(described(error), "internal_error")
+    )

@@ -142,7 +142,11 @@ async def event_stream(
             yield event(error.body)
             return
     if options.include_usage:
-        yield event(answer.usage_chunk(handles))
+
+        def usage() -> bytes:
+            return event(answer.usage_chunk(handles))
+
+        yield await in_thread(usage) if answer.is_slow(handles) else usage()
     yield DONE
 
 
