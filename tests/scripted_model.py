@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -71,7 +72,7 @@ def _weights(
     head = torch.zeros(size, size)
     for start, script in scripts.items():
         ids = tokenizer.convert_tokens_to_ids([start, *script, END])
-        for token, successor in zip(ids, ids[1:], strict=False):
+        for token, successor in pairwise(ids):
             assert not head[:, token].any(), "a piece comes twice"
             head[successor, token] = SHARPNESS
     layer = "model.layers.0."

@@ -26,8 +26,10 @@ KEY, MODEL = "any-key", "scripted"
 FIRST, AFTER, OBJECT, EDIT = "<|first|>", "<|after|>", "<|object|>", "<|edit|>"
 # By the piece that ends the prompt. The first begins inside reasoning, the others after it.
 SCRIPTS = {
-    FIRST: ["I should look it up.", "</think>", "\n\n", "<tool_call>", "\n<function=get_weather>\n"]
-    + ["<parameter=city>\n", "Paris", "\n</parameter>\n", "</function>\n", "</tool_call>"],
+    FIRST: [
+        *("I should look it up.", "</think>", "\n\n", "<tool_call>", "\n<function=get_weather>\n"),
+        *("<parameter=city>\n", "Paris", "\n</parameter>\n", "</function>\n", "</tool_call>"),
+    ],
     AFTER: ["It is 21 degrees", " in Paris."],
     OBJECT: ['{"city": "Paris",', ' "celsius": 21}'],
     EDIT: ["hello.py\n", "```\n", "print('yes')\n", "```"],

@@ -11,7 +11,8 @@ with tempfile.TemporaryDirectory() as folder:
     file.write_text("print('no')\n")
     aider = Path(sys.executable).with_name("aider")
     plain = "--no-git --yes-always --no-stream --no-check-update --no-show-model-warnings"
-    quiet = f"--model openai/{os.environ['MODEL']} --no-analytics --no-show-release-notes --map-tokens 0 --edit-format whole"
+    quiet = "--no-analytics --no-show-release-notes --map-tokens 0 --edit-format whole"
+    quiet = f"--model openai/{os.environ['MODEL']} {quiet}"
     for command in (f"{plain} {quiet}", f"{plain.replace('--no-stream', '--stream')} {quiet}"):
         file.write_text("print('no')\n")
         run = subprocess.run(
