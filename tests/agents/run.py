@@ -36,7 +36,9 @@ SCRIPTS = {
 }
 TEMPLATE = (
     "{% set found = namespace(kind='first') %}"
-    "{% for message in messages %}{{ message.role }}\n{{ message.content or '' }}<|end|>\n"
+    "{% if tools %}{{ tools | tojson }}<|end|>\n{% endif %}"
+    "{% for message in messages %}{{ message.role }}\n{{ message.content or '' }}"
+    "{% if message.tool_calls %}{{ message.tool_calls | tojson }}{% endif %}<|end|>\n"
     "{% if message.role == 'tool' %}{% set found.kind = 'after' %}"
     "{% elif 'An object, please.' in (message.content or '') %}{% set found.kind = 'object' %}"
     "{% elif 'An edit, please.' in (message.content or '') %}{% set found.kind = 'edit' %}"
