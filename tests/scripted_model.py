@@ -27,11 +27,12 @@ def save_scripted(
     template: str,
     *,
     special: Sequence[str] = (),
+    tokens: Sequence[str] = (),
 ) -> Path:
     """A checkpoint with tokenizer. scripts: by the piece that a prompt ends with, the pieces that
     the model writes after it, then END. Each piece is a token of its own; the others are bytes.
-    special: pieces that are special tokens. Returns the folder."""
-    tokenizer = _tokenizer(scripts, special)
+    special: pieces that are special tokens. tokens: others that are tokens, too. Returns the folder."""
+    tokenizer = _tokenizer(scripts, special, tokens)
     tokenizer.chat_template = template
     tokenizer.save_pretrained(folder)
     size = -(-len(tokenizer) // HEAD_DIM) * HEAD_DIM
@@ -54,14 +55,14 @@ def save_scripted(
 
 
 def _tokenizer(
-    scripts: Mapping[str, Sequence[str]], special: Sequence[str]
+    scripts: Mapping[str, Sequence[str]], special: Sequence[str], tokens: Sequence[str]
 ) -> PreTrainedTokenizerFast:
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     bare = Tokenizer(models.BPE(vocab={each: i for i, each in enumerate(letters)}, merges=[]))
     bare.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bare.decoder = decoders.ByteLevel()
     bare.add_special_tokens([AddedToken(each, special=True) for each in (END, *special)])
-    pieces = [each for start in scripts for each in (start, *scripts[start]) if each not in special]
+    pieces = [*tokens, *(each for start in scripts for each in (start, *scripts[start]))]
     bare.add_tokens([AddedToken(each, normalized=False) for each in dict.fromkeys(pieces)])
     return PreTrainedTokenizerFast(tokenizer_object=bare, eos_token=END)
 

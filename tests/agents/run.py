@@ -48,8 +48,8 @@ TEMPLATE = (
 )
 # Drafts are the model's own text, so that reasoning's end and a call's begin share a window.
 OPTIONS = """
-speculative_config: {{decoding_type: Draft_Target, max_draft_len: 4, speculative_model: {folder}}}
-kv_cache_config: {{max_tokens: 65536}}
+speculative_config: {decoding_type: Draft_Target, max_draft_len: 4, speculative_model: MODEL}
+kv_cache_config: {max_tokens: 65536}
 """
 
 
@@ -89,7 +89,8 @@ def main() -> int:
     model = save_scripted(build / MODEL, SCRIPTS, TEMPLATE)
     chosen = [client for client in CLIENTS if options.only in (client.name or client.script)]
     results = []
-    with served(model, build / "server.log") as url:
+    options_yaml = OPTIONS.replace("MODEL", str(model))
+    with served(model, build / "server.log", options_yaml, ("auto", "auto")) as url:
         environment = os.environ | {
             "MODEL": MODEL,
             "OPENAI_API_KEY": KEY,
@@ -104,15 +105,16 @@ def main() -> int:
 
 
 @contextmanager
-def served(model: Path, log: Path) -> Iterator[str]:
-    """Yields the URL of the server, which ends afterwards."""
+def served(model: Path, log: Path, yaml: str, parsers: tuple[str, str]) -> Iterator[str]:
+    """Yields the URL of a server, which ends afterwards. yaml: extra options of the LLM. parsers: of
+    reasoning and of tools."""
     options = model / "options.yaml"
-    options.write_text(OPTIONS.format(folder=model))
+    options.write_text(yaml)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "tllm_spec.cli.serve", str(model), "--port", str(port)]
     command += ["--extra_llm_api_options", str(options), "--served_model_name", MODEL]
-    command += ["--reasoning_parser", "auto", "--tool_parser", "auto"]
+    command += ["--reasoning_parser", parsers[0], "--tool_parser", parsers[1]]
     with log.open("w") as output:
         server = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
     url = f"http://127.0.0.1:{port}"
