@@ -31,7 +31,8 @@ def save_scripted(
 ) -> Path:
     """A checkpoint with tokenizer. scripts: by the piece that a prompt ends with, the pieces that
     the model writes after it, then END. Each piece is a token of its own; the others are bytes.
-    special: pieces that are special tokens. tokens: others that are tokens, too. Returns the folder."""
+    special: pieces that are special tokens. tokens: others that are tokens, too. Returns the
+    folder."""
     tokenizer = _tokenizer(scripts, special, tokens)
     tokenizer.chat_template = template
     tokenizer.save_pretrained(folder)

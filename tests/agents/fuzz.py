@@ -90,10 +90,8 @@ def deepseek_v31(call: Call, place: int) -> str:
 def deepseek_dsml(call: Call, place: int) -> str:
     parts = []
     for key, each in call[1].items():
-        is_text = json_text(isinstance(each, str))
-        parts.append(
-            f'<｜DSML｜parameter name="{key}" string="{is_text}">{plain(each)}</｜DSML｜parameter>\n'
-        )
+        head = f'<｜DSML｜parameter name="{key}" string="{json_text(isinstance(each, str))}">'
+        parts.append(f"{head}{plain(each)}</｜DSML｜parameter>\n")
     return f'<｜DSML｜invoke name="{call[0]}">\n{"".join(parts)}</｜DSML｜invoke>\n'
 
 

@@ -106,8 +106,8 @@ def main() -> int:
 
 @contextmanager
 def served(model: Path, log: Path, yaml: str, parsers: tuple[str, str]) -> Iterator[str]:
-    """Yields the URL of a server, which ends afterwards. yaml: extra options of the LLM. parsers: of
-    reasoning and of tools."""
+    """Yields the URL of a server, which ends afterwards. yaml: extra options of the LLM. parsers:
+    of reasoning and of tools."""
     options = model / "options.yaml"
     options.write_text(yaml)
     with socket.create_server(("127.0.0.1", 0)) as free:
