@@ -268,7 +268,7 @@ def test_white_space_between_blocks_is_no_block_and_at_a_texts_beginning_stays()
         [("call", "g"), ("arguments", "{}"), ("content", "\n")],
     ]
     parser = type("", (), {"feed": lambda self, text: fed.pop(0), "finish": lambda self: []})()
-    blocks, output = Blocks(ParsedText(parser, is_parallel=True)), CompletionOutput(0)
+    blocks, output = Blocks(ParsedText(lambda: parser, is_parallel=True)), CompletionOutput(0)
     steps = [step for _ in range(3) for step in blocks.read(output)]
     output.finish_reason = "stop"
     steps += blocks.read(output)

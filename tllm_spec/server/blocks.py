@@ -193,12 +193,6 @@ def named_event(kind: str, **fields: Any) -> bytes:
 # Requests with such blocks, reduced to what a chat request can say.
 
 
-def template_variables(thinks: bool | None, effort: str | None) -> Json | None:
-    """What chat templates call these options. None: without them."""
-    given = {"enable_thinking": thinks, "reasoning_effort": effort}
-    return {name: value for name, value in given.items() if value is not None} or None
-
-
 def chat_choice(name: str) -> Json:
     """`tool_choice` of a chat request for one function."""
     return {"type": "function", "function": {"name": name}}

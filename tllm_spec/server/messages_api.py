@@ -26,7 +26,6 @@ from tllm_spec.server.blocks import (
     chat_choice,
     chat_format,
     named_event,
-    template_variables,
 )
 from tllm_spec.server.bodies import BodyModel, as_json_type, as_typed
 from tllm_spec.server.chat_answer import ParsedText
@@ -315,7 +314,8 @@ class CountTokensRequest(BodyModel):
             "tools": [tool.to_chat() for tool in self.tools or ()] or None,
             "tool_choice": None if choice is None else choice.to_chat(),
             "parallel_tool_calls": choice is None or not choice.disable_parallel_tool_use,
-            "chat_template_kwargs": template_variables(thinks, output.effort),
+            "enable_thinking": thinks,
+            "reasoning_effort": output.effort,
             "response_format": chat_format(output.format),
             "thinking_token_budget": None if thinking is None else thinking.budget_tokens,
         }

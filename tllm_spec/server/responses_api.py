@@ -25,7 +25,6 @@ from tllm_spec.server.blocks import (
     chat_choice,
     chat_format,
     named_event,
-    template_variables,
 )
 from tllm_spec.server.bodies import BodyModel, as_json_type, as_typed
 from tllm_spec.server.chat_answer import ParsedText
@@ -203,12 +202,6 @@ class ReasoningOptions(BodyModel):
         "summary": ("auto", "concise", "detailed"),
     }
 
-    def variables(self) -> Json | None:
-        """The variables of the chat template."""
-        if self.effort == "none":
-            return template_variables(False, None)
-        return template_variables(self.effort and True, self.effort)
-
 
 class FlatTool(FunctionDefinition):
     """A function that the model may call."""
@@ -295,7 +288,7 @@ class ResponsesRequest(ClientRequest):
             "temperature": self.temperature,
             "top_p": self.top_p,
             "response_format": None if self.text is None else chat_format(self.text.format),
-            "chat_template_kwargs": self.reasoning and self.reasoning.variables(),
+            "reasoning_effort": self.reasoning and self.reasoning.effort,
             "tools": tools or None,
             "tool_choice": self.tool_choice if tools or self.tool_choice != "auto" else None,
             "parallel_tool_calls": self.parallel_tool_calls,
