@@ -124,7 +124,11 @@ class CallItem(Item):
     name: str
     arguments: str
 
-    ignored: ClassVar[Ignored] = {"caller": ({"type": "direct"},), "namespace": ()}
+    ignored: ClassVar[Ignored] = {
+        "caller": ({"type": "direct"},),
+        "namespace": (),
+        "parsed_arguments": (dict,),  # of openai's client, which sends its answers back
+    }
 
 
 class CallOutputItem(Item):

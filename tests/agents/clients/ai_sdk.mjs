@@ -25,6 +25,7 @@ for (const [route, model] of Object.entries(models)) {
     tools: { get_weather: getWeather },
     stopWhen: stepCountIs(3),
     prompt: "What is the weather in Paris?",
+    providerOptions: { openai: { store: false } },
   });
   assert.equal(await result.text, "It is 21 degrees in Paris.", route);
   assert.deepEqual(cities, ["Paris"], route);

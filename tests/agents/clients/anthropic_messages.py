@@ -24,4 +24,5 @@ answer = client.messages.create(messages=messages, **options)
 assert answer.content[0].text == "It is 21 degrees in Paris.", answer
 assert answer.stop_reason == "end_turn", answer
 count = client.messages.count_tokens(model=model, messages=messages, tools=tools)
-assert count.input_tokens == answer.usage.input_tokens, (count, answer.usage)
+read = answer.usage.cache_read_input_tokens
+assert count.input_tokens == answer.usage.input_tokens + read, (count, answer.usage)
