@@ -14,7 +14,7 @@ from contextlib import suppress
 from functools import cached_property, lru_cache, partial
 from typing import Any
 
-from tllm_spec.chat_formats.names import REASONING, reasoning_name
+from tllm_spec.chat_formats.names import MARKERS, REASONING, reasoning_name
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.executor.request_wire import RequestLimits
 from tllm_spec.grammar.grammar_state import CompiledGrammar, GrammarState
@@ -33,7 +33,6 @@ MISSING = "guided decoding needs the package llguidance: pip install 'tllm_spec[
 MAX_KNOWN = 256  # grammars, refused ones, too
 # Of the thread that compiles a grammar: references of a schema may be thousands deep.
 STACK_BYTES = 128 << 20
-MARKER = re.compile(r"[^\w\s].*\w.*[^\w\s]", flags=re.DOTALL)
 LOW_PRIORITY = 10  # as of `nice`: rounds go on next to a compilation
 
 
@@ -119,6 +118,7 @@ class Grammars:
             num_words=-(-tokenizer.vocab_size // 32),
             drafts_forced=not forces_much(source),
             refuse=partial(self._refuse, source),
+            spelt=tokenizer.tokenize_bytes,
         )
         return self._keep(source, made)
 
@@ -302,12 +302,11 @@ def after_reasoning(
 
 
 def named_tokens(tokenizer: Any, end_ids: frozenset[int]) -> NamedTokens:
-    """The tokens that literals may name: special ones, and others that were added and look like a
-    marker, as `<think>` does and a line end does not."""
+    """The tokens that literals may name: special ones, and markers of the models' formats."""
     added = getattr(tokenizer, "added_tokens_decoder", {}).items()
     special = frozenset(token for token, name in added if name.special) - end_ids
     return NamedTokens(
-        {str(name): i for i, name in added if i in special or MARKER.fullmatch(str(name))},
+        {str(name): i for i, name in added if i in special or str(name) in MARKERS},
         special,
         end_ids,
     )

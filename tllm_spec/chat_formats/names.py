@@ -52,6 +52,11 @@ TOOLS: Mapping[str, tuple[ChatFormat, ...]] = {
     "qwen3_coder": (QWEN_CODER,),
     "qwen3_xml": (QWEN_CODER,),
 }
+# Texts that are markers where they are tokens of their own, special or not.
+MARKERS = frozenset(
+    [each for form in REASONING.values() for each in (form.opener, form.closer, *form.ends_at)]
+    + [each for formats in TOOLS.values() for form in formats for each in form.markers]
+)
 # In the order in which `auto` looks for their texts in the chat template.
 AUTO_TOOLS = (
     *("qwen3_coder", "glm45", "kimi_k2", "minimax_m2", "deepseek_v32", "deepseek_v4"),

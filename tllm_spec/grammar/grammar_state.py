@@ -18,7 +18,7 @@ class CompiledGrammar:
     """A grammar for a tokenizer. `start`: an `LLMatcher` at the beginning of a text. `num_words`:
     of its masks, of 32 tokens each; the tokenizer may have more tokens than the model.
     `drafts_forced`: whether text that it forces is drafted. `refuse`: requests with this grammar
-    are refused from now on, for the reason given."""
+    are refused from now on, for the reason given. `spelt`: the tokenizer's tokens of a text."""
 
     source: GrammarSource
     start: Any = field(repr=False)
@@ -26,6 +26,7 @@ class CompiledGrammar:
     num_words: int
     drafts_forced: bool = True
     refuse: Callable[[str], None] = lambda reason: None
+    spelt: Callable[[bytes], list[int]] = lambda text: []
 
 
 class GrammarState:
@@ -103,6 +104,8 @@ class GrammarState:
         if not self._grammar.drafts_forced:
             return drafts
         forced: list[int] = self._matcher.compute_ff_tokens()[:max_drafts]
+        if not forced and (text := self._matcher.compute_ff_bytes()):
+            forced = self._allowed(self._grammar.spelt(text)[:max_drafts])
         if self._matcher.is_error():  # the mask will say so, if the text comes there
             self._restart([])
         return forced if len(forced) > len(drafts) else drafts

@@ -34,8 +34,9 @@ ANNOTATIONS = frozenset(
     {"$comment", "$defs", "$id", "$schema", "default", "definitions", "deprecated", "description"}
     | {"discriminator", "examples", "readOnly", "title", "type", "writeOnly"}
 )
-# llguidance goes through all of the text that is forced for each mask. Where that may be long, it
-# is told not to: then such text is not drafted, and may be spelt with other tokens.
+# llguidance goes through all of the text that is forced for each mask, and allows only its usual
+# tokens. Where the text may be long, it is told not to: then such text is not drafted, and may be
+# spelt with other tokens, as the fixed texts of structural tags may.
 MAX_FORCED = 1 << 12
 NO_FORCING = '%llguidance {"no_forcing": true}'
 MAX_REASON_CHARS = 300
@@ -94,7 +95,7 @@ def grammar_text(source: GrammarSource, tokens: NamedTokens = NO_NAMES) -> str:
     else:
         lark = {"regex": regex_lark, "choice": choice_lark, "grammar": ebnf_lark}
         made = [{"lark_grammar": lark[source.kind](source.text)}]
-    if forces_much(source):
+    if source.kind == "structural_tag" or forces_much(source):
         made[0]["lark_grammar"] = f"{NO_FORCING}\n{made[0]['lark_grammar']}"
     return json.dumps({"grammars": made})
 

@@ -3,7 +3,6 @@ says about the answer after it."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -17,7 +16,6 @@ prompt has closed, or as its first text that is not blank says: reasoning if it 
 # Of characters that stand for marker tokens: noncharacters of Unicode, which no text has.
 FIRST_MARK = 0xFDD0
 MAX_MARKS = 32
-MARKER = re.compile(r"[^\w\s].*\w.*[^\w\s]", re.DOTALL)
 MAX_TAIL = 4096  # tokens of a prompt's end that are read
 
 
@@ -59,14 +57,13 @@ class Marks:
 
 
 def marker_tokens(tokenizer: Any, markers: Sequence[str]) -> dict[int, str]:
-    """The names of the tokens that are markers, or parts of one, by id: special tokens, and others
-    that were added and look like a marker."""
+    """The names of the tokens that are markers, by id, and of special tokens that are parts of
+    one."""
     special = special_ids(tokenizer)
     return {
         token: str(name)
         for token, name in getattr(tokenizer, "added_tokens_decoder", {}).items()
-        if (token in special or MARKER.fullmatch(str(name)))
-        and any(str(name) in marker for marker in markers)
+        if str(name) in markers or (token in special and any(str(name) in each for each in markers))
     }
 
 
