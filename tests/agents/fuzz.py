@@ -23,6 +23,7 @@ import httpx
 
 from tests.agents.run import KEY, MODEL, served
 from tests.scripted_model import save_scripted
+from tllm_spec.chat_formats.names import MARKERS
 
 Call = tuple[str, dict[str, Any]]
 NAMES = ("get_weather", "f", "search-web", "Ns.lookup", "a1")
@@ -36,7 +37,7 @@ WORDS = (
     "{",
     'say "hi"',
     "back\\slash",
-    "línea",
+    "日本",
     "東京",
 )
 TYPES = ("string", "integer", "number", "boolean", "array", "object")
@@ -354,7 +355,8 @@ def ask(client: httpx.Client, url: str, body: Mapping[str, Any]) -> dict[str, An
     for line in answer.text.split("\n"):
         if not line.startswith("data: {"):
             continue
-        for choice in json.loads(line[6:])["choices"]:
+        assert "choices" in (chunk := json.loads(line[6:])), chunk
+        for choice in chunk["choices"]:
             made["finish_reason"] = choice["finish_reason"] or made.get("finish_reason")
             delta = choice["delta"]
             for kind in ("content", "reasoning_content"):
@@ -429,7 +431,7 @@ def run_server(rng: random.Random, family: Family, drafter: str) -> tuple[int, l
     has_tokens = rng.random() < 0.5
     number = 1 if has_tokens else NUM_SCRIPTS
     answers = [random_answer(rng, family, each) for each in range(number)]
-    text, used = answers[0].text, set[str]()
+    text, used = answers[0].text, set(MARKERS)  # a piece that is a marker would be its only form
     marks = [*family.thinks, *family.around, *family.marks] if has_tokens else []
     marks = [mark for mark in marks if text.count(mark) == 1]
     scripts = {
