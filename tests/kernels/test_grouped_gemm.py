@@ -70,7 +70,7 @@ GPT_OSS = Shape(32, 4, 2880, 2880)
 LIMIT = 1.5
 # Relative to the sum of magnitudes: of products in 16 bits, and in FP8, which tensor cores sum with
 # fewer bits: 13 below the largest summand.
-SUM_ERROR = (2.0**-19, 2.0**-19 if INTERPRETED else 2.0**-12)
+SUM_ERROR = (2.0**-17, 2.0**-19 if INTERPRETED else 2.0**-12)
 
 
 @dataclass(frozen=True)

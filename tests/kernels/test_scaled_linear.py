@@ -64,7 +64,7 @@ CASES += [(form, shape) for form in INT4_FORMS for shape in INT4_SHAPES]
 on_each_case = pytest.mark.parametrize(("form", "shape"), CASES, ids=str)
 also_interpreted = pytest.mark.interpreted("form", "fp8", "plain")
 SUM_ERROR = 4e-6
-PLAIN_SUM_ERROR = 2e-7
+PLAIN_SUM_ERROR = 1e-6  # of 4,096 products added one by one in float32
 
 
 @dataclass(frozen=True)
