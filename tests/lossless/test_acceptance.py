@@ -282,14 +282,14 @@ def test_coupled_drafts_are_accepted_nearly_as_often_as_rejection_samplings(
         own = engine("draft_target", DRAFT_LEN, **options)
         with LLM("zoo:llama", max_batch_size=16, **own) as llm:
             params = {"max_tokens": MEASURED_LEN, "temperature": 0.8}
-            found[name] = speculate(llm, long_prompts * 3, **params)
+            # Fewer would differ by a tenth from one CPU to another, whose last bits are others.
+            found[name] = speculate(llm, long_prompts * 12, **params)
     for name, stats in found.items():
         print(
             f"{name}: length {stats.acceptance_length:.3f}, rate {stats.draft_acceptance_rate:.3f} "
             "at T=0.8"
         )
-    # The texts are samples, and those of another CPU differ by last bits: 0.94 on one, 0.89 on one.
-    assert found["coupled"].acceptance_length >= 0.85 * found["rejection"].acceptance_length
+    assert found["coupled"].acceptance_length >= 0.9 * found["rejection"].acceptance_length
     assert found["coupled"].draft_acceptance_rate > 1.1 * found["argmax"].draft_acceptance_rate
 
 
