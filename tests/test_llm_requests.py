@@ -274,7 +274,7 @@ def template_ids(llm: LLM, messages: Any, **options: Any) -> list[int]:
 def test_one_conversation_is_answered_as_its_rendered_prompt(llm: LLM) -> None:
     output: Any = llm.chat(HELLO, THREE)
     assert output.prompt_token_ids == template_ids(llm, HELLO)
-    assert output.outputs == llm.generate(output.prompt_token_ids, THREE).outputs  # type: ignore[union-attr]
+    assert output.outputs == llm.generate(output.prompt_token_ids, THREE).outputs
     bare: Any = llm.chat(HELLO, THREE, add_generation_prompt=False)
     assert bare.prompt_token_ids == template_ids(llm, HELLO, add_generation_prompt=False)
 

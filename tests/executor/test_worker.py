@@ -79,7 +79,7 @@ class FakeExecutor:
 
 def make_worker() -> tuple[Worker, FakeExecutor]:
     executor = FakeExecutor()
-    return Worker(executor, RequestQueue(), lambda failure: None), executor  # type: ignore[arg-type] # a stand-in
+    return Worker(executor, RequestQueue(), lambda failure: None), executor
 
 
 def in_thread(worker: Worker, answers: list[object], function: object) -> threading.Thread:

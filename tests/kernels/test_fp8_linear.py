@@ -310,7 +310,7 @@ def test_rows_run_the_library_where_it_is_faster_and_blocks_a_multiple_of_4_of_t
     gemms = FakeGemms()
     p = problem(rows, (256, 48), torch.bfloat16, "cpu", in_blocks)
     assert run(p, gemms) == (used is not None)
-    assert gemms.used == ([] if used is None else [used] * 2)  # type: ignore[attr-defined]  # of the fake
+    assert gemms.used == ([] if used is None else [used] * 2)
 
 
 def of_tiles(p: Problem) -> Problem:
@@ -329,7 +329,7 @@ def test_many_outputs_use_scales_of_tiles_where_all_rows_of_a_tile_have_one() ->
         and tiles.shape == (128, 4)
         and torch.equal(tiles[:, 0], p.scales[::128, 0])
     )
-    assert run(p, gemms, tiles) and gemms.used == [(Scaling.TILES, 68)] * 2  # type: ignore[attr-defined]  # of the fake
+    assert run(p, gemms, tiles) and gemms.used == [(Scaling.TILES, 68)] * 2
 
 
 @pytest.mark.gpu

@@ -71,6 +71,7 @@ LIMIT = 1.5
 # Relative to the sum of magnitudes: of products in 16 bits, and in FP8, which tensor cores sum with
 # fewer bits: 13 below the largest summand.
 SUM_ERROR = (2.0**-19, 2.0**-19 if INTERPRETED else 2.0**-12)
+PLAIN_ERROR = {torch.float32: 6e-6, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 
 
 @dataclass(frozen=True)
@@ -225,8 +226,10 @@ def check(
             of_gates, of_ups = bound.chunk(2, -1)
             bound = 2 * (of_gates * ups + of_ups * gates + of_gates * of_ups)
             expected = swiglu(expected, limit)
-        error = (output.double() - expected).abs()
-        assert (error <= ROUNDING[p.x.dtype] * expected.abs() + bound).all()
+        bound += ROUNDING[p.x.dtype] * expected.abs()
+        if p.form == "plain":
+            bound = PLAIN_ERROR[p.x.dtype] * (expected.abs() + 1)
+        assert ((output.double() - expected).abs() <= bound).all()
 
 
 @pytest.mark.interpreted("form", "plain", "fp8")

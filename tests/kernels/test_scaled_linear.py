@@ -65,6 +65,8 @@ on_each_case = pytest.mark.parametrize(("form", "shape"), CASES, ids=str)
 also_interpreted = pytest.mark.interpreted("form", "fp8", "plain")
 SUM_ERROR = 4e-6
 PLAIN_SUM_ERROR = 2e-7
+# Of sums of thousands of products in float32, added one by one, next to the root of their number.
+PLAIN_FLOAT32_ERROR = 6e-6
 
 
 @dataclass(frozen=True)
@@ -162,6 +164,8 @@ def check(
     for other in added:
         expected, magnitudes = expected + other.double(), magnitudes + other.abs()
     bound = ROUNDING[p.x.dtype] * expected.abs() + sum_error * magnitudes
+    if p.group < 0 and p.x.dtype == torch.float32:
+        bound = PLAIN_FLOAT32_ERROR * (expected.abs() + p.x.shape[1] ** 0.5)
     assert output.dtype == p.x.dtype and output.shape == expected.shape
     assert ((output.double() - expected).abs() <= bound).all()
 

@@ -282,7 +282,8 @@ def test_coupled_drafts_are_accepted_nearly_as_often_as_rejection_samplings(
         own = engine("draft_target", DRAFT_LEN, **options)
         with LLM("zoo:llama", max_batch_size=16, **own) as llm:
             params = {"max_tokens": MEASURED_LEN, "temperature": 0.8}
-            found[name] = speculate(llm, long_prompts * 3, **params)
+            # Fewer would differ by a tenth from one CPU to another, whose last bits are others.
+            found[name] = speculate(llm, long_prompts * 12, **params)
     for name, stats in found.items():
         print(
             f"{name}: length {stats.acceptance_length:.3f}, rate {stats.draft_acceptance_rate:.3f} "

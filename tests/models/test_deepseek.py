@@ -156,6 +156,11 @@ def test_a_tensor_next_to_the_indexer_and_an_indexer_of_v3_are_surplus(tmp_path:
         load(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["indexed_attention", "deepseek_sparse_attention"])
+def test_the_types_of_layers_that_transformers_writes_say_nothing(name: str) -> None:
+    assert model_config_of(V3_2 | {"layer_types": [name] * 61}) == model_config_of(V3_2)
+
+
 def test_the_published_config_is_read() -> None:
     config = model_config_of(V3_2)
     assert config.mla is not None and config.mla.index_topk == 2048 and config.mla.is_interleaved

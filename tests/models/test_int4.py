@@ -348,7 +348,7 @@ def test_words_are_those_of_the_producers() -> None:
     tensors = {"qweight": word, "scales": torch.ones(1, 1)}
     for packing, zero_words in (("gptq", 2004318071), ("gptq_v2", -2004318072)):
         zeros = torch.tensor([[zero_words]], dtype=torch.int32)
-        found = PACKINGS[packing].unpack(tensors | {"qzeros": zeros})  # type: ignore[index]  # a name
+        found = PACKINGS[packing].unpack(tensors | {"qzeros": zeros})
         assert found.codes.tolist() == NUMBERS.tolist()
         assert found.zeros is not None and found.zeros.t().tolist() == [[8] * 8]
     found = PACKINGS["compressed"].unpack({"weight_packed": word, "weight_scale": torch.ones(1, 1)})

@@ -301,7 +301,7 @@ def find_class(name: str, given: str, arguments: dict[str, Any] | None) -> Any:
 # Reads a YAML file of options.
 
 
-MAX_VALUES = 100_000  # in a file, those behind aliases counted each time
+MAX_VALUES = 100_000  # in a file; those that aliases repeat count each time
 MAX_DEPTH = 100
 
 

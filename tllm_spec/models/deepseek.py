@@ -49,6 +49,7 @@ _V3: dict[str, Any] = _COMMON | {
     "rope_interleave": True,
 }
 DEEPSEEK_V32 = "DeepseekV32ForCausalLM"
+INDEXED = {"indexed_attention", "deepseek_sparse_attention"}  # as releases of transformers name it
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "DeepseekV2ForCausalLM": _COMMON
     | {
@@ -147,7 +148,7 @@ def _without_layer_types(flat: dict[str, Any]) -> dict[str, Any]:
             f"mlp_layer_types is {shown(flat['mlp_layer_types'])}; served is 'dense' for the first "
             f"first_k_dense_replace = {dense} layers and 'sparse' for the others."
         )
-    if set(flat.get("layer_types") or ()) - {"indexed_attention"}:
+    if set(flat.get("layer_types") or ()) - INDEXED:
         raise ValueError(
             f"layer_types is {shown(flat['layer_types'])}; served is 'indexed_attention'."
         )
