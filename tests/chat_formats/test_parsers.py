@@ -20,11 +20,12 @@ from tllm_spec.chat_formats.pieces import (
     NewParser,
     Parser,
     Piece,
+    PlainText,
     Reasoning,
     Text,
 )
 from tllm_spec.chat_formats.qwen import HERMES
-from tllm_spec.chat_formats.reasoning import PlainText, ReasoningParser
+from tllm_spec.chat_formats.reasoning import ReasoningParser
 from tllm_spec.text.reasoning import Section
 
 ARGUMENTS = '{"city": "a\\"}{ é", "days": [1, {"x": 2}]}'

@@ -15,8 +15,8 @@ from tllm_spec.chat_formats.names import (
     tools_format,
     tools_name,
 )
-from tllm_spec.chat_formats.pieces import Arguments, CallStart, Piece, Reasoning, Text
-from tllm_spec.chat_formats.reasoning import PlainText, ReasoningParser
+from tllm_spec.chat_formats.pieces import Arguments, CallStart, Piece, PlainText, Reasoning, Text
+from tllm_spec.chat_formats.reasoning import ReasoningParser
 from tllm_spec.outputs import CompletionOutput
 from tllm_spec.text.reasoning import Marks, Section, marker_tokens, section_after
 from tllm_spec.text.tokenizer import load_tokenizer

@@ -15,26 +15,27 @@ from tllm_spec.chat_formats.chat_format import (
     sequence,
     text,
 )
-from tllm_spec.chat_formats.marked_calls import JsonCalls
-from tllm_spec.chat_formats.pieces import CallStart, Piece
+from tllm_spec.chat_formats.marked_calls import MarkedCalls
+from tllm_spec.chat_formats.pieces import Steps
 from tllm_spec.chat_formats.xml_calls import XmlTexts
 
 SECTION, SECTION_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 BEGIN, SEPARATOR, END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+HEAD = re.compile(rf"(.*?){SEPARATOR}([^{{]*)(?=\{{)", re.DOTALL)
 DSML = "｜DSML｜"
 
 
-class DeepSeekCalls(JsonCalls):
+class DeepSeekCalls(MarkedCalls):
     """V3 and R1: `function<sep>NAME`, a line with ```json, the arguments, ```. V3.1:
     `NAME<sep>ARGUMENTS`. Both between the same markers."""
 
     start, end, ignored = BEGIN, END, (SECTION, SECTION_END)
-    head = re.compile(rf"(.*?){SEPARATOR}([^{{]*)(?=\{{)", re.DOTALL)
 
-    def _named(self, head: re.Match[str], arguments: str) -> list[Piece]:
-        """The name from the texts around the separator. V3 writes the kind of tool before it."""
-        after = head[2]
-        return [CallStart(after.split("\n")[0].strip() if after.strip() else head[1].strip())]
+    def call(self) -> Steps[None]:
+        """The name is before the separator, or after the kind of tool and the separator."""
+        if head := (yield from self.head(HEAD)):
+            before, after = head[1].strip(), head[2].strip()
+            yield from self.json_arguments(after.split("\n")[0].strip() or before)
 
 
 def _v3(function: Function) -> Part:

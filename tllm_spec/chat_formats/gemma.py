@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
 from math import isfinite
 from typing import Any
 
@@ -21,8 +20,8 @@ from tllm_spec.chat_formats.chat_format import (
     sequence,
     text,
 )
-from tllm_spec.chat_formats.marked_calls import MAX_HEAD, MarkedCalls
-from tllm_spec.chat_formats.pieces import Arguments, CallStart, Piece, num_held
+from tllm_spec.chat_formats.marked_calls import MarkedCalls
+from tllm_spec.chat_formats.pieces import Arguments, CallStart, Steps, num_held
 from tllm_spec.chat_formats.schema_values import (
     NUMBER,
     alone,
@@ -33,8 +32,8 @@ from tllm_spec.chat_formats.schema_values import (
 )
 
 BEGIN, END, QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
-HEAD = re.compile(r"\s*call:([^\s{}]+)\s*(?=\{)")
-PARTS = re.compile(rf"({re.escape(QUOTE)}|[{{}}\[\],:])")
+HEAD = re.compile(r"\s*call:([^\s{}<]+)\s*(?=\{)")
+PARTS = re.compile(r"(Q.*?(?:Q|\Z)|[{}\[\],:])".replace("Q", re.escape(QUOTE)), re.DOTALL)
 MAX_DIGITS = 1000  # of an integer
 MAX_DEPTH = 64  # of a value that is read
 # Of values in a grammar, each one of whose type the schema says nothing counting three times.
@@ -48,33 +47,17 @@ class GemmaCalls(MarkedCalls):
 
     start, end = BEGIN, END
 
-    def __init__(self, functions: Sequence[Function] = ()) -> None:
-        super().__init__()
-
-    def _begin(self) -> None:
-        self._has_started = False
-
-    def _inside(self, text: str) -> tuple[list[Piece], str]:
-        pieces: list[Piece] = []
-        if not self._has_started and (head := HEAD.match(text, 0, MAX_HEAD)):
-            self._has_started = True
-            pieces, text = [CallStart(head[1])], text[head.end() :]
-        found = _end(text) if self._has_started else text.find(END)
-        if found < 0:
-            return pieces, text
-        content, rest = text[:found], text[found + len(END) :]
-        self._in_call = False
-        if self._has_started:
-            pieces.append(_arguments(content))
-        else:
-            pieces = self._shown(f"{BEGIN}{content}{END}")
-        self._after_call = True
-        return pieces, rest
-
-    def _unfinished(self, text: str) -> list[Piece]:
-        if self._has_started:
-            return [_arguments(text[: len(text) - num_held(text, (END, QUOTE))])]
-        return self._shown(BEGIN + text)
+    def call(self) -> Steps[None]:
+        if (head := (yield from self.head(HEAD))) is None:
+            return
+        yield CallStart(head[1])
+        while (found := _end(self.text)) < 0 and not self.has_ended:
+            yield None
+        held = num_held(self.text, (END, QUOTE))
+        written = self.taken(found if found >= 0 else len(self.text) - held)
+        self.text = self.text[len(END) if found >= 0 else held :]
+        parts = [each for each in PARTS.split(written) if each.strip()]
+        yield Arguments(json.dumps(_value(parts[::-1]), ensure_ascii=False))
 
 
 def _end(text: str) -> int:
@@ -85,81 +68,44 @@ def _end(text: str) -> int:
     return position
 
 
-def _arguments(written: str) -> Piece:
-    value = _Reader(written).value(0)
-    return Arguments(json.dumps(value if isinstance(value, dict) else {}, ensure_ascii=False))
+def _value(parts: list[str], depth: int = 0) -> Any:
+    """Reads a value from the end of `parts`, as far as it goes: what is open at the end of the text
+    ends there."""
+    first = parts[-1] if parts else ""
+    if first in ("{", "[") and depth < MAX_DEPTH:
+        read = _members if parts.pop() == "{" else _items
+        return read(parts, depth + 1)
+    if first.startswith(QUOTE):
+        return _unquoted(parts.pop())
+    written = ""
+    while parts and parts[-1] not in (",", "}", "]"):
+        written += parts.pop()
+    return _plain(written)
 
 
-class _Reader:
-    """Reads a value as far as it goes: what is open at the end of the text ends there."""
+def _members(parts: list[str], depth: int) -> dict[str, Any]:
+    made: dict[str, Any] = {}
+    while parts and (key := parts.pop()) != "}":
+        if parts and parts[-1] == ":":
+            parts.pop()
+            made[_unquoted(key.strip())] = _value(parts, depth)
+    return made
 
-    def __init__(self, written: str) -> None:
-        self._parts = [each for each in PARTS.split(written) if each]
-        self._place = 0
 
-    def _next(self) -> str:
-        return self._parts[self._place] if self._place < len(self._parts) else ""
+def _items(parts: list[str], depth: int) -> list[Any]:
+    made: list[Any] = []
+    while parts and parts[-1] not in ("]", "}"):
+        if parts[-1] == ",":
+            parts.pop()
+        else:
+            made.append(_value(parts, depth))
+    if parts and parts[-1] == "]":
+        parts.pop()
+    return made
 
-    def _take(self) -> str:
-        part = self._next()
-        self._place += 1
-        return part
 
-    def value(self, depth: int) -> Any:
-        """The value that begins here."""
-        self._skip_blank()
-        first = self._next()
-        if first == QUOTE:
-            return self._string()
-        if first in ("{", "[") and depth < MAX_DEPTH:
-            self._place += 1
-            return self._object(depth) if first == "{" else self._list(depth)
-        return _plain(self._up_to(",", "}", "]"))
-
-    def _skip_blank(self) -> None:
-        while self._next() and not self._next().strip():
-            self._place += 1
-
-    def _string(self) -> str:
-        self._place += 1
-        found = self._up_to(QUOTE)
-        self._place += 1
-        return found
-
-    def _up_to(self, *ends: str) -> str:
-        begin = self._place
-        while self._next() and self._next() not in ends:
-            self._place += 1
-        return "".join(self._parts[begin : self._place])
-
-    def _object(self, depth: int) -> dict[str, Any]:
-        made: dict[str, Any] = {}
-        while True:
-            self._skip_blank()
-            if (part := self._next()) in ("}", ""):
-                self._place += 1
-                return made
-            if part == ",":
-                self._place += 1
-                continue
-            key = self._string() if part == QUOTE else self._up_to(":", ",", "}").strip()
-            self._skip_blank()
-            if self._take() == ":":
-                made[key] = self.value(depth + 1)
-            else:
-                self._place -= 1
-
-    def _list(self, depth: int) -> list[Any]:
-        made: list[Any] = []
-        while True:
-            self._skip_blank()
-            if (part := self._next()) in ("]", "}", ""):
-                self._place += part == "]"
-                return made
-            if part == ",":
-                self._place += 1
-            else:
-                made.append(self.value(depth + 1))
+def _unquoted(text: str) -> str:
+    return text.removeprefix(QUOTE).removesuffix(QUOTE)
 
 
 def _plain(written: str) -> Any:
@@ -174,7 +120,7 @@ SCALARS = frozenset({"integer", "number", "boolean", "null"})
 KEY: Part = {"type": "regex", "pattern": r"[^\s{}\[\],:<>]+"}
 
 
-def _value(schema: Any, root: Schema, depth: int) -> Part:
+def _value_part(schema: Any, root: Schema, depth: int) -> Part:
     plain, types = resolved(schema, root), types_of(schema, root)
     if (choices := string_choices(schema, root)) is not None:
         return either([text(f"{QUOTE}{each}{QUOTE}") or {} for each in choices])
@@ -186,24 +132,24 @@ def _value(schema: Any, root: Schema, depth: int) -> Part:
     if scalars := sorted(kinds & SCALARS):
         made.append(json_part({"type": scalars}))
     if depth < MAX_FORCED_DEPTH and "object" in kinds:
-        made.append(_object(plain, root, depth))
+        made.append(_object_part(plain, root, depth))
     if depth < MAX_FORCED_DEPTH and "array" in kinds:
-        item = _value(plain.get("items"), root, depth)
+        item = _value_part(plain.get("items"), root, depth)
         more: Part = {"type": "star", "content": sequence(text(","), item)}
         made.append(sequence(text("["), optional(sequence(item, more)), text("]")))
     return either(made or [STRING])
 
 
-def _object(schema: Schema, root: Schema, depth: int) -> Part:
+def _object_part(schema: Schema, root: Schema, depth: int) -> Part:
     properties = properties_of(schema, root)
     if not properties:
         is_empty = schema.get("additionalProperties") is False
-        member = sequence(KEY, text(":"), _value({}, {}, depth))
+        member = sequence(KEY, text(":"), _value_part({}, {}, depth))
         more: Part = {"type": "star", "content": sequence(text(","), member)}
         inner = None if is_empty else optional(sequence(member, more))
     else:
         pairs = [
-            (sequence(text(f"{name}:"), _value(each, root, depth)), is_needed)
+            (sequence(text(f"{name}:"), _value_part(each, root, depth)), is_needed)
             for name, (each, is_needed) in properties.items()
         ]
         inner = members(pairs, text(","))
@@ -212,7 +158,7 @@ def _object(schema: Schema, root: Schema, depth: int) -> Part:
 
 def _call(function: Function) -> Part:
     root = resolved(function.parameters, function.parameters)
-    return sequence(text(f"call:{function.name}"), _object(root, function.parameters, 0))
+    return sequence(text(f"call:{function.name}"), _object_part(root, function.parameters, 0))
 
 
 GEMMA = ChatFormat(GemmaCalls, _call, BEGIN, END, tokens=(QUOTE,), template=(BEGIN,))

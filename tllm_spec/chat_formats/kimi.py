@@ -14,43 +14,42 @@ from tllm_spec.chat_formats.chat_format import (
     sequence,
     text,
 )
-from tllm_spec.chat_formats.marked_calls import JsonCalls
-from tllm_spec.chat_formats.pieces import CALL_ID, CallStart, Piece
+from tllm_spec.chat_formats.marked_calls import MarkedCalls
+from tllm_spec.chat_formats.pieces import CALL_ID, Piece, Steps
 from tllm_spec.chat_formats.schema_values import properties_of
 
 SECTION, SECTION_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
 BEGIN, END = "<|tool_call_begin|>", "<|tool_call_end|>"
 ARGUMENTS = "<|tool_call_argument_begin|>"
+HEAD = re.compile(rf"\s*(.*?)\s*{re.escape(ARGUMENTS)}\s*(?=\{{)", re.DOTALL)
 ID = re.compile(
     r"(?:functions\.)?(?::?(?P<alone>\d+)|(?P<name>.*?)(?::(?P<number>\d+))?)", re.DOTALL
 )
 
 
-class KimiCalls(JsonCalls):
+class KimiCalls(MarkedCalls):
     """An id may be a counter alone. Then the function is the one that has such arguments."""
 
     start, end, ignored = BEGIN, END, (SECTION, SECTION_END)
-    head = re.compile(rf"\s*(.*?)\s*{re.escape(ARGUMENTS)}\s*(?=\{{)", re.DOTALL)
 
-    def _needs_arguments(self, head: re.Match[str]) -> bool:
-        return not _id_of(head)["name"]
-
-    def _named(self, head: re.Match[str], arguments: str) -> list[Piece] | None:
-        given = _id_of(head)
-        name, number = given["name"], given["number"] or given["alone"]
+    def call(self) -> Steps[None]:
+        if (head := (yield from self.head(HEAD))) is None:
+            return
+        given = ID.fullmatch(head[1])
+        assert given is not None
+        name, number = given["name"] or (yield from self._fitting()), given["number"]
         if not name:
-            fitting = [each.name for each in self._functions if _fits(each, arguments)]
-            if not fitting:
-                return None
-            name = fitting[0]
-        own = [] if number is None else [Piece(CALL_ID, f"functions.{name}:{number}")]
-        return [*own, CallStart(name)]
+            yield self.shown(self.start + head[0])
+            return
+        if number := number or given["alone"]:
+            yield Piece(CALL_ID, f"functions.{name}:{number}")
+        yield from self.json_arguments(name)
 
-
-def _id_of(head: re.Match[str]) -> re.Match[str]:
-    found = ID.fullmatch(head[1])
-    assert found is not None
-    return found
+    def _fitting(self) -> Steps[str | None]:
+        while self.end not in self.text and not self.has_ended:
+            yield None
+        arguments = self.text.partition(self.end)[0]
+        return next((each.name for each in self.functions if _fits(each, arguments)), None)
 
 
 def _fits(function: Function, arguments: str) -> bool:
@@ -65,13 +64,8 @@ def _fits(function: Function, arguments: str) -> bool:
 
 def _call(function: Function) -> Part:
     number: Part = {"type": "regex", "pattern": "[0-9]{1,4}"}
-    return sequence(
-        text(f"functions.{function.name}:"),
-        number,
-        text(ARGUMENTS),
-        WHITESPACE,
-        arguments_part(function),
-    )
+    head = sequence(text(f"functions.{function.name}:"), number, text(ARGUMENTS))
+    return sequence(head, WHITESPACE, arguments_part(function))
 
 
 KIMI = ChatFormat(

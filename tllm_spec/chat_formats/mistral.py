@@ -6,7 +6,6 @@ from __future__ import annotations
 import re
 import secrets
 import string
-from collections.abc import Sequence
 from functools import partial
 
 from tllm_spec.chat_formats.chat_format import (
@@ -19,13 +18,15 @@ from tllm_spec.chat_formats.chat_format import (
     sequence,
     text,
 )
-from tllm_spec.chat_formats.marked_calls import MAX_HEAD, MarkedCalls
-from tllm_spec.chat_formats.pieces import Arguments, CallStart, JsonCall, JsonEnd, Piece
+from tllm_spec.chat_formats.marked_calls import MarkedCalls
+from tllm_spec.chat_formats.pieces import MAX_HEAD, CallStart, JsonEnd, Steps
 
 BEGIN, ARGUMENTS, ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
+LIST = re.compile(r"\s*\[\s*(?=[{\]])")
 # Some write no marker before the arguments.
 HEAD = re.compile(r"\s*([\w.:-]+)\s*(?:\[CALL_ID\][^\[{]*)?(?:\[ARGS\])?\s*(?=\{)")
 MAY_BE_HEAD = re.compile(r"\s*[\w.:-]*\s*(?:\[[A-Z_]*(?:\][^\[{]*(?:\[[A-Z]*\]?\s*)?)?)?")
+MAY_BE_LIST = re.compile(r"\s*\[\s*")
 CALL_ID_CHARS = 9  # as its templates demand
 LETTERS = string.ascii_letters + string.digits
 
@@ -35,69 +36,28 @@ class MistralCalls(MarkedCalls):
 
     start, end = BEGIN, ""
 
-    def __init__(self, functions: Sequence[Function] = ()) -> None:
-        super().__init__()
+    def call(self) -> Steps[None]:
+        while self._is_open() and not self.has_ended:
+            yield None
+        if head := HEAD.match(self.text, 0, MAX_HEAD):
+            self.taken(head.end())
+            yield CallStart(head[1])
+            yield from self.json(JsonEnd())
+        elif begin := LIST.match(self.text):
+            self.taken(begin.end())
+            while self.text.startswith("{"):
+                yield self.shown((yield from self.json_call()))
+                yield from self.skip(", \t\r\n")
+            self.text = self.text.removeprefix("]")
+        elif self.text.lstrip().startswith("{"):
+            yield self.shown((yield from self.json_call()))
+        else:
+            yield self.shown(BEGIN)
 
-    def _begin(self) -> None:
-        self._is_list = False
-        self._json: JsonCall | None = None  # of a list
-        self._arguments: JsonEnd | None = None
-
-    def _inside(self, text: str) -> tuple[list[Piece], str]:
-        if self._arguments is not None:
-            return self._in_arguments(text)
-        if self._is_list or self._json is not None:
-            return self._in_list(text)
-        begun = text.lstrip()
-        if begun[:1] in ("[", "{"):
-            self._is_list = begun[0] == "["
-            self._json = None if self._is_list else JsonCall()
-            return self._in_list(begun[self._is_list :])
-        if head := HEAD.match(text, 0, MAX_HEAD):
-            self._arguments = JsonEnd()
-            pieces, rest = self._in_arguments(text[head.end() :])
-            return [CallStart(head[1]), *pieces], rest
-        if len(text) < MAX_HEAD and MAY_BE_HEAD.fullmatch(text):
-            return [], text
-        self._in_call = self._after_call = False
-        return self._shown(BEGIN), text
-
-    def _in_arguments(self, text: str) -> tuple[list[Piece], str]:
-        assert self._arguments is not None
-        length = self._arguments.feed(text)
-        if length is None:
-            return [Arguments(text)], ""
-        self._in_call, self._after_call, self._arguments = False, True, None
-        return [Arguments(text[:length])], text[length:]
-
-    def _in_list(self, text: str) -> tuple[list[Piece], str]:
-        pieces: list[Piece] = []
-        while True:
-            if self._json is None:
-                text = text.lstrip(", \t\r\n")
-                if text[:1] == "{":
-                    self._json = JsonCall()
-                else:
-                    if text:
-                        self._in_call, self._after_call = False, True
-                    return pieces, text.removeprefix("]")
-            new, text = self._json.feed(text)
-            pieces += new
-            if not self._json.is_done:
-                return pieces, text
-            if not self._json.has_started:
-                self._after_call = False
-                pieces += self._shown(self._json.raw)
-            self._json = None
-            if not self._is_list:
-                self._in_call, self._after_call = False, True
-                return pieces, text
-
-    def _unfinished(self, text: str) -> list[Piece]:
-        raw = "" if self._json is None or self._json.has_started else self._json.raw
-        if self._is_list or self._arguments is not None or self._json is not None:
-            return self._shown(raw)
-        return self._shown(BEGIN + text)
+    def _is_open(self) -> bool:
+        """Whether it is not known how the call begins."""
+        could_be = MAY_BE_HEAD.fullmatch(self.text) or MAY_BE_LIST.fullmatch(self.text)
+        return could_be is not None and len(self.text) < MAX_HEAD
 
 
 def _call(function: Function) -> Part:

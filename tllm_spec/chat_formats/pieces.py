@@ -1,13 +1,14 @@
-"""What parsers make of a model's text, and what they share: where a marker may begin, where a JSON
-value ends."""
+"""What parsers make of a model's text, and what they share: how they wait for more of it, where a
+marker may begin, and calls in JSON."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Sequence
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 CONTENT, REASONING, CALL, ARGUMENTS = "content", "reasoning_content", "call", "arguments"
 CALL_ID = "call_id"
@@ -42,6 +43,9 @@ class Parser(Protocol):
 
 
 NewParser = Callable[[], Parser]
+T = TypeVar("T")
+Steps = Generator[Piece | None, None, T]
+"""Pieces, and None where more text is needed."""
 
 
 def num_held(text: str, markers: Sequence[str]) -> int:
@@ -54,93 +58,125 @@ def num_held(text: str, markers: Sequence[str]) -> int:
 
 
 class JsonEnd:
-    """Finds the end of a JSON object or array that comes in pieces."""
+    """Finds the end of a JSON object or array that comes in pieces, `depth` of whose brackets are
+    open."""
 
-    def __init__(self) -> None:
-        self._depth = 0
-        self._in_string = self._escaped = False
+    opening, closing, quotes = "{[", "}]", '"'
+
+    def __init__(self, depth: int = 0) -> None:
+        self._depth, self._quote, self._escaped = depth, "", False
 
     def feed(self, text: str) -> int | None:
         """Characters of `text` that belong to the value, None while it goes on."""
         for position, character in enumerate(text):
             if self._escaped:
                 self._escaped = False
-            elif self._in_string:
+            elif self._quote:
                 self._escaped = character == "\\"
-                self._in_string = character != '"'
-            elif character == '"':
-                self._in_string = True
-            elif character in "{[":
+                self._quote = "" if character == self._quote else self._quote
+            elif character in self.quotes:
+                self._quote = character
+            elif character in self.opening:
                 self._depth += 1
-            elif character in "}]":
+            elif character in self.closing:
                 self._depth -= 1
                 if self._depth <= 0:
                     return position + 1
         return None
 
 
-# Reads one call as JSON: `{"name": "f", "arguments": {...}}`, or with "parameters".
-
-
-# A string without control characters, which JSON does not allow; then the arguments begin.
+# The beginning of a call as JSON: `{"name": "f", "arguments": {...}}`, or with "parameters".
 HEAD = re.compile(
-    r'\s*\{\s*"name"\s*:\s*("(?:[^"\\\x00-\x1f]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*'
+    r'\s*\{\s*"name"\s*:\s*("(?:[^"\\\x00-\x1f]|\\(?:["\\/bfnrt]|u(?![dD][89a-fA-F])[0-9a-fA-F]{4}))+")'
+    r'\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
 )
-# How much of HEAD may come before its first closing quote is seen. More is read as a whole.
-MAX_HEAD = 1024
+MAX_HEAD = 1024  # characters before the arguments of a call
 
 
-class JsonCall:
-    """The arguments are given out as they come if the name comes first. Otherwise the call is read
-    as a whole, at its end."""
+class StepParser(ABC):
+    """A parser that is one generator. text: what has come and is not read. has_ended: there is no
+    more, so nothing may wait for it."""
 
     def __init__(self) -> None:
-        self.raw = ""  # what was fed and has not become a piece
-        self.is_done = False
-        self.has_started = False
-        self._end = JsonEnd()
-        self._arguments: JsonEnd | None = None
+        self.text, self.has_ended = "", False
+        self._steps = self.steps()
 
-    def feed(self, text: str) -> tuple[list[Piece], str]:
-        """Pieces, and the text after the call, once `is_done`. A call that is not valid leaves its
-        text in `raw`."""
-        length = self._end.feed(text)
-        mine, rest = (text, "") if length is None else (text[:length], text[length:])
-        self.raw += mine
-        self.is_done = length is not None
-        pieces: list[Piece] = []
-        if not self.has_started and (head := HEAD.match(self.raw, 0, MAX_HEAD)):
-            value = self.raw[head.end() :]
-            name = _name(head[1])
-            if value.startswith("{") and name:
-                self.has_started, self._arguments, self.raw = True, JsonEnd(), value
-                pieces.append(CallStart(name))
-        if self.has_started:
-            pieces += self._new_arguments()
-        elif self.is_done:
-            pieces += self._whole()
-        return pieces, rest
+    @abstractmethod
+    def steps(self) -> Steps[None]:
+        """Reads the whole text."""
 
-    def _new_arguments(self) -> list[Piece]:
-        if self._arguments is None:
-            self.raw = ""  # closing braces
-            return []
-        length = self._arguments.feed(self.raw)
-        new, self.raw = self.raw if length is None else self.raw[:length], ""
-        if length is not None:
-            self._arguments = None
-        return [Arguments(new)] if new else []
+    def feed(self, text: str) -> list[Piece]:
+        self.text += text
+        new = iter(lambda: next(self._steps, None), None)
+        return [piece for piece in new if piece.text or piece.kind == CALL]
 
-    def _whole(self) -> list[Piece]:
-        call = call_of(self.raw)
-        if call is None:
-            return []
-        self.raw, self.has_started = "", True
-        return [CallStart(call[0]), Arguments(call[1])]
+    def finish(self) -> list[Piece]:
+        self.has_ended = True
+        return self.feed("")
+
+    def taken(self, number: int | None = None) -> str:
+        """The next characters, which are read now; None: all."""
+        taken = self.text[:number]
+        self.text = self.text[len(taken) :]
+        return taken
+
+    def rest(self, kind: str) -> Steps[None]:
+        """Gives out everything that follows."""
+        while not self.has_ended:
+            yield Piece(kind, self.taken())
+            yield None
+        yield Piece(kind, self.taken())
+
+    def skip(self, characters: str | None = None) -> Steps[None]:
+        """Leaves out these characters, or white space, up to another one."""
+        while not (left := self.text.lstrip(characters)) and not self.has_ended:
+            yield None
+        self.text = left
+
+    def marker(self, marker: str, blank: str | None = None) -> Steps[bool]:
+        """Whether the text begins with a marker, maybe after white space or what is named instead.
+        Both are read then."""
+        while marker.startswith(begun := self.text.lstrip(blank)) and begun != marker:
+            if self.has_ended:
+                return False
+            yield None
+        if is_there := begun.startswith(marker):
+            self.text = begun.removeprefix(marker)
+        return is_there
+
+    def json(self, end: JsonEnd, *, is_shown: bool = True) -> Steps[None]:
+        """Gives out arguments up to an end, or leaves them out."""
+        while True:
+            length = end.feed(self.text)
+            new = self.taken(length)
+            if is_shown:
+                yield Arguments(new)
+            if length is not None or self.has_ended:
+                return
+            yield None
+
+    def json_call(self) -> Steps[str]:
+        """Reads a call as a JSON object. The arguments are given out as they come if the name comes
+        first. Returns the text of what is no call."""
+        end, num_read = JsonEnd(), 0
+        while (head := HEAD.match(self.text, 0, MAX_HEAD)) is None:
+            length = end.feed(self.text[num_read:])
+            if length is not None or self.has_ended:
+                raw = self.taken(None if length is None else num_read + length)
+                call = call_of(raw)
+                yield from call or ()
+                return "" if call else raw
+            num_read = len(self.text)
+            yield None
+        yield CallStart(json.loads(head[1]))
+        self.taken(head.end())
+        yield from self.json(JsonEnd())
+        yield from self.json(JsonEnd(depth=1), is_shown=False)
+        return ""
 
 
-def call_of(text: str) -> tuple[str, str] | None:
-    """Name and arguments of a whole call; None if it is not one."""
+def call_of(text: str) -> tuple[Piece, Piece] | None:
+    """A whole call; None if it is not one."""
     try:
         call = json.loads(text)
     except (ValueError, RecursionError):
@@ -149,55 +185,47 @@ def call_of(text: str) -> tuple[str, str] | None:
         return None
     arguments = call.get("arguments", call.get("parameters", {}))
     if isinstance(arguments, str):  # some models write JSON in a string
-        return call["name"], arguments
+        return whole_call(call["name"], arguments)
     if not isinstance(arguments, dict):
         return None
-    return call["name"], json.dumps(arguments, ensure_ascii=False)
+    return whole_call(call["name"], json.dumps(arguments, ensure_ascii=False))
 
 
-def _name(literal: str) -> str | None:
-    try:
-        return str(json.loads(literal))
-    except ValueError:
-        return None
+def whole_call(name: str, arguments: str) -> tuple[Piece, Piece]:
+    """A call with all its arguments. Half a surrogate pair, which escapes may write, is no text."""
+    name, arguments = (each.encode(errors="replace").decode() for each in (name, arguments))
+    return CallStart(name), Arguments(arguments)
+
+
+class PlainText(StepParser):
+    """A text without calls."""
+
+    def steps(self) -> Steps[None]:
+        return self.rest(CONTENT)
 
 
 # Calls of a text that a grammar has forced to be them: `tool_choice` required or one function.
 
 
-class ForcedCall:
+class ForcedCall(StepParser):
     """The whole text is the arguments of one function."""
 
     def __init__(self, name: str) -> None:
-        self._pieces: list[Piece] = [CallStart(name)]
+        self._name = name
+        super().__init__()
 
-    def feed(self, text: str) -> list[Piece]:
-        pieces, self._pieces = [*self._pieces, Arguments(text)], []
-        return pieces
-
-    def finish(self) -> list[Piece]:
-        return self._pieces
+    def steps(self) -> Steps[None]:
+        yield CallStart(self._name)
+        yield from self.rest(ARGUMENTS)
 
 
-class ForcedCalls:
+class ForcedCalls(StepParser):
     """The text is a JSON list of `{"name": ..., "parameters": {...}}`."""
 
-    def __init__(self) -> None:
-        self._call: JsonCall | None = None
-
-    def feed(self, text: str) -> list[Piece]:
-        pieces: list[Piece] = []
-        while text:
-            if self._call is None:
-                text = text[text.find("{") :] if "{" in text else ""
-                if not text:
-                    break
-                self._call = JsonCall()
-            new, text = self._call.feed(text)
-            pieces += new
-            if self._call.is_done:
-                self._call = None
-        return pieces
-
-    def finish(self) -> list[Piece]:
-        return []
+    def steps(self) -> Steps[None]:
+        while not self.has_ended:
+            self.taken(self.text.find("{") if "{" in self.text else None)
+            if self.text:
+                yield from self.json_call()
+            else:
+                yield None

@@ -4,87 +4,48 @@ from __future__ import annotations
 
 import re
 
-from tllm_spec.chat_formats.pieces import Parser, Piece, Reasoning, Text, num_held
+from tllm_spec.chat_formats.pieces import Parser, Reasoning, StepParser, Steps, num_held
 from tllm_spec.text.reasoning import ReasoningFormat, Section
 
 
-class ReasoningParser:
-    """section: how the text begins. An empty section may come before the real one. The answer goes
-    through `answer`."""
+class ReasoningParser(StepParser):
+    """section: how the text begins. An empty section may come before the real one. White space at
+    the beginning of reasoning and answer is left out. The answer goes through `answer`."""
 
     def __init__(self, answer: Parser, form: ReasoningFormat, section: Section) -> None:
-        self._answer, self._form = answer, form
-        self._ends = (form.closer, *form.ends_at)
-        self._end = re.compile("|".join(map(re.escape, self._ends)))
-        self._starts_inside = section == "inside"
-        # None: reasoning or the answer begins with what follows.
-        self._is_reasoning: bool | None = False if section == "over" else None
-        self._is_first = True  # of reasoning or answer: white space is left out
-        self._buffer = ""
+        super().__init__()
+        self._answer, self._form, self._section = answer, form, section
 
-    def feed(self, text: str) -> list[Piece]:
-        if self._is_reasoning is False:
-            return self._feed_answer(text)
-        self._buffer += text
-        pieces: list[Piece] = []
+    def steps(self) -> Steps[None]:
+        is_inside, has_reasoned = self._section == "inside", self._section == "over"
+        while not has_reasoned:
+            has_opener = yield from self.marker(self._form.opener)
+            if not has_opener and not is_inside:
+                break
+            has_reasoned, is_inside = (yield from self._reasoning()), False
+        yield from self.skip()
+        if not self.text:
+            return
+        while not self.has_ended:
+            yield from self._answer.feed(self.taken())
+            yield None
+        yield from (*self._answer.feed(self.taken()), *self._answer.finish())
+
+    def _reasoning(self) -> Steps[bool]:
+        """Reads a section and its end. Returns whether it has any text."""
+        ends, has_text = (self._form.closer, *self._form.ends_at), False
+        any_end = re.compile("|".join(map(re.escape, ends)))
+        yield from self.skip()
         while True:
-            if self._is_reasoning is None and not self._begin():
-                return pieces
-            if not self._is_reasoning:
-                return pieces + self._feed_answer(self._taken(len(self._buffer)))
-            found = self._end.search(self._buffer)
-            if found is None:
-                held = num_held(self._buffer, self._ends)
-                head = self._buffer[: len(self._buffer) - held]
-                return pieces + self._reasoned(self._taken(len(head.rstrip())))
-            pieces += self._reasoned(self._taken(found.start()).rstrip())
-            if found[0] == self._form.closer:
-                self._taken(len(found[0]))
-            # After an empty section another one may begin.
-            self._is_reasoning = None if self._is_first else False
-            self._is_first, self._starts_inside = True, False
-
-    def finish(self) -> list[Piece]:
-        rest, self._buffer = self._buffer, ""
-        if self._is_reasoning or (self._is_reasoning is None and self._starts_inside):
-            return self._reasoned(rest)
-        return [*self._feed_answer(rest), *self._answer.finish()]
-
-    def _begin(self) -> bool:
-        """Whether it is known how the text goes on."""
-        begun = self._buffer.lstrip()
-        if begun.startswith(self._form.opener):
-            self._is_reasoning, self._buffer = True, begun[len(self._form.opener) :]
-        elif self._form.opener.startswith(begun):
-            return False
-        else:
-            self._is_reasoning = self._starts_inside
-        return True
-
-    def _taken(self, number: int) -> str:
-        taken, self._buffer = self._buffer[:number], self._buffer[number:]
-        return taken
-
-    def _reasoned(self, text: str) -> list[Piece]:
-        text = self._without_first_space(text)
-        return [Reasoning(text)] if text else []
-
-    def _feed_answer(self, text: str) -> list[Piece]:
-        text = self._without_first_space(text)
-        return self._answer.feed(text) if text else []
-
-    def _without_first_space(self, text: str) -> str:
-        if self._is_first:
-            text = text.lstrip()
-            self._is_first = not text
-        return text
-
-
-class PlainText:
-    """A text without calls."""
-
-    def feed(self, text: str) -> list[Piece]:
-        return [Text(text)] if text else []
-
-    def finish(self) -> list[Piece]:
-        return []
+            found = any_end.search(self.text)
+            held = found.start() if found else len(self.text) - num_held(self.text, ends)
+            is_last = found is None and self.has_ended
+            new = self.taken(None if is_last else len(self.text[:held].rstrip()))
+            has_text = has_text or bool(new)
+            yield Reasoning(new)
+            if found:
+                yield from self.skip()
+                self.text = self.text.removeprefix(self._form.closer)
+            if found or self.has_ended:
+                return has_text
+            yield None

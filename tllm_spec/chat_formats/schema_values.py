@@ -15,6 +15,7 @@ NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?")
 CONSTANTS = {"true": "true", "false": "false", "True": "true", "False": "false"}
 NULLS = ("null", "None")
 MAX_REFERENCES = 16
+ANY_JSON = frozenset({"JSON"})
 JSON_TYPES: Mapping[type, str] = {
     bool: "boolean", int: "integer", float: "number", str: "string", list: "array",
     dict: "object", type(None): "null",
@@ -68,6 +69,8 @@ def types_of(schema: Any, root: Schema, depth: int = 0) -> frozenset[str]:
 def as_json(written: str, types: frozenset[str]) -> str:
     """The JSON of a value. A text that is of none of the types is a string."""
     plain = written.strip()
+    if types == ANY_JSON and is_json(plain):
+        return plain
     if plain in NULLS and ("null" in types or (types and "string" not in types)):
         return "null"
     if (types & {"integer", "number"} or not types) and NUMBER.fullmatch(plain):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -18,9 +18,10 @@ from tllm_spec.chat_formats.chat_format import (
     sequence,
     text,
 )
-from tllm_spec.chat_formats.marked_calls import MAX_HEAD, MarkedCalls
-from tllm_spec.chat_formats.pieces import Arguments, CallStart, JsonCall, Piece, num_held
+from tllm_spec.chat_formats.marked_calls import MarkedCalls
+from tllm_spec.chat_formats.pieces import MAX_HEAD, Arguments, CallStart, Piece, Steps, num_held
 from tllm_spec.chat_formats.schema_values import (
+    ANY_JSON,
     as_json,
     is_json,
     properties_of,
@@ -99,132 +100,82 @@ class XmlCalls(MarkedCalls):
     may be missing at the end of the text."""
 
     def __init__(self, texts: XmlTexts, functions: Sequence[Function] = ()) -> None:
-        super().__init__()
+        super().__init__(functions)
         self.start, self.end = texts.block, texts.block_end
-        self._texts, self._functions = texts, {each.name: each for each in functions}
+        self._texts = texts
         self._head = re.compile(rf"\s*{texts.head}")
-        ends = {re.escape(each) for each in (texts.call_end, texts.block_end) if each}
-        self._next = re.compile(rf"{texts.key}|(?P<end>{'|'.join(sorted(ends))})")
-        line = "\n?" if texts.strips else ""
-        self._closers = [texts.value_end, *filter(None, (texts.call_end, texts.block_end))]
-        self._other_end = re.compile(f"{line}(?:{'|'.join(sorted(ends))})")
+        self._closers = list(filter(None, (texts.value_end, texts.call_end, texts.block_end)))
+        ends = "|".join(map(re.escape, self._closers[1:]))
+        self._next = re.compile(f"{texts.key}|(?P<end>{ends})")
+        self._other_end = re.compile(rf"\n?(?:{ends})" if texts.strips else ends)
 
-    def _begin(self) -> None:
-        self._step: Callable[[str], tuple[list[Piece], str]] = self._in_block
-        self._has_called = False
+    def call(self) -> Steps[None]:
+        """Reads a block."""
+        while self._texts.may_be_json and not self.text.strip() and not self.has_ended:
+            yield None
+        if self._texts.may_be_json and self.text.lstrip().startswith("{"):
+            if raw := (yield from self.json_call()):
+                yield self.shown(self.start + raw)
+            else:
+                yield from self.past(self.end)
+            return
+        head = yield from self.head(self._head)
+        while head is not None:
+            yield CallStart(head[1])
+            is_closed = "closed" in head.groupdict() and head["closed"]
+            yield from [Arguments("{}")] if is_closed else self._arguments(head[1])
+            while (head := self._head.match(self.text, 0, MAX_HEAD)) is None:
+                if self.end in self.text or self.has_ended:
+                    yield from self.past(self.end)
+                    return
+                yield None
+            self.taken(head.end())
 
-    def _inside(self, text: str) -> tuple[list[Piece], str]:
-        return self._step(text)
+    def _arguments(self, name: str) -> Steps[None]:
+        """Reads values, and the end of the call. Without values there may be JSON in their
+        place."""
+        root = next((each.parameters for each in self.functions if each.name == name), {})
+        begin, properties = "{", properties_of(root, root)
+        while (found := self._next.search(self.text)) or not self.has_ended:
+            if found is None:
+                yield None
+            elif found["end"] is None:
+                self.taken(found.end())
+                key = found[1].strip()
+                yield Arguments(f"{begin}{json.dumps(key, ensure_ascii=False)}: ")
+                types = types_of(properties.get(key, ({}, False))[0], root)
+                yield from self._value(_TYPES.get(found.groupdict().get("is_text") or "", types))
+                begin = ", "
+            else:
+                break
+        body = self.taken(found.start() if found else None).strip()
+        is_body = begin == "{" and body.startswith("{") and is_json(body)
+        yield Arguments(body if is_body else "{}"[begin == ", " :])
+        self.text = self.text.removeprefix(self._texts.call_end)
 
-    def _in_block(self, text: str) -> tuple[list[Piece], str]:
-        if self._texts.may_be_json and text.lstrip()[:1] == "{":
-            self._json, self._step = JsonCall(), self._in_json
-            return self._in_json(text)
-        if found := self._head.match(text, 0, MAX_HEAD):
-            self._called, self._has_called, self._num_values = found[1], True, 0
-            self._step = self._in_function
-            pieces: list[Piece] = [CallStart(found[1])]
-            if "closed" in found.groupdict() and found["closed"]:
-                pieces += self._ended()
-            return pieces, text[found.end() :]
-        content, marker, rest = text.partition(self.end)
-        if not marker:
-            return [], text
-        return self._block_ended(None if self._has_called else content), rest
-
-    def _block_ended(self, content: str | None) -> list[Piece]:
-        """content: of a block that has no call, which is text."""
-        self._in_call = False
-        pieces = [] if content is None else self._shown(f"{self.start}{content}{self.end}")
-        self._after_call = True
-        return pieces
-
-    def _in_json(self, text: str) -> tuple[list[Piece], str]:
-        pieces: list[Piece] = []
-        if not self._json.is_done:
-            pieces, text = self._json.feed(text)
-            if not self._json.is_done:
-                return pieces, text
-        _, marker, rest = text.partition(self.end)
-        if not marker:
-            return pieces, text
-        return pieces + self._block_ended(None if self._json.has_started else self._json.raw), rest
-
-    def _in_function(self, text: str) -> tuple[list[Piece], str]:
-        """Between the values of a call."""
-        found = self._next.search(text)
-        if found is None:
-            return [], text
-        if found["end"] is None:
-            return self._value_begins(found), text[found.end() :]
-        body, rest = text[: found.start()].strip(), text[found.start() :]
-        pieces = self._ended(body)
-        if found["end"] == self._texts.call_end:
-            return pieces, rest[len(found["end"]) :]
-        more, rest = self._in_block(rest)
-        return pieces + more, rest
-
-    def _ended(self, body: str = "") -> list[Piece]:
-        """body: what a call without values has in their place, maybe the arguments as JSON."""
-        self._step = self._in_block
-        if self._num_values:
-            return [Arguments("}")]
-        return [Arguments(body if body[:1] == "{" and is_json(body) else "{}")]
-
-    def _value_begins(self, found: re.Match[str]) -> list[Piece]:
-        key, function = found[1].strip(), self._functions.get(self._called)
-        self._types = frozenset[str]()
-        if function is not None:
-            root = function.parameters
-            self._types = types_of(properties_of(root, root).get(key, ({}, False))[0], root)
-        self._is_json = False
-        if (is_text := found.groupdict().get("is_text")) is not None:
-            self._types = frozenset({"string"}) if is_text == "true" else frozenset()
-            self._is_json = is_text == "false"
-        self._step, self._is_first = self._in_value, True
-        self._num_values += 1
-        begin = "{" if self._num_values == 1 else ", "
-        begun = f"{begin}{json.dumps(key, ensure_ascii=False)}: "
-        return [Arguments(begun + ('"' if self._is_string else ""))]
-
-    @property
-    def _is_string(self) -> bool:
-        return self._types == {"string"}
-
-    def _in_value(self, text: str) -> tuple[list[Piece], str]:
-        value, marker, rest = text.partition(self._texts.value_end)
-        if marker:
-            self._step = self._in_function
-            return self._written(value, is_end=True), rest
-        if not self._is_string:
-            return [], text
-        other = self._other_end.search(text)
-        line = "\n" if self._texts.strips else ""
-        markers = [start + each for each in self._closers for start in {"", line}]
-        length = len(text) - num_held(text, markers) if other is None else other.start()
-        return self._written(text[:length], is_end=False), text[length:]
-
-    def _written(self, value: str, *, is_end: bool) -> list[Piece]:
-        """The next text of the value."""
-        if self._texts.strips and value:
-            value = value[self._is_first and value[0] == "\n" :]
-            value = value[:-1] if is_end and value[-1:] == "\n" else value
-            self._is_first = False
-        if self._is_string:
-            inner = json.dumps(value, ensure_ascii=False)[1:-1]
-            return [Arguments(inner + ('"' if is_end else ""))] if inner or is_end else []
-        if self._is_json and is_json(value):
-            return [Arguments(value.strip())]
-        return [Arguments(as_json(value, self._types))]
-
-    def _unfinished(self, text: str) -> list[Piece]:
-        if self._step == self._in_json:
-            return [] if self._json.has_started else self._shown(self.start + self._json.raw + text)
-        if self._step == self._in_value:
-            return [*self._written(self._without_ends(text), is_end=True), Arguments("}")]
-        if self._step == self._in_function:
-            return self._ended(text.strip())
-        return [] if self._has_called else self._shown(f"{self.start}{text}")
+    def _value(self, types: frozenset[str]) -> Steps[None]:
+        is_string = types == {"string"}
+        markers = self._closers
+        if self._texts.strips:
+            markers = [start + each for each in markers for start in ("", "\n")]
+            yield from self.marker("\n", "")
+        yield Arguments('"' if is_string else "")
+        while (length := self.text.find(self._texts.value_end)) < 0 and not self.has_ended:
+            if is_string:
+                other = self._other_end.search(self.text)
+                held = num_held(self.text, markers)
+                yield _string(self.taken(other.start() if other else len(self.text) - held))
+            yield None
+        if length < 0:
+            value = self._without_ends(self.taken())
+        else:
+            value = self.taken(length)
+            self.taken(len(self._texts.value_end))
+        if self._texts.strips:
+            value = value.removesuffix("\n")
+        if is_string:
+            yield _string(value)
+        yield Arguments('"' if is_string else as_json(value, types))
 
     def _without_ends(self, text: str) -> str:
         """A value that ends with the text, without the other ends and a part of one after it."""
@@ -233,3 +184,11 @@ class XmlCalls(MarkedCalls):
         while end := next((each for each in self._closers if text.rstrip().endswith(each)), None):
             text = text.rstrip()[: -len(end)]
         return text
+
+
+# What a tag says about its value.
+_TYPES = {"true": frozenset({"string"}), "false": ANY_JSON}
+
+
+def _string(text: str) -> Piece:
+    return Arguments(json.dumps(text, ensure_ascii=False)[1:-1])

@@ -31,8 +31,9 @@ from tllm_spec.chat_formats.pieces import (
     NewParser,
     Parser,
     Piece,
+    PlainText,
 )
-from tllm_spec.chat_formats.reasoning import PlainText, ReasoningParser
+from tllm_spec.chat_formats.reasoning import ReasoningParser
 from tllm_spec.grammar.guided_decoding import GuidedDecodingParams
 from tllm_spec.outputs import CompletionOutput, Logprob, RequestOutput
 from tllm_spec.sampling_params import SamplingParams
