@@ -8,10 +8,10 @@ import os
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from functools import cached_property, lru_cache, partial
+from functools import lru_cache, partial
 from typing import Any
 
 from tllm_spec.chat_formats.names import MARKERS, REASONING, reasoning_name
@@ -19,10 +19,10 @@ from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.executor.request_wire import RequestLimits
 from tllm_spec.grammar.grammar_state import CompiledGrammar, GrammarState
 from tllm_spec.grammar.grammar_text import compiled, forces_much
-from tllm_spec.grammar.guided_decoding import GrammarSource
+from tllm_spec.grammar.guided_decoding import GrammarSource, GuidedDecodingParams
 from tllm_spec.grammar.structural_tags import NamedTokens
 from tllm_spec.grammar.thinking_budget import Budget, Sections, TextRules, ThinkingBudget
-from tllm_spec.sampling_params import SamplingParams, ThinkingBudgetLogitsProcessor
+from tllm_spec.sampling_params import SamplingParams
 from tllm_spec.text.reasoning import Marks, ReasoningFormat, Section, section_after
 from tllm_spec.text.tokenizer import Tokenizer
 from tllm_spec.text.vocabulary import harmony_ends, token_bytes
@@ -48,7 +48,7 @@ class Grammars:
         self._loading = threading.Lock()
         self._tokenizer: Any = None
         self._tokens = named_tokens(tokenizer, self._end_ids)
-        self.bytes = TokenBytes(tokenizer, vocab_size)
+        self.sections = BudgetSections(tokenizer, vocab_size)
         self._known: OrderedDict[GrammarSource, CompiledGrammar | str] = OrderedDict()
         self._lock = threading.Lock()  # of what is known, and of the size of stacks
 
@@ -63,12 +63,11 @@ class Grammars:
         Raises ValueError for a grammar that cannot be used."""
         if source is None:
             return [None] * number
-        if source.kind == "thinking_budget":
-            sections, inner = self.bytes.sections_of(source), Budget.of(source)[1]
-            assert sections is not None
-            of_inner = [None] * number if inner is None else self._of(inner, number)
-            return [ThinkingBudget(source, sections, each) for each in of_inner]
-        return self._of(source, number)
+        if (sections := self.sections.of(source)) is None:
+            return self._of(source, number)
+        inner = Budget.of(source)[1]
+        grammars = [None] * number if inner is None else self._of(inner, number)
+        return [ThinkingBudget(source, sections, each) for each in grammars]
 
     def _of(self, source: GrammarSource, number: int) -> list[GrammarState]:
         found = self._known.get(source) or self._compile(source)
@@ -161,25 +160,18 @@ def masks_tokenizer(tokenizer: Any, vocab_size: int, end_ids: tuple[int, ...]) -
         raise ValueError(f"guided decoding cannot use this tokenizer: {error}") from error
 
 
-class TokenBytes:
-    """What finds the forced ends of budgets. It makes the table of a vocabulary's bytes when a
+class BudgetSections:
+    """What finds the forced ends of budgets. The table of a vocabulary's bytes is made when a
     marker that is no token first needs it."""
 
     def __init__(self, tokenizer: Any, vocab_size: int) -> None:
-        self._arguments = tokenizer, vocab_size
-        self._made = lru_cache(MAX_KNOWN)(self._make)
+        table = lru_cache(1)(partial(token_bytes, tokenizer, vocab_size))
+        self._made = lru_cache(MAX_KNOWN)(lambda source: Sections(Budget.of(source)[0], table))
 
-    @cached_property
-    def _table(self) -> Mapping[int, bytes]:
-        return token_bytes(*self._arguments)
-
-    def sections_of(self, source: GrammarSource | None) -> Sections | None:
+    def of(self, source: GrammarSource | None) -> Sections | None:
         """None without a budget."""
         is_budget = source is not None and source.kind == "thinking_budget"
         return self._made(source) if is_budget else None
-
-    def _make(self, source: GrammarSource) -> Sections:
-        return Sections(Budget.of(source)[0], lambda: self._table)
 
 
 class ReasoningRules:
@@ -187,21 +179,10 @@ class ReasoningRules:
     that is not known."""
 
     def __init__(self, args: LlmArgs, tokenizer: Tokenizer | None, vocab_size: int) -> None:
-        self._tokenizer = tokenizer
-        self.bytes = TokenBytes(tokenizer, vocab_size)
-        self._form: ReasoningFormat | None = None
-        self._in_reasoning = args.enable_in_reasoning
-        if args.reasoning_parser is None:
-            return
-        if tokenizer is None:
-            raise ValueError("reasoning_parser needs a tokenizer; drop skip_tokenizer_init")
-        template = str(getattr(tokenizer, "chat_template", None) or "")
-        name = reasoning_name(args.reasoning_parser, template)
-        if name is not None and name not in REASONING:
-            known = ", ".join(sorted(REASONING))
-            raise ValueError(f"reasoning_parser = {name!r}: {known} and auto are accepted")
-        if name is not None:
-            form = self._form = REASONING[name]
+        self.sections = BudgetSections(tokenizer, vocab_size)
+        self._tokenizer, self._form = tokenizer, _form_of(args, tokenizer)
+        self._in_reasoning = args.enable_in_reasoning or self._form is None
+        if (form := self._form) is not None and tokenizer is not None:
             self._marks = Marks(tokenizer, (form.opener, form.closer))
             parts = named_tokens(tokenizer, frozenset()).parts
             self._opener, self._closer = parts(form.opener), parts(form.closer)
@@ -210,35 +191,25 @@ class ReasoningRules:
     def grammar_of(self, params: SamplingParams) -> GrammarSource | None:
         """The request's grammar with every way in which the answer may begin, to check it before
         the prompt is known."""
-        if params.guided_decoding is None:
-            return None
-        return self._after("undecided", params.guided_decoding.source)
+        return self._after("undecided", params.guided_decoding)
 
     def source_of(self, params: SamplingParams, prompt: Sequence[int]) -> GrammarSource | None:
         """The request's grammar and budget. Raises ValueError for a budget where no section is
         known, or where the grammar leaves none free."""
-        asks = params.guided_decoding, params.thinking_token_budget, params.logits_processor
-        if asks == (None, None, None):
+        if params.guided_decoding is None and params.thinking_budget is None:
             return None
-        grammar = None if params.guided_decoding is None else params.guided_decoding.source
-        budget = params.thinking_budget
-        if budget is None and grammar is None:
-            return None
-        section = self._section(prompt)
-        after = None if grammar is None else self._after(section, grammar)
-        if budget is None:
+        section: Section = "over"
+        if self._form is not None and self._tokenizer is not None:
+            section = section_after(prompt, self._form, self._marks, self._tokenizer)
+        after = self._after(section, params.guided_decoding)
+        if params.thinking_budget is None:
             return after
-        return self._budget(*budget, grammar, section, prompt).source(after)
+        return self._budget(params, section, prompt).source(after)
 
-    def _budget(
-        self,
-        num_tokens: int,
-        processor: ThinkingBudgetLogitsProcessor | None,
-        grammar: GrammarSource | None,
-        section: Section,
-        prompt: Sequence[int],
-    ) -> Budget:
-        if grammar is not None and (self._form is None or self._in_reasoning):
+    def _budget(self, params: SamplingParams, section: Section, prompt: Sequence[int]) -> Budget:
+        assert params.thinking_budget is not None
+        (num_tokens, processor), guided = params.thinking_budget, params.guided_decoding
+        if guided is not None and self._in_reasoning:
             raise ValueError(
                 f"thinking_token_budget = {num_tokens} and a grammar: this begins at the first "
                 "token, unless there is a reasoning_parser without enable_in_reasoning"
@@ -246,25 +217,32 @@ class ReasoningRules:
         if processor is not None:
             begin, end = processor.reasoning_start_token_ids, processor.reasoning_end_token_ids
             section = "inside" if _last(prompt, begin) > _last(prompt, end) else "undecided"
-            return Budget(num_tokens, begin, [end], section, grammar is not None)
+            return Budget(num_tokens, begin, [end], section, guided is not None)
         if self._form is None:
             raise ValueError(
                 f"thinking_token_budget = {num_tokens} needs reasoning_parser, the format of the "
                 "model's reasoning"
             )
-        has_calls = grammar is None or grammar.kind == "structural_tag"
+        has_calls = guided is None or guided.source.kind == "structural_tag"
         closers = [self._closer, *(self._calls if has_calls else ())]
-        return Budget(num_tokens, self._opener, closers, section, grammar is not None)
+        return Budget(num_tokens, self._opener, closers, section, guided is not None)
 
-    def _after(self, section: Section, grammar: GrammarSource) -> GrammarSource:
-        if self._form is None or self._in_reasoning:
-            return grammar
-        return after_reasoning(grammar, self._form, section)
+    def _after(self, section: Section, guided: GuidedDecodingParams | None) -> GrammarSource | None:
+        if guided is None or self._form is None or self._in_reasoning:
+            return guided and guided.source
+        return after_reasoning(guided.source, self._form, section)
 
-    def _section(self, prompt: Sequence[int]) -> Section:
-        if self._form is None or self._tokenizer is None:
-            return "over"
-        return section_after(prompt, self._form, self._marks, self._tokenizer)
+
+def _form_of(args: LlmArgs, tokenizer: Tokenizer | None) -> ReasoningFormat | None:
+    if args.reasoning_parser is None:
+        return None
+    if tokenizer is None:
+        raise ValueError("reasoning_parser needs a tokenizer; drop skip_tokenizer_init")
+    name = reasoning_name(args.reasoning_parser, str(tokenizer.chat_template or ""))
+    if name is not None and name not in REASONING:
+        known = ", ".join(sorted(REASONING))
+        raise ValueError(f"reasoning_parser = {name!r}: {known} and auto are accepted")
+    return None if name is None else REASONING[name]
 
 
 def _last(tokens: Sequence[int], part: Sequence[int]) -> int:
@@ -279,15 +257,13 @@ def after_reasoning(
     """The grammar of an answer that begins so, whose text after reasoning matches `source`."""
     if section == "over":
         return source
-    part: Any
-    if source.kind == "structural_tag":
+    part: Any = {"type": source.kind, source.kind: source.text}
+    is_tag, is_choice = source.kind == "structural_tag", source.kind == "choice"
+    if is_tag:
         part = json.loads(source.text)["format"]
     elif source.kind == "json_schema":
-        part = {"type": "json_schema", "json_schema": json.loads(source.text)}
-    elif source.kind == "grammar":
-        part = {"type": "grammar", "grammar": source.text}
-    else:
-        is_choice = source.kind == "choice"
+        part["json_schema"] = json.loads(source.text)
+    elif source.kind in ("regex", "choice"):
         pattern = "|".join(map(re.escape, json.loads(source.text))) if is_choice else source.text
         part = {"type": "regex", "pattern": pattern}
     thoughts = {
@@ -295,7 +271,7 @@ def after_reasoning(
         "section": section,
         "begin": form.opener,
         "end": form.closer,
-        "ends_at": [*form.ends_at] if source.kind == "structural_tag" else [],
+        "ends_at": [*form.ends_at] if is_tag else [],
     }
     tag = {"type": "structural_tag", "format": {"type": "sequence", "elements": [thoughts, part]}}
     return GrammarSource("structural_tag", json.dumps(tag))

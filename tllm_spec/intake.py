@@ -120,9 +120,11 @@ class Intake:
             )
         prompt, token_ids = self._read(inputs, params)
         rules = self._rules(params)
-        source = self.reasoning.source_of(params, token_ids)
+        source: GrammarSource | None = None
         grammars: Sequence[TextRules | None] = [None] * params.n
-        if source is not None:
+        asks = params.guided_decoding, params.thinking_token_budget, params.logits_processor
+        if asks != (None, None, None):
+            source = self.reasoning.source_of(params, token_ids)
             grammars = self._states_of(source, params.n)
         with self._lock:
             ids = [next(self._ids) for _ in range(params.n)]
@@ -144,7 +146,7 @@ class Intake:
             assert self._tokenizer is not None
             keeps, skips = params.include_stop_str_in_output, params.skip_special_tokens
             stop = StopOptions(params.stop_strings, keeps, skips)
-            sections = self.reasoning.bytes.sections_of(source)
+            sections = self.reasoning.sections.of(source)
             look_for_stops(requests, self._tokenizer, stop, sections)
         return Submission(prompt, token_ids, params, requests, source)
 

@@ -321,7 +321,7 @@ def _requests(
     if stop is not None:
         assert tokenizer is not None
         options = StopOptions(**stop | {"stops": tuple(stop["stops"])})
-        look_for_stops(requests, tokenizer, options, grammars.bytes.sections_of(source))
+        look_for_stops(requests, tokenizer, options, grammars.sections.of(source))
     return requests
 
 

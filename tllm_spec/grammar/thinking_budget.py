@@ -2,8 +2,8 @@
 token. Where a text stands is a function of the text, so forced tokens are masks of rows, as those
 of grammars are.
 
-Markers are tokens, or text that tokens write together. A token is read as symbols: its bytes, or
--1 - id where markers name it or it writes no bytes."""
+Markers are tokens, or text that tokens write together. A text is read as a string of symbols, each
+of them a byte, or a token that markers name or that writes no bytes."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 Marker = Sequence[str | int]
 """Texts and ids of tokens that follow each other."""
-Symbols = tuple[int, ...]
-BLANK = frozenset(b" \t\r\n")
+BLANK = " \t\r\n"
+FIRST_TOKEN = 256  # the symbol of token 0; those before are bytes
 
 
 @dataclass(frozen=True)
@@ -51,13 +51,12 @@ class Budget:
 
 
 class Place(NamedTuple):
-    """Where a text stands: how much of the opener or of each closer its end is, and how many
-    tokens of the section it has. is_over: there is no further section."""
+    """Where a text stands. section: `over` if no further one follows. num_tokens: of the section.
+    end: the last symbols, of this section or before it."""
 
-    is_inside: bool
-    is_over: bool
-    num_tokens: int
-    matched: tuple[int, ...]
+    section: str
+    num_tokens: int = 0
+    end: str = ""
 
 
 class Sections:
@@ -66,69 +65,55 @@ class Sections:
 
     def __init__(self, budget: Budget, bytes_of_tokens: Callable[[], Mapping[int, bytes]]) -> None:
         markers = [budget.opener, *budget.closers]
-        parts = [part for marker in markers for part in marker]
+        parts = {part for marker in markers for part in marker}
         self._budget = budget
         self._ids = {part for part in parts if isinstance(part, int)}
-        self._bytes = bytes_of_tokens() if len(self._ids) < len(set(parts)) else {}
-        self._opener, *self._closers = map(_symbols, markers)
-        self._next = self._tokens_of(self._closers[0])
-        is_over = budget.has_grammar and budget.section == "over"
-        self.start = self._begun(is_inside=budget.section == "inside", is_over=is_over)
+        self._bytes = bytes_of_tokens() if self._ids < parts else {}
+        self._opener, *closers = map(_symbols, markers)
+        self._closers, self._next = tuple(closers), self._tokens_of(closers[0])
+        self._longest = max(map(len, (self._opener, *closers)))
+        self._outside = "over" if budget.has_grammar else "undecided"  # after a section
+        self.start = Place(self._outside if budget.section == "over" else budget.section)
 
     def after(self, place: Place, token: int) -> Place:
-        was_inside = place.is_inside
-        plain = self._bytes.get(token)
-        is_text = plain is not None and token not in self._ids
-        for symbol in plain if plain is not None and is_text else (-1 - token,):
-            if place.is_inside:
-                place = self._inside(place, symbol)
-            elif not place.is_over:
-                place = self._outside(place, symbol)
-        if was_inside and place.is_inside:
-            return place._replace(num_tokens=place.num_tokens + 1)
-        return place
+        section, num_tokens, end = place
+        text = None if token in self._ids else self._bytes.get(token)
+        for symbol in _symbols([token]) if text is None else text.decode("latin-1"):
+            end = (end + symbol)[-self._longest :]
+            if section == "inside" and end.endswith(self._closers):
+                section, num_tokens, end = self._outside, 0, ""
+            elif section == "undecided" and end.endswith(self._opener):
+                section, num_tokens, end = "inside", 0, ""
+            elif section == "undecided" and self._budget.has_grammar:
+                is_begun = self._opener.startswith(end.lstrip(BLANK))
+                section = section if is_begun else "over"
+        return Place(section, num_tokens + (place.section == section == "inside"), end)
 
     def forced(self, place: Place) -> int | None:
         """The only token that may follow, if one is forced."""
-        if not place.is_inside or place.num_tokens < self._budget.num_tokens:
+        if place.section != "inside" or place.num_tokens < self._budget.num_tokens:
             return None
-        return self._next[place.matched[0]]
+        closer = self._closers[0]
+        lengths = range(len(closer), -1, -1)
+        return self._next[next(n for n in lengths if place.end.endswith(closer[:n]))]
 
-    def _inside(self, place: Place, symbol: int) -> Place:
-        pairs = zip(self._closers, place.matched, strict=True)
-        matched = tuple(_advanced(closer, number, symbol) for closer, number in pairs)
-        if any(map(int.__eq__, matched, map(len, self._closers))):
-            return self._begun(is_inside=False, is_over=self._budget.has_grammar)
-        return place._replace(matched=matched)
-
-    def _outside(self, place: Place, symbol: int) -> Place:
-        (before,) = place.matched
-        number = _advanced(self._opener, before, symbol)
-        if number == len(self._opener):
-            return self._begun(is_inside=True)
-        is_first = number == before + 1 or (not before and symbol in BLANK)
-        is_over = self._budget.has_grammar and not is_first
-        return place._replace(is_over=is_over, matched=(number,))
-
-    def _begun(self, *, is_inside: bool, is_over: bool = False) -> Place:
-        return Place(is_inside, is_over, 0, (0,) * (len(self._closers) if is_inside else 1))
-
-    def _tokens_of(self, closer: Symbols) -> list[int]:
+    def _tokens_of(self, closer: str) -> list[int]:
         """The next token after each beginning of the closer: the longest that writes no more."""
-        text = bytes(symbol for symbol in closer if symbol >= 0)
-        fitting = {own: token for token, own in self._bytes.items() if own and own in text}
-        found = list[int]()
-        for start, symbol in enumerate(closer):
-            ends = range(len(closer), start, -1)
-            parts = [closer[start:end] for end in ends if min(closer[start:end]) >= 0]
-            tokens = [fitting[bytes(part)] for part in parts if bytes(part) in fitting]
-            if symbol >= 0 and not tokens:
-                raise ValueError(
-                    f"thinking_token_budget = {self._budget.num_tokens}: the vocabulary has no "
-                    "tokens that write the end of reasoning"
-                )
-            found.append(-1 - symbol if symbol < 0 else tokens[0])
-        return found
+        text = closer.encode("latin-1", "ignore")
+        tokens = {_symbols([token]): token for token in self._ids}
+        for token, own in self._bytes.items():
+            if own and own in text and token not in self._ids:
+                tokens[own.decode("latin-1")] = token
+        fitting = [
+            [each for each in tokens if closer.startswith(each, start)]
+            for start in range(len(closer))
+        ]
+        if not all(fitting):
+            raise ValueError(
+                f"thinking_token_budget = {self._budget.num_tokens}: the vocabulary has no "
+                "tokens that write the end of reasoning"
+            )
+        return [tokens[max(each, key=len)] for each in fitting]
 
 
 class ThinkingBudget:
@@ -177,15 +162,15 @@ class ThinkingBudget:
     def better_drafts(self, drafts: list[int], max_drafts: int) -> list[int]:
         """As `GrammarState.better_drafts`. After a forced token that was not drafted only forced
         ones are."""
-        place, made, left = self._place, list[int](), [*drafts[:max_drafts]]
+        place, made = self._place, list[int]()
         while len(made) < max_drafts:
             token = self._sections.forced(place)
-            if token is None and len(made) == len(left):
+            if token is None and len(made) == len(drafts):
                 break
             if token is None:
-                token = left[len(made)]
-            elif len(made) == len(left) or left[len(made)] != token:
-                left = [*made, token]
+                token = drafts[len(made)]
+            elif drafts[len(made) : len(made) + 1] != [token]:
+                drafts = [*made, token]
             made.append(token)
             place = self._sections.after(place, token)
         return made if self._grammar is None else self._grammar.better_drafts(made, max_drafts)
@@ -195,16 +180,8 @@ TextRules = GrammarState | ThinkingBudget
 """What a request's text must follow."""
 
 
-def _symbols(marker: Marker) -> Symbols:
-    found = list[int]()
-    for part in marker:
-        found += [-1 - part] if isinstance(part, int) else part.encode()
-    return tuple(found)
-
-
-def _advanced(marker: Symbols, matched: int, symbol: int) -> int:
-    """How much of the marker the text ends with after one more symbol."""
-    if marker[matched] == symbol:
-        return matched + 1
-    text = (*marker[:matched], symbol)
-    return next(n for n in range(matched, -1, -1) if marker[:n] == text[len(text) - n :])
+def _symbols(marker: Marker) -> str:
+    return "".join(
+        chr(FIRST_TOKEN + part) if isinstance(part, int) else part.encode().decode("latin-1")
+        for part in marker
+    )
