@@ -29,6 +29,8 @@ from tllm_spec.chat_formats.schema_values import (
     types_of,
 )
 
+ANY_NAME: Part = {"type": "regex", "pattern": '[^<>"\\n]+'}
+
 
 @dataclass(frozen=True)
 class XmlTexts:
@@ -63,36 +65,27 @@ class XmlTexts:
         properties = properties_of(root, root)
         values: list[Part | None] = []
         for name, (schema, is_needed) in properties.items():
-            part = self._value(name, typed_part(schema, root))
+            part = self._value(text(name), typed_part(schema, root))
             values.append(part if is_needed else optional(part))
         if not properties and root.get("additionalProperties") is not False:
-            values.append({"type": "star", "content": self._any_value()})
+            values.append({"type": "star", "content": self._value(ANY_NAME, None)})
         head = text(self.head_text.format(function.name))
         return sequence(head, WHITESPACE, *values, text(self.call_end))
 
-    def _value(self, name: str, typed: Part | None) -> Part:
+    def _value(self, name: Part | None, typed: Part | None) -> Part:
         """A value with its tags. typed: None for any text."""
         is_json = typed is not None and typed["type"] == "json_schema"
-        *first, last = [each.format(name, str(not is_json).lower()) for each in self.key_text]
-        before = [part for each in first for part in (text(each), WHITESPACE)]
+        written = "\n".join(self.key_text).format("\0", str(not is_json).lower())
+        begin, after = written.split("\0")
+        *more, last = after.split("\n")
+        head = [text(begin), name, *(part for each in more for part in (text(each), WHITESPACE))]
         if typed is None:
-            return sequence(*before, self._any_text(last), WHITESPACE)
+            any_text = {"type": "tag", "begin": last, "content": {"type": "any_text"}}
+            return sequence(*head, {**any_text, "end": self.value_end}, WHITESPACE)
         line = optional({"type": "const_string", "value": "\n"}) if self.strips else None
         around = WHITESPACE if is_json else line
-        return sequence(
-            *before, text(last), around, typed, around, text(self.value_end), WHITESPACE
-        )
-
-    def _any_text(self, begin: str) -> Part:
-        content = {"type": "any_text"}
-        return {"type": "tag", "begin": begin, "content": content, "end": self.value_end}
-
-    def _any_value(self) -> Part:
-        name: Part = {"type": "regex", "pattern": '[^<>"\\n]+'}
-        begin, after = "\1".join(self.key_text).format("\0", "true").split("\0")
-        *first, last = after.split("\1")
-        before = [part for each in first for part in (text(each), WHITESPACE)]
-        return sequence(text(begin), name, *before, self._any_text(last), WHITESPACE)
+        value = sequence(text(last), around, typed, around, text(self.value_end))
+        return sequence(*head, value, WHITESPACE)
 
 
 class XmlCalls(MarkedCalls):
@@ -149,8 +142,10 @@ class XmlCalls(MarkedCalls):
             else:
                 break
         body = self.taken(found.start() if found else None).strip()
-        is_body = begin == "{" and body.startswith("{") and is_json(body)
-        yield Arguments(body if is_body else "{}"[begin == ", " :])
+        if begin == "{":
+            yield Arguments(body if body.startswith("{") and is_json(body) else "{}")
+        else:
+            yield Arguments("}")
         self.text = self.text.removeprefix(self._texts.call_end)
 
     def _value(self, types: frozenset[str]) -> Steps[None]:
