@@ -39,7 +39,7 @@ def rows() -> tuple[list[str], list[SamplingParams]]:
         ("class A:\n<think>\n", {"thinking_token_budget": 5, "guided_decoding": {"json": SCHEMA}}),
         ("x = <think>", {"thinking_token_budget": 2, "guided_decoding": {"choice": ["no", "yes"]}}),
         ("x = <think>", {"guided_decoding": {"json": SCHEMA}, "temperature": 1.0}),
-        ("x = ", {"guided_decoding": {"json": SCHEMA}, "thinking_token_budget": 3}),
+        ("return [", {"guided_decoding": {"json": SCHEMA}, "thinking_token_budget": 3}),
         (
             "import re\n<think>",
             {
