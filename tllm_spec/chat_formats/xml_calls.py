@@ -14,6 +14,7 @@ from tllm_spec.chat_formats.chat_format import (
     ChatFormat,
     Function,
     Part,
+    either,
     optional,
     sequence,
     text,
@@ -27,6 +28,8 @@ from tllm_spec.chat_formats.schema_values import (
     typed_part,
     types_of,
 )
+
+BOOLEANS = ("true", "false")  # whether a value is text
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,7 @@ class XmlTexts:
 
     def format(self, *template: str, tokens: tuple[str, ...] = ()) -> ChatFormat:
         """The family's format. template, tokens: as of ChatFormat."""
-        tokens, none = (*tokens, self.value_end), ("", "")
+        tokens, none = (*tokens, self.value_end, self.call_end), ("", "")
         block = (self.block, self.block_end)
         blocks = (*none, *block) if self.is_section else (*block, *none)
         parser = partial(XmlCalls, self)
@@ -87,11 +90,16 @@ class XmlTexts:
         return {"type": "tag", "begin": begin, "content": content, "end": self.value_end}
 
     def _any_value(self) -> Part:
+        """A value of any name: text, or JSON where tags say which."""
         name: Part = {"type": "regex", "pattern": '[^<>"\\n]+'}
-        begin, after = "\1".join(self.key_text).format("\0", "true").split("\0")
-        *first, last = after.split("\1")
+        tags = dict.fromkeys("\1".join(self.key_text).format("\0", each) for each in BOOLEANS)
+        begin = next(iter(tags)).split("\0")[0]
+        return sequence(text(begin), name, either([self._after_name(each) for each in tags]))
+
+    def _after_name(self, tag: str) -> Part:
+        *first, last = tag.split("\0")[1].split("\1")
         before = [part for each in first for part in (text(each), WHITESPACE)]
-        return sequence(text(begin), name, *before, self._any_text(last), WHITESPACE)
+        return sequence(*before, self._any_text(last), WHITESPACE)
 
 
 class XmlCalls(MarkedCalls):
