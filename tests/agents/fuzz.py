@@ -206,13 +206,14 @@ DRAFTERS: Mapping[str, dict[str, Any] | None] = {
 
 @dataclass(frozen=True)
 class Answer:
-    """What an answer is made from, its text, and the tools that it may call. section: of the
-    prompt."""
+    """What an answer is made from, its text, what of that follows reasoning, and the tools that it
+    may call. section: of the prompt."""
 
     reasoning: str
     content: str
     calls: Sequence[Call]
     text: str
+    said: str
     tools: Sequence[dict[str, Any]]
     section: str
     is_object: bool
@@ -263,15 +264,16 @@ def random_answer(rng: random.Random, family: Family, number: int) -> Answer:
     if is_object:
         content = json_text({"number": number, "word": rng.choice(WORDS)})
     opener, closer = family.thinks
-    text = "" if section == "inside" or not has_reasoning else opener
+    head = "" if section == "inside" or not has_reasoning else opener
     if has_reasoning:
-        text += reasoning + closer + rng.choice(("", "\n\n"))
-    text += content
+        head += reasoning + closer + rng.choice(("", "\n\n"))
+    said = content
     if calls:
         written = [family.write(call, place) for place, call in enumerate(calls)]
         gap = rng.choice(("", "\n\n")) if content else ""
-        text += gap + family.around[0] + family.between.join(written) + family.around[1]
-    return Answer(reasoning, content, calls, text, tools, section, is_object)
+        said += gap + family.around[0] + family.between.join(written) + family.around[1]
+    text = head + said
+    return Answer(reasoning, content, calls, text, said, tools, section, is_object)
 
 
 def pieces_of(rng: random.Random, text: str, marks: Sequence[str], used: set[str]) -> list[str]:
@@ -370,7 +372,8 @@ def ask(client: httpx.Client, url: str, body: Mapping[str, Any]) -> dict[str, An
     for line in answer.text.split("\n"):
         if not line.startswith("data: {"):
             continue
-        assert "choices" in (chunk := json.loads(line[6:])), chunk
+        chunk = json.loads(line[6:])
+        assert "choices" in chunk, chunk
         for choice in chunk["choices"]:
             made["finish_reason"] = choice["finish_reason"] or made.get("finish_reason")
             delta = choice["delta"]
