@@ -2,14 +2,17 @@
 with and without its line ends, and no value of a wrong type."""
 
 import json
+import random
+import re
 from functools import cache
 from typing import Any
 
 import pytest
 
+from tests.agents.fuzz import FAMILIES, Family, pieces_of, random_answer
 from tests.chat_formats.samples import ARGUMENTS, CALLS, FUNCTIONS, SAMPLES, Sample
 from tests.chat_formats.test_families import IDS, rendered
-from tests.grammar.walks import grammar_of_words
+from tests.grammar.walks import grammar_of_words, rows_of
 from tllm_spec.chat_formats.chat_format import ChatFormat, Function, Part
 from tllm_spec.chat_formats.names import TOOLS, tools_format
 from tllm_spec.grammar.grammar_state import CompiledGrammar, GrammarState
@@ -96,6 +99,35 @@ def test_markers_may_be_special_tokens(sample: Sample) -> None:
         chosen.answer_tag(FUNCTIONS, is_parallel=True),
     ):
         assert accepts(part, rendered(sample.template).strip(), special)
+
+
+@pytest.mark.parametrize("sample", SAMPLES, ids=IDS)
+def test_tags_without_names_are_markers_where_they_are_tokens(sample: Sample) -> None:
+    tags = set(re.findall(r"</?[a-z_:|]+>", rendered(sample.template)))
+    assert tags - {"<b>"} <= set(family(sample).markers)  # that is in a value
+
+
+@pytest.mark.parametrize("written", FAMILIES, ids=[each.tools for each in FAMILIES])
+def test_no_piece_of_an_answer_is_masked_however_it_is_cut(written: Family) -> None:
+    rng = random.Random(0)
+    chosen = tools_format(written.tools, written.template)
+    for number in range(10):
+        answer = random_answer(rng, written, number)
+        offered = [each["function"] for each in answer.tools]
+        functions = [
+            Function(each["name"], each["parameters"], is_strict=each["strict"]) for each in offered
+        ]
+        pieces = [each.encode() for each in pieces_of(rng, answer.said, (), set())]
+        parts = [chosen.answer_tag(functions, is_parallel=True)]
+        if answer.calls and not answer.content:
+            parts.append(chosen.calls_tag(functions, is_parallel=True))
+        for part in parts:
+            source = GrammarSource("structural_tag", json.dumps({"format": part}))
+            grammar = grammar_of_words(source, [*BYTES, *pieces])
+            ids = [256 + place for place in range(len(pieces) + 1)]
+            rows = rows_of(GrammarState(grammar), [0, *ids[:-1]], range(-1, len(pieces)), ids[-1])
+            for row, token, piece in zip(rows, ids, pieces, strict=False):
+                assert token in row, (piece, answer.said)
 
 
 HOSTILE: list[Any] = [

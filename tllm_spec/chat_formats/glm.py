@@ -14,4 +14,4 @@ GLM = XmlTexts(
     key=r'<arg_key>([^<>"]+)</arg_key>\s*<arg_value>',
     key_text=("<arg_key>{}</arg_key>", "<arg_value>"),
     value_end="</arg_value>",
-).format("<arg_key>", tokens=("<arg_key>", "</arg_key>"))
+).format("<arg_key>", tokens=("<arg_key>", "</arg_key>", "<arg_value>"))

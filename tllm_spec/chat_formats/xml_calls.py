@@ -29,7 +29,8 @@ from tllm_spec.chat_formats.schema_values import (
     types_of,
 )
 
-ANY_NAME: Part = {"type": "regex", "pattern": '[^<>"\\n]+'}
+ANY_NAME: Part = {"type": "regex", "pattern": '[^<>"\n]+'}
+BOOLEAN: Part = {"type": "regex", "pattern": "true|false"}
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class XmlTexts:
 
     def format(self, *template: str, tokens: tuple[str, ...] = ()) -> ChatFormat:
         """The family's format. template, tokens: as of ChatFormat."""
-        tokens, none = (*tokens, self.value_end), ("", "")
+        tokens, none = (*tokens, self.value_end, self.call_end), ("", "")
         block = (self.block, self.block_end)
         blocks = (*none, *block) if self.is_section else (*block, *none)
         parser = partial(XmlCalls, self)
@@ -65,27 +66,29 @@ class XmlTexts:
         properties = properties_of(root, root)
         values: list[Part | None] = []
         for name, (schema, is_needed) in properties.items():
-            part = self._value(text(name), typed_part(schema, root))
+            typed = typed_part(schema, root)
+            is_json = typed is not None and typed["type"] == "json_schema"
+            part = self._value(text(name), text(str(not is_json).lower()), typed)
             values.append(part if is_needed else optional(part))
         if not properties and root.get("additionalProperties") is not False:
-            values.append({"type": "star", "content": self._value(ANY_NAME, None)})
+            values.append({"type": "star", "content": self._value(ANY_NAME, BOOLEAN, None)})
         head = text(self.head_text.format(function.name))
         return sequence(head, WHITESPACE, *values, text(self.call_end))
 
-    def _value(self, name: Part | None, typed: Part | None) -> Part:
+    def _value(self, name: Part | None, is_text: Part | None, typed: Part | None) -> Part:
         """A value with its tags. typed: None for any text."""
-        is_json = typed is not None and typed["type"] == "json_schema"
-        written = "\n".join(self.key_text).format("\0", str(not is_json).lower())
-        begin, after = written.split("\0")
-        *more, last = after.split("\n")
-        head = [text(begin), name, *(part for each in more for part in (text(each), WHITESPACE))]
+        fields, tags = iter((name, is_text)), list[Part | None]()
+        for tag in self.key_text:
+            first, *others = tag.split("{}")
+            tags += [WHITESPACE, text(first)]
+            for each in others:
+                tags += [next(fields), text(each)]
         if typed is None:
-            any_text = {"type": "tag", "begin": last, "content": {"type": "any_text"}}
-            return sequence(*head, {**any_text, "end": self.value_end}, WHITESPACE)
+            any_text = {"type": "tag", "begin": "", "content": {"type": "any_text"}}
+            return sequence(*tags[1:], {**any_text, "end": self.value_end}, WHITESPACE)
         line = optional({"type": "const_string", "value": "\n"}) if self.strips else None
-        around = WHITESPACE if is_json else line
-        value = sequence(text(last), around, typed, around, text(self.value_end))
-        return sequence(*head, value, WHITESPACE)
+        around = WHITESPACE if typed["type"] == "json_schema" else line
+        return sequence(*tags[1:], around, typed, around, text(self.value_end), WHITESPACE)
 
 
 class XmlCalls(MarkedCalls):
