@@ -84,6 +84,8 @@ class ChatFormat:
         call = sequence(text(self.call_begin), inner, text(self.call_end))
         if not is_parallel:
             return sequence(first, call)
+        if not self.separator:
+            return sequence(first, {"type": "plus", "content": sequence(call, WHITESPACE)})
         more = sequence(WHITESPACE, text(self.separator), WHITESPACE, call)
         return sequence(first, call, {"type": "star", "content": more})
 
@@ -117,12 +119,15 @@ def arguments_part(function: Function) -> Part:
 
 def sequence(*parts: Part | None) -> Part:
     """Parts one after the other. Those of inner sequences are in it; of two parts of white space
-    that meet one is left."""
+    that meet one is left, and texts that meet are one."""
     flat: list[Part] = []
     for part in parts:
         inner = part["elements"] if part and part["type"] == "sequence" else [part]
-        for each in inner:
-            if each is not None and not (each == WHITESPACE and flat and flat[-1] == WHITESPACE):
+        for each in filter(None, inner):
+            last = flat[-1] if flat else {"type": None}
+            if each["type"] == last["type"] == "const_string":
+                flat[-1] = {**last, "value": last["value"] + each["value"]}
+            elif each != WHITESPACE or last != WHITESPACE:
                 flat.append(each)
     return flat[0] if len(flat) == 1 else {"type": "sequence", "elements": flat}
 
