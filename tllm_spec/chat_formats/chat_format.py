@@ -103,18 +103,24 @@ def json_part(schema: Schema) -> Part:
     return {"type": "json_schema", "json_schema": schema}
 
 
-def json_call(name: str, parameters: Schema, arguments_key: str) -> Part:
+def json_call(function: Function, arguments_key: str = "arguments") -> Part:
     """A call as a JSON object with a name and arguments."""
     # With an $id of its own its references are to itself.
-    own = {"$id": f"function:{name}", "type": "object", **parameters}
-    properties = {"name": {"const": name}, arguments_key: own}
+    own = {"$id": f"function:{function.name}", "type": "object", **function.parameters}
+    properties = {"name": {"const": function.name}, arguments_key: own}
     needed = {"required": list(properties), "additionalProperties": False}
     return json_part({"type": "object", "properties": properties, **needed})
 
 
-def arguments_part(function: Function) -> Part:
+def named_call(function: Function, separator: str) -> Part:
+    """A call as a name, a separator and arguments."""
+    return sequence(text(function.name + separator), arguments(function))
+
+
+def arguments(function: Function) -> Part:
     """The arguments as a JSON object."""
-    return json_part({"type": "object", **function.parameters})
+    written = json_part({"type": "object", **function.parameters})
+    return sequence(WHITESPACE, written, WHITESPACE)
 
 
 def sequence(*parts: Part | None) -> Part:

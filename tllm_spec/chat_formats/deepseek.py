@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 
 from tllm_spec.chat_formats.chat_format import (
-    WHITESPACE,
     ChatFormat,
     Function,
     Part,
-    arguments_part,
+    arguments,
+    named_call,
     sequence,
     text,
 )
@@ -39,14 +40,8 @@ class DeepSeekCalls(MarkedCalls):
 
 
 def _v3(function: Function) -> Part:
-    head, fence = text(f"function{SEPARATOR}{function.name}"), text("```json")
-    arguments = sequence(WHITESPACE, arguments_part(function), WHITESPACE)
-    return sequence(head, text("\n"), fence, arguments, text("```"))
-
-
-def _v31(function: Function) -> Part:
-    head = text(f"{function.name}{SEPARATOR}")
-    return sequence(head, WHITESPACE, arguments_part(function))
+    head = text(f"function{SEPARATOR}{function.name}\n```json")
+    return sequence(head, arguments(function), text("```"))
 
 
 def _with_tokens(call: Callable[[Function], Part], *template: str) -> ChatFormat:
@@ -69,5 +64,5 @@ def _dsml(block: str) -> ChatFormat:
 
 
 DEEPSEEK_V3 = _with_tokens(_v3, SECTION, "```json")
-DEEPSEEK_V31 = _with_tokens(_v31, SECTION)
+DEEPSEEK_V31 = _with_tokens(partial(named_call, separator=SEPARATOR), SECTION)
 DEEPSEEK_V32, DEEPSEEK_V4 = map(_dsml, ("function_calls", "tool_calls"))

@@ -10,14 +10,13 @@ from collections.abc import Callable, Mapping, Set
 
 from tllm_spec.chat_formats.marked_text import MarkedText
 from tllm_spec.chat_formats.pieces import Arguments, CallStart, Piece, Reasoning, Text
-from tllm_spec.text.tokenizer import REPLACEMENT, Tokenizer
+from tllm_spec.text.tokenizer import Tokenizer
 from tllm_spec.text.vocabulary import NAMES
 
 # Noncharacters of Unicode.
 MARKS: Mapping[str, str] = {name: chr(0xFDD8 + place) for place, name in enumerate(NAMES)}
 START, _, MESSAGE, CHANNEL, CONSTRAIN, _, _ = MARKS.values()
 _MARK = re.compile(f"([{''.join(MARKS.values())}])")
-_AS_TEXT = str.maketrans(dict.fromkeys(MARKS.values(), REPLACEMENT))
 # Characters of a header, at most: more are content, as in an answer without any mark.
 MAX_HEADER = 256
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
@@ -28,7 +27,7 @@ _AFTER_CHANNEL = re.compile(rf"\s*\w*(?:\s+to=\S*)?\s*(?:{CONSTRAIN}\s*\w*)?\s?"
 def harmony_text(tokenizer: Tokenizer, tokens: Mapping[int, str]) -> MarkedText:
     """Reads a text with MARKS for `tokens`, which are names by id."""
     marks = {token: (MARKS[name], name) for token, name in tokens.items()}
-    return MarkedText(tokenizer, marks, lambda text: text.translate(_AS_TEXT))
+    return MarkedText(tokenizer, marks)
 
 
 class HarmonyParser:

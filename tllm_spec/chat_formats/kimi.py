@@ -5,15 +5,7 @@ from __future__ import annotations
 import json
 import re
 
-from tllm_spec.chat_formats.chat_format import (
-    WHITESPACE,
-    ChatFormat,
-    Function,
-    Part,
-    arguments_part,
-    sequence,
-    text,
-)
+from tllm_spec.chat_formats.chat_format import ChatFormat, Function, Part, arguments, sequence, text
 from tllm_spec.chat_formats.marked_calls import MarkedCalls
 from tllm_spec.chat_formats.pieces import CALL_ID, Piece, Steps
 from tllm_spec.chat_formats.schema_values import properties_of
@@ -48,13 +40,13 @@ class KimiCalls(MarkedCalls):
     def _fitting(self) -> Steps[str | None]:
         while self.end not in self.text and not self.has_ended:
             yield None
-        arguments = self.text.partition(self.end)[0]
-        return next((each.name for each in self.functions if _fits(each, arguments)), None)
+        written = self.text.partition(self.end)[0]
+        return next((each.name for each in self.functions if _fits(each, written)), None)
 
 
-def _fits(function: Function, arguments: str) -> bool:
+def _fits(function: Function, written: str) -> bool:
     try:
-        given = json.loads(arguments)
+        given = json.loads(written)
     except (ValueError, RecursionError):
         return False
     members = properties_of(function.parameters, function.parameters)
@@ -65,7 +57,7 @@ def _fits(function: Function, arguments: str) -> bool:
 def _call(function: Function) -> Part:
     number: Part = {"type": "regex", "pattern": "[0-9]{1,4}"}
     head = sequence(text(f"functions.{function.name}:"), number, text(ARGUMENTS))
-    return sequence(head, WHITESPACE, arguments_part(function))
+    return sequence(head, arguments(function))
 
 
 KIMI = ChatFormat(

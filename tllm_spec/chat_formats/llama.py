@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Sequence
+from functools import partial
 from keyword import iskeyword
 from typing import Any
 
@@ -44,9 +44,6 @@ class LlamaJsonCalls(StepParser):
     """`{"name": ..., "parameters": {...}}`, several with `;` between them, maybe after
     <|python_tag|>. Any other beginning makes the whole text an answer."""
 
-    def __init__(self, functions: Sequence[Function] = ()) -> None:
-        super().__init__()
-
     def steps(self) -> Steps[None]:
         text = ""
         while not text:
@@ -70,9 +67,6 @@ class PythonEnd(JsonEnd):
 class PythonicCalls(StepParser):
     """`[f(a=1), g(b="x")]`. Calls are given out one by one, each as a whole. What follows them has
     no place in an answer."""
-
-    def __init__(self, functions: Sequence[Function] = ()) -> None:
-        super().__init__()
 
     def steps(self) -> Steps[None]:
         yield from self.marker(PYTHON_MARKS[0])
@@ -131,10 +125,6 @@ def _literal(node: ast.expr) -> Any:
     return ast.literal_eval(node)
 
 
-def _json(function: Function) -> Part:
-    return json_call(function.name, function.parameters, "parameters")
-
-
 def _python(function: Function) -> Part:
     """A call with keyword arguments in JSON. Raises ValueError for a name that Python does not
     have."""
@@ -152,15 +142,15 @@ def _python(function: Function) -> Part:
 
 
 LLAMA_JSON = ChatFormat(
-    LlamaJsonCalls,
-    _json,
+    lambda functions: LlamaJsonCalls(),
+    partial(json_call, arguments_key="parameters"),
     separator=";",
     tokens=(PYTHON_TAG,),
     template=(PYTHON_TAG,),
     lone_calls="{",
 )
 PYTHONIC = ChatFormat(
-    PythonicCalls,
+    lambda functions: PythonicCalls(),
     _python,
     begin="[",
     end="]",

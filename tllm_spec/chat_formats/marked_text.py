@@ -4,7 +4,7 @@ text in other tokens."""
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from tllm_spec.chat_formats.pieces import num_held
 from tllm_spec.outputs import CompletionOutput
@@ -16,16 +16,18 @@ SPLIT = "\ufdcf"
 
 
 class Splitter:
-    """Splits the names of marker tokens in a text that comes in pieces."""
+    """Splits the names of marker tokens in a text that comes in pieces, and replaces the characters
+    that stand for such tokens."""
 
-    def __init__(self, names: Sequence[str]) -> None:
+    def __init__(self, names: Sequence[str], marks: Sequence[str]) -> None:
         self._names, self._held = [each for each in names if each[1:]], ""
+        self._marks = str.maketrans(dict.fromkeys([SPLIT, *marks], REPLACEMENT))
         longest = sorted(self._names, key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, longest)) or r"\Z.")
 
     def feed(self, text: str, *, is_end: bool = False) -> str:
         """What is certain after `text`."""
-        text = self._held + text.replace(SPLIT, REPLACEMENT)
+        text = self._held + text.translate(self._marks)
         text = self._pattern.sub(lambda found: f"{found[0][0]}{SPLIT}{found[0][1:]}", text)
         held = num_held(text, self._names) if self._names and not is_end else 0
         self._held = text[len(text) - held :]
@@ -39,13 +41,12 @@ def unsplit(text: str) -> str:
 
 class MarkedText:
     """The text of an output whose tokens come in pieces. marks: what is read for a marker token, by
-    its id, and its name. plain: makes other text free of marks; None: names are split."""
+    its id, and its name: the same, or a character. Other text is free of marks."""
 
     def __init__(
         self,
         tokenizer: Tokenizer,
         marks: Mapping[int, tuple[str, str]],
-        plain: Callable[[str], str] | None = None,
         *,
         skip_special_tokens: bool = True,
     ) -> None:
@@ -56,8 +57,8 @@ class MarkedText:
             token: (mark, 0 if token in hidden else len(name))
             for token, (mark, name) in marks.items()
         }
-        self._splitter = Splitter([] if plain else [name for _, name in marks.values()])
-        self._plain = plain
+        own = [mark for mark, _ in marks.values()]
+        self._splitter = Splitter(own, [mark for mark in own if len(mark) == 1])
         self._detokenizer = self._new_detokenizer()
         self._num_tokens = self._num_chars = 0
         # Texts, their characters in the output, and whether they are marks.
@@ -101,14 +102,9 @@ class MarkedText:
             del self._waiting[0]
             self._num_chars += room
             if is_mark:
-                parts += [self._of_text("", is_end=True), text]
+                parts += [self._splitter.feed("", is_end=True), text]
                 continue
-            parts.append(self._of_text(text[:room], is_end=False))
+            parts.append(self._splitter.feed(text[:room]))
             if room < length:
                 self._waiting.insert(0, (text[room:], length - room, False))
         return "".join(parts)
-
-    def _of_text(self, text: str, *, is_end: bool) -> str:
-        return (
-            self._splitter.feed(text, is_end=is_end) if self._plain is None else self._plain(text)
-        )

@@ -5,19 +5,9 @@ from __future__ import annotations
 
 import re
 import secrets
-import string
 from functools import partial
 
-from tllm_spec.chat_formats.chat_format import (
-    WHITESPACE,
-    ChatFormat,
-    Function,
-    Part,
-    arguments_part,
-    json_call,
-    sequence,
-    text,
-)
+from tllm_spec.chat_formats.chat_format import ChatFormat, json_call, named_call
 from tllm_spec.chat_formats.marked_calls import MarkedCalls
 from tllm_spec.chat_formats.pieces import MAX_HEAD, CallStart, JsonEnd, Steps
 
@@ -28,7 +18,6 @@ HEAD = re.compile(r"\s*([\w.:-]+)\s*(?:\[CALL_ID\][^\[{]*)?(?:\[ARGS\])?\s*(?=\{
 MAY_BE_HEAD = re.compile(r"\s*[\w.:-]*\s*(?:\[[A-Z_]*(?:\][^\[{]*(?:\[[A-Z]*\]?\s*)?)?)?")
 MAY_BE_LIST = re.compile(r"\s*\[\s*")
 CALL_ID_CHARS = 9  # as its templates demand
-LETTERS = string.ascii_letters + string.digits
 
 
 class MistralCalls(MarkedCalls):
@@ -60,19 +49,14 @@ class MistralCalls(MarkedCalls):
         return could_be is not None and len(self.text) < MAX_HEAD
 
 
-def _call(function: Function) -> Part:
-    return json_call(function.name, function.parameters, "arguments")
-
-
-def _named_call(function: Function) -> Part:
-    return sequence(text(function.name + ARGUMENTS), WHITESPACE, arguments_part(function))
-
-
 def new_id() -> str:
     """The id of a call, as the templates accept it."""
-    return "".join(secrets.choice(LETTERS) for _ in range(CALL_ID_CHARS))
+    return secrets.token_hex(CALL_ID_CHARS)[:CALL_ID_CHARS]
 
 
+_named = partial(named_call, separator=ARGUMENTS)
 _mistral = partial(ChatFormat, MistralCalls, tokens=(ARGUMENTS, ID), new_id=new_id)
-MISTRAL = _mistral(_call, begin=BEGIN, list_begin="[", end="]", separator=",", template=(BEGIN,))
-MISTRAL_NAMED = _mistral(_named_call, call_begin=BEGIN, template=(BEGIN, ARGUMENTS))
+MISTRAL_NAMED = _mistral(_named, call_begin=BEGIN, template=(BEGIN, ARGUMENTS))
+MISTRAL = _mistral(
+    json_call, begin=BEGIN, list_begin="[", end="]", separator=",", template=(BEGIN,)
+)

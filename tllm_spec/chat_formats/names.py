@@ -16,19 +16,13 @@ from tllm_spec.chat_formats.qwen import HERMES, QWEN_CODER
 from tllm_spec.text.reasoning import ReasoningFormat
 
 AUTO = "auto"
-THINK = ReasoningFormat()
-KIMI_THINK = ReasoningFormat(ends_at=(KIMI.begin, KIMI.call_begin))
 REASONING: Mapping[str, ReasoningFormat] = {
-    "deepseek_r1": THINK,
-    "deepseek_v3": THINK,
+    **dict.fromkeys(("deepseek_r1", "deepseek_v3", "minimax_m2"), ReasoningFormat()),
+    **dict.fromkeys(("qwen3", "qwen3_5"), ReasoningFormat()),
+    **dict.fromkeys(("kimi", "kimi_k2"), ReasoningFormat(ends_at=(KIMI.begin, KIMI.call_begin))),
     "gemma4": ReasoningFormat("<|channel>thought\n", "<channel|>"),
     "glm45": ReasoningFormat(ends_at=(GLM.call_begin,)),
-    "kimi": KIMI_THINK,
-    "kimi_k2": KIMI_THINK,
-    "minimax_m2": THINK,
     "mistral": ReasoningFormat("[THINK]", "[/THINK]"),
-    "qwen3": THINK,
-    "qwen3_5": THINK,
 }
 # Of several formats that models of a name write, the chat template says which. The first is the
 # usual one, the last has the most texts of its own in a template.

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from tllm_spec.chat_formats.chat_format import ChatFormat, Function, Part, json_call
+from tllm_spec.chat_formats.chat_format import ChatFormat, json_call
 from tllm_spec.chat_formats.xml_calls import XmlCalls, XmlTexts
 
 QWEN = XmlTexts(
@@ -21,13 +21,7 @@ QWEN = XmlTexts(
     may_be_json=True,
 )
 QWEN_CODER = QWEN.format("<tool_call>", "<function=")
-
-
-def _call(function: Function) -> Part:
-    return json_call(function.name, function.parameters, "arguments")
-
-
 # Answers of either kind are read.
 HERMES = ChatFormat(
-    partial(XmlCalls, QWEN), _call, QWEN.block, QWEN.block_end, template=("<tool_call>",)
+    partial(XmlCalls, QWEN), json_call, QWEN.block, QWEN.block_end, template=("<tool_call>",)
 )

@@ -54,8 +54,7 @@ def types_of(schema: Any, root: Schema, depth: int = 0) -> frozenset[str]:
         return frozenset({kind})
     if isinstance(kind, list):
         return frozenset(each for each in kind if isinstance(each, str))
-    values = [plain["const"]] if "const" in plain else plain.get("enum")
-    if isinstance(values, list):
+    if values := _named_values(plain):
         return frozenset(JSON_TYPES[type(each)] for each in values if type(each) in JSON_TYPES)
     for name in ("anyOf", "oneOf", "allOf"):
         parts = plain.get(name)
@@ -122,15 +121,13 @@ def _moved(schema: Any) -> Any:
 
 def string_choices(schema: Schema, root: Schema) -> list[str] | None:
     """The strings that the schema allows; None if it does not name them."""
-    plain = resolved(schema, root)
-    values = [plain["const"]] if "const" in plain else plain.get("enum")
-    is_named = isinstance(values, list) and values and all(isinstance(v, str) for v in values)
-    return values if is_named else None
+    values = _named_values(resolved(schema, root))
+    return values if values and all(isinstance(each, str) for each in values) else None
 
 
-def is_text(types: frozenset[str]) -> bool:
-    """Whether a value of these types may be any text."""
-    return not types or "string" in types
+def _named_values(schema: Schema) -> list[Any]:
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    return values if isinstance(values, list) else []
 
 
 def typed_part(schema: Schema, root: Schema) -> Part | None:
@@ -138,4 +135,5 @@ def typed_part(schema: Schema, root: Schema) -> Part | None:
     names. None for any text."""
     if (choices := string_choices(schema, root)) is not None:
         return either([text(each) or {"type": "regex", "pattern": "()"} for each in choices])
-    return None if is_text(types_of(schema, root)) else json_part(alone(schema, root))
+    types = types_of(schema, root)
+    return json_part(alone(schema, root)) if types and "string" not in types else None
