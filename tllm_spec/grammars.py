@@ -228,8 +228,10 @@ class ReasoningRules:
         return Budget(num_tokens, self._opener, closers, section, guided is not None)
 
     def _after(self, section: Section, guided: GuidedDecodingParams | None) -> GrammarSource | None:
-        if guided is None or self._form is None or self._in_reasoning:
-            return guided and guided.source
+        if guided is None:
+            return None
+        if self._form is None or self._in_reasoning:
+            return guided.source
         return after_reasoning(guided.source, self._form, section)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.chat_formats.joined import joined
 from tests.chat_formats.samples import CALLS, FUNCTIONS, SAMPLES, Sample
-from tllm_spec.chat_formats.names import TOOLS
+from tllm_spec.chat_formats.names import TOOLS, tools_format
 from tllm_spec.chat_formats.pieces import Piece, Text
 
 IDS = [f"{sample.name}{number}" for number, sample in enumerate(SAMPLES)]
@@ -44,20 +44,37 @@ def test_what_a_template_writes_is_read_back(sample: Sample) -> None:
         assert not [text for kind, text in pieces if kind == "content"]
 
 
+@pytest.mark.parametrize("step", [3, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("sample", SAMPLES, ids=IDS)
-def test_an_answer_split_at_every_pair_of_places_is_read_as_the_whole(sample: Sample) -> None:
-    calls = [("get_weather", {"city": '<"a\n', "days": 3}), ("now", {})]
-    text = rendered(sample.template, calls)
+def test_an_answer_split_at_every_pair_of_places_is_read_as_the_whole(
+    sample: Sample, step: int
+) -> None:
+    calls = [("get_weather", {"city": '<"a\nb', "days": 3}), ("now", {})]
     has_text = sample.name not in ("llama3_json", "llama4_json", "pythonic", "llama4_pythonic")
-    text = f"Let me see.{text}\nSo." if has_text else text
-    whole = parsed(sample.name, [text])
-    assert calls_of(whole) == calls
-    if has_text:
-        assert (whole[0], whole[-1]) == (Text("Let me see."), Text("So."))
-    for first, second in combinations_with_replacement(range(0, len(text), 2), 2):
-        parts = [text[:first], text[first:second], text[second:]]
-        assert parsed(sample.name, parts) == whole, parts
-    assert parsed(sample.name, list(text)) == whole
+    for template in filter(None, (sample.template, sample.dense)):
+        text = rendered(template, calls)
+        text = f"Let me see.{text}\nSo." if has_text else text
+        whole = parsed(sample.name, [text])
+        assert calls_of(whole) == calls
+        if has_text:
+            assert (whole[0], whole[-1]) == (Text("Let me see."), Text("So."))
+        for first, second in combinations_with_replacement(range(0, len(text), step), 2):
+            parts = [text[:first], text[first:second], text[second:]]
+            assert parsed(sample.name, parts) == whole, parts
+        assert parsed(sample.name, list(text)) == whole
+
+
+@pytest.mark.parametrize("sample", SAMPLES, ids=IDS)
+def test_a_marker_without_a_call_is_text_and_the_next_call_is_read(sample: Sample) -> None:
+    family = tools_format(sample.name, sample.template)
+    marker = next((each for each in (family.call_begin, family.begin) if each[1:]), None)
+    if marker is None:
+        return
+    text = f"{marker} is how a call begins.\n {rendered(sample.template).lstrip()}"
+    pieces = parsed(sample.name, [text])
+    assert pieces[0] == Text(f"{marker} is how a call begins.")
+    assert calls_of(pieces) == CALLS
+    assert parsed(sample.name, list(text)) == pieces
 
 
 @pytest.mark.parametrize("sample", SAMPLES, ids=IDS)

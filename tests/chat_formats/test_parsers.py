@@ -66,7 +66,8 @@ CASES: Sequence[tuple[NewParser, str, list[Piece]]] = [
         f"<tool_call>{CALL}</tool_call>\n<tool_call>{LATE}</tool_call>\n bye ",
         [*CALLED, *LATE_CALLED, Text("bye ")],
     ),
-    (HermesCalls, "<tool_call>{1}</tool_call>", [Text("<tool_call>{1}</tool_call>")]),
+    (HermesCalls, "<tool_call>{1}</tool_call>\n x", [Text("<tool_call>{1}</tool_call>\n x")]),
+    (HermesCalls, f"<tool_call>{{1}}<tool_call>{CALL}", [Text("<tool_call>{1}"), *CALLED]),
     (HermesCalls, f"<tool_call>{CALL[:-9]}", [CallStart("f"), Arguments(ARGUMENTS[:-8])]),
     (HermesCalls, '<tool_call>{"na', [Text('<tool_call>{"na')]),
     (LlamaJsonCalls, "just {text}", [Text("just {text}")]),
@@ -164,6 +165,20 @@ def test_arguments_are_given_out_before_the_call_has_ended() -> None:
 @pytest.mark.parametrize("text", ["[f(a=" + "(" * 5000 + ")" * 5000 + ")]", "[" * 9000])
 def test_a_deeply_nested_text_is_no_call(text: str) -> None:
     assert parsed(PythonicCalls, [text]) == [Text(text)]
+
+
+@pytest.mark.parametrize(
+    ("new", "text"),
+    [
+        (HermesCalls, '<tool_call>{"name": "\\ud800", "arguments": {"a": 1}}</tool_call>'),
+        (HermesCalls, '<tool_call>{"arguments": {"a": "\\ud800"}, "name": "f"}</tool_call>'),
+        (PythonicCalls, "[f(a='\\ud800')]"),
+    ],
+)
+def test_half_a_surrogate_pair_in_a_call_is_replaced(new: NewParser, text: str) -> None:
+    (name, arguments) = parsed(new, [text])
+    assert "?" in name.text + arguments.text
+    json.dumps([name.text, json.loads(arguments.text)], ensure_ascii=False).encode()
 
 
 def test_arguments_of_a_call_are_json() -> None:

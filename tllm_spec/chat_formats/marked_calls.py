@@ -61,12 +61,14 @@ class MarkedCalls(StepParser):
         return Text(text)
 
     def head(self, pattern: re.Pattern[str]) -> Steps[re.Match[str] | None]:
-        """Reads the beginning of a call. Without one before `end` there is no call, but text."""
+        """Reads the beginning of a call. Without one before the next marker there is no call, but
+        text."""
+        markers = re.compile("|".join(map(re.escape, (self.start, self.end))))
         while not (found := pattern.match(self.text, 0, MAX_HEAD)):
-            if self.end in self.text or self.has_ended:
+            if markers.search(self.text) or self.has_ended:
                 break
             yield None
-        if not found or self.end in found[0]:
+        if not found or markers.search(found[0]):
             yield self.shown(self.start)
             return None
         self.taken(found.end())

@@ -158,17 +158,14 @@ class XmlCalls(MarkedCalls):
             markers = [start + each for each in markers for start in ("", "\n")]
             yield from self.marker("\n", "")
         yield Arguments('"' if is_string else "")
-        while (length := self.text.find(self._texts.value_end)) < 0 and not self.has_ended:
+        while self._texts.value_end not in self.text and not self.has_ended:
             if is_string:
                 other = self._other_end.search(self.text)
                 held = num_held(self.text, markers)
                 yield _string(self.taken(other.start() if other else len(self.text) - held))
             yield None
-        if length < 0:
-            value = self._without_ends(self.taken())
-        else:
-            value = self.taken(length)
-            self.taken(len(self._texts.value_end))
+        value, end, self.text = self.text.partition(self._texts.value_end)
+        value = value if end else self._without_ends(value)
         if self._texts.strips:
             value = value.removesuffix("\n")
         if is_string:

@@ -155,9 +155,8 @@ class ThinkingBudget:
 
     def why_no_token(self, tokens: list[int], prompt_len: int) -> str | None:
         """As `GrammarState.why_no_token`."""
-        if self._grammar is None:
-            return NO_TOKEN_ERROR
-        return self._grammar.why_no_token(tokens, prompt_len)
+        grammar = self._grammar
+        return NO_TOKEN_ERROR if grammar is None else grammar.why_no_token(tokens, prompt_len)
 
     def better_drafts(self, drafts: list[int], max_drafts: int) -> list[int]:
         """As `GrammarState.better_drafts`. After a forced token that was not drafted only forced

@@ -219,10 +219,6 @@ def improve(
             drafts[number] = better(request.grammar, drafts[number], limits[number])
 
 
-def better_chain(rules: TextRules, drafts: list[int], limit: int) -> list[int]:
-    return rules.better_drafts(drafts, limit)
-
-
 def send_chains(
     slots: SlotState, requests: Sequence[LlmRequest], drafts: Sequence[list[int]], draft_len: int
 ) -> None:
@@ -284,7 +280,7 @@ def _improve_ready(batch: ScheduledBatch, slots: SlotState) -> None:
     drafts: list[list[int]] = [
         [] if is_tree else row[:number] for row, number in zip(tokens, numbers, strict=True)
     ]
-    improve(guided, drafts, limits, better_chain)
+    improve(guided, drafts, limits, lambda rules, *chain: rules.better_drafts(*chain))
     better = [
         (request, draft)
         for request, draft, number, row in zip(guided, drafts, numbers, tokens, strict=True)

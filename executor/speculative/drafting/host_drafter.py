@@ -13,12 +13,7 @@ from tllm_spec.executor.device.transfer import to_device
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.interface import ResourceManager
 from tllm_spec.executor.resources.slot_state import SlotState
-from tllm_spec.executor.speculative.drafting.drafter import (
-    Drafter,
-    better_chain,
-    improve,
-    send_chains,
-)
+from tllm_spec.executor.speculative.drafting.drafter import Drafter, improve, send_chains
 from tllm_spec.grammar.thinking_budget import TextRules
 from tllm_spec.kernels.drafts.draft_layout import HostTree
 from tllm_spec.kernels.slots.accept import DraftTree
@@ -186,7 +181,7 @@ class HostDrafter(Drafter):
         drafts: list[list[int]] = [
             request.py_draft_tokens[:limit] for request, limit in zip(requests, wanted, strict=True)
         ]
-        improve(requests, drafts, wanted, better_chain)
+        improve(requests, drafts, wanted, lambda rules, *chain: rules.better_drafts(*chain))
         draft_len = batch.made_draft_len = max(map(len, drafts))
         batch.shape = self._slots.shapes.of(draft_len)
         for request, draft in zip(requests, drafts, strict=True):
