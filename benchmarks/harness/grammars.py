@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from tllm_spec.chat_formats.chat_format import Function
+from tllm_spec.chat_formats.qwen import HERMES
 from tllm_spec.executor.sampling.grammar_masks import NUM_THREADS
 from tllm_spec.grammar.grammar_state import CompiledGrammar, GrammarState
 from tllm_spec.grammar.grammar_text import compiled, json_grammar
@@ -57,6 +59,12 @@ def random_object(seed: int) -> dict[str, Any]:
 SUMS = 'root ::= term | root " + " term\nterm ::= [a-z]+ | [0-9]+ | "(" root ")"'
 END = 0  # the end token
 LONG = {name: {"type": "string", "maxLength": 200} for name in NAMES[:3]}
+THOUGHTS = {"type": "reasoning", "section": "inside", "begin": "<think>", "end": "</think>"}
+REASONED = {
+    "type": "sequence",
+    "elements": [THOUGHTS, {"type": "json_schema", "json_schema": SCHEMA}],
+}
+CALLS = HERMES.answer_tag([Function("place", SCHEMA, is_strict=True)], is_parallel=True)
 # Kind and grammar.
 FILLED: dict[str, tuple[Kind, str]] = {
     "JSON schema": ("json_schema", json.dumps(SCHEMA)),
@@ -64,6 +72,8 @@ FILLED: dict[str, tuple[Kind, str]] = {
     "long bounded strings": ("json_schema", json.dumps(_object(LONG))),
     "words": ("regex", "[a-z]+( [a-z]+)*[.]"),
     "sums": ("grammar", SUMS),
+    "inside reasoning": ("structural_tag", json.dumps({"format": REASONED})),
+    "text with calls": ("structural_tag", json.dumps({"format": CALLS})),
     "nested repetitions": ("regex", "((a|[a-z])*( |[a-z]{2,5})*)*"),
 }
 
