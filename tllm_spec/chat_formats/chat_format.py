@@ -65,11 +65,10 @@ class ChatFormat:
         if self.lone_calls:
             other = {"type": "regex", "pattern": rf"([^\s{self.lone_calls}][\s\S]*)?"}
             return either([self.calls_tag(known, is_parallel=is_parallel), other])
-        tags = [self._tag(self.call_begin, self._inner(known), self.call_end)]
-        if self.begin:
-            calls = self._calls(known, is_parallel=is_parallel)
-            tags.insert(0, self._tag(self.begin, calls, self.end))
-        tags = [each for each in tags if each["begin"]]
+        calls = self._calls(known, is_parallel=is_parallel)
+        section = self._tag(self.begin, calls, self.end)
+        call = self._tag(self.call_begin, self._inner(known), self.call_end)
+        tags = [each for each in (section, call) if each["begin"]]
         triggers = [each["begin"] for each in tags]
         kind = {"type": "triggered_tags", "stop_after_first": not is_parallel}
         return {**kind, "triggers": triggers, "tags": tags}

@@ -7,7 +7,6 @@ import json
 import re
 from functools import partial
 from keyword import iskeyword
-from typing import Any
 
 from tllm_spec.chat_formats.chat_format import (
     WHITESPACE,
@@ -33,7 +32,6 @@ from tllm_spec.chat_formats.schema_values import alone, properties_of
 
 PYTHON_TAG = "<|python_tag|>"
 PYTHON_MARKS = ("<|python_start|>", "<|python_end|>")
-# json's names, which models write in Python, too
 CONSTANTS = {"true": True, "false": False, "null": None}
 SEPARATORS = " \t\r\n;"
 MAX_CALLS_CHARS = 1 << 16
@@ -99,30 +97,21 @@ class PythonicCalls(StepParser):
 def python_call(source: str) -> tuple[Piece, Piece] | None:
     """A call with literals as keyword arguments; None for anything else."""
     try:
-        node = ast.parse(source.strip(", \t\r\n"), mode="eval").body
+        node = _JsonNames().visit(ast.parse(source.strip(", \t\r\n"), mode="eval")).body
         if not isinstance(node, ast.Call) or node.args:
             return None
-        arguments = {str(word.arg): _literal(word.value) for word in node.keywords}
+        arguments = {str(word.arg): ast.literal_eval(word.value) for word in node.keywords}
         written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
         return whole_call(ast.unparse(node.func), written)
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         return None
 
 
-def _literal(node: ast.expr) -> Any:
-    if isinstance(node, ast.Name) and node.id in CONSTANTS:
-        return CONSTANTS[node.id]
-    if isinstance(node, ast.List | ast.Tuple):
-        return [_literal(each) for each in node.elts]
-    if isinstance(node, ast.Dict):
-        if None in node.keys:
-            raise ValueError("** has no JSON form")
-        return {
-            str(_literal(key)): _literal(value)
-            for key, value in zip(node.keys, node.values, strict=True)
-            if key is not None
-        }
-    return ast.literal_eval(node)
+class _JsonNames(ast.NodeTransformer):
+    """Replaces json's names, which models write in Python, too."""
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return ast.Constant(CONSTANTS[node.id]) if node.id in CONSTANTS else node
 
 
 def _python(function: Function) -> Part:
