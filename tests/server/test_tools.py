@@ -168,7 +168,8 @@ def test_with_a_parser_calls_are_forced_after_reasoning_in_the_models_own_format
         assert message.reasoning == message.reasoning_content == "hmm"
         assert message.tool_calls[0].function.arguments == CALLED[1]
     _, *parts = format_of(llm)["elements"]
-    assert parts[0] == {"type": "const_string", "value": "<tool_call>"}
+    first = parts[0] if is_named else parts[0]["content"]["elements"][0]
+    assert first == {"type": "const_string", "value": "<tool_call>"}
     assert ("time" in json.dumps(parts)) == (not is_named)
 
 
