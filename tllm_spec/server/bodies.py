@@ -13,17 +13,16 @@ import re
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, MutableMapping
 from inspect import isawaitable, iscoroutinefunction
-from itertools import islice
 from typing import Any, ClassVar
 
 from fastapi import Request, Response
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
-from pydantic import BaseModel, TypeAdapter, ValidationError, WithJsonSchema
+from pydantic import BaseModel, Discriminator, TypeAdapter, ValidationError, WithJsonSchema
 
-from tllm_spec.config.config_base import ConfigError, ConfigModel
-from tllm_spec.config.option_checks import MAX_UNKNOWN, check_text, shown, shown_name
+from tllm_spec.config.config_base import ConfigModel
+from tllm_spec.config.option_checks import check_text, shown_name
 from tllm_spec.server.options import ServerOptions
 from tllm_spec.server.refusals import RequestRefused, first_mistakes, overloaded
 
@@ -193,33 +192,14 @@ def as_json_type(kind: Any) -> WithJsonSchema:
     return WithJsonSchema(TypeAdapter(kind).json_schema())
 
 
-def as_typed(
-    given: object,
-    kinds: Mapping[str, type[BodyModel]],
-    refused: Mapping[str, str],
-    default: str = "",
-) -> list[BodyModel]:
-    """A list of objects whose `type` names one of `kinds`. refused: other types, or how these
-    begin, with the reason; "" for all others. default: the type of an object without one.
+def by_type(refusal: str, default: str | None = None) -> Discriminator:
+    """Chooses of a union of objects with tags by their `type`. default: of an object without one.
+    refusal: what is said of others."""
 
-    Only the first mistakes are named: thousands would take seconds to describe."""
-    if not isinstance(given, list) or not all(isinstance(each, dict) for each in given):
-        raise ValueError("a list of objects is needed")
-    names = [default if each.get("type") is None else each["type"] for each in given]
-    others = (name for name in names if not isinstance(name, str) or name not in kinds)
-    if first := {shown(name): str(name) for name in islice(others, MAX_UNKNOWN)}:
-        taken = " or ".join(map(repr, kinds))
-        raise ConfigError(
-            [
-                f"type = {text} is refused: {_reason(name, refused)}; accepted: {taken}"
-                for text, name in first.items()
-            ]
-        )
-    return [kinds[name](**each) for name, each in zip(names, given, strict=True)]
+    def kind_of(given: Any) -> Any:
+        return (given.get("type") or default) if isinstance(given, dict) else given
 
-
-def _reason(name: str, refused: Mapping[str, str]) -> str:
-    return next(why for start, why in refused.items() if name.startswith(start))
+    return Discriminator(kind_of, custom_error_type="type", custom_error_message=refusal)
 
 
 NOT_AN_OBJECT = "the body must be a JSON object, sent with Content-Type: application/json"

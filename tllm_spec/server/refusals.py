@@ -46,21 +46,6 @@ MESSAGES_KINDS: Mapping[int, str] = {
 }
 
 
-def messages_error(status: int, body: Mapping[str, Any]) -> dict[str, Any]:
-    """Anthropic's error object. body: OpenAI's."""
-    kind = MESSAGES_KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": body["error"]["message"]}}
-
-
-def error_response(
-    path: str, status: int, body: dict[str, Any], headers: Mapping[str, str] | None = None
-) -> JSONResponse:
-    """An error in the form of the path's API."""
-    if path == MESSAGES_PATH or path.startswith(f"{MESSAGES_PATH}/"):
-        body = messages_error(status, body)
-    return JSONResponse(body, status, headers)
-
-
 def first_mistakes(message: str) -> str:
     """The message, whose last lines are counted where they are many."""
     lines = message.splitlines()
@@ -98,9 +83,18 @@ class RequestRefused(Exception):
             {} if retry_after is None else {"Retry-After": str(retry_after)}
         )
 
+    @property
+    def messages_body(self) -> dict[str, Any]:
+        """Anthropic's error object."""
+        usual = "invalid_request_error" if self.status < 500 else "api_error"
+        kind, message = MESSAGES_KINDS.get(self.status, usual), self.body["error"]["message"]
+        return {"type": "error", "error": {"type": kind, "message": message}}
+
     def response(self, path: str = "") -> JSONResponse:
-        """path: of the request, as far as it is known."""
-        return error_response(path, self.status, self.body, self.headers)
+        """In the form of the path's API, as far as it is known."""
+        is_messages = f"{path}/".startswith(f"{MESSAGES_PATH}/")
+        body = self.messages_body if is_messages else self.body
+        return JSONResponse(body, self.status, self.headers)
 
 
 def overloaded(status: int, message: str) -> RequestRefused:
@@ -140,8 +134,9 @@ async def _http_error(request: Request, error: Exception) -> JSONResponse:
             f"{request.method} {request.url.path} is not served here{because}; GET / says how to "
             "call this server, GET /openapi.json lists its routes"
         )
-    body = error_body(message, "invalid_request_error")
-    return error_response(request.scope["path"], error.status_code, body, headers)
+    refusal = RequestRefused(error.status_code, message, "invalid_request_error")
+    refusal.headers = headers or {}
+    return refusal.response(request.scope["path"])
 
 
 def _allowed_methods(request: Request) -> str:
@@ -151,6 +146,4 @@ def _allowed_methods(request: Request) -> str:
 
 
 async def _internal_error(request: Request, error: Exception) -> JSONResponse:
-    return error_response(
-        request.scope["path"], 500, error_body(described(error), "internal_error")
-    )
+    return RequestRefused(500, described(error)).response(request.scope["path"])

@@ -15,7 +15,6 @@ prompt has closed, or as its first text that is not blank says: reasoning if it 
 
 # Of characters that stand for marker tokens: noncharacters of Unicode, which no text has.
 FIRST_MARK = 0xFDD0
-MAX_MARKS = 32
 MAX_TAIL = 4096  # tokens of a prompt's end that are read
 
 
@@ -34,9 +33,8 @@ class Marks:
     the marker, and the same text written with other tokens is text."""
 
     def __init__(self, tokenizer: Tokenizer, markers: Sequence[str]) -> None:
-        """markers: texts that are tokens, or have some in them; at most MAX_MARKS such tokens."""
+        """markers: texts that are tokens, or have some in them; at most 32 such tokens."""
         found = marker_tokens(tokenizer, markers)
-        assert len(found) <= MAX_MARKS
         longest_first = sorted(found.values(), key=len, reverse=True)
         self.names: Mapping[str, str] = {
             name: chr(FIRST_MARK + place) for place, name in enumerate(longest_first)
@@ -47,12 +45,6 @@ class Marks:
         """A marker as the parser finds it: parts that are tokens are characters."""
         for name, mark in self.names.items():
             text = text.replace(name, mark)
-        return text
-
-    def plain(self, text: str) -> str:
-        """The same text with the names of marker tokens."""
-        for name, mark in self.names.items():
-            text = text.replace(mark, name)
         return text
 
 
