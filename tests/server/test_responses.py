@@ -281,7 +281,7 @@ def test_white_space_between_blocks_is_no_block_and_at_a_texts_beginning_stays()
         *(("reasoning_content", "r"), ("call", "{}")),
         *(("content", " a "), ("call", "{}")),
     ]
-    order = [(step.kind, step.block.index) for step in steps if step.kind != "grow"]
+    order = [(kind, block.index) for kind, block, _ in steps if kind != "grow"]
     assert order == [(kind, i) for i in range(4) for kind in ("open", "close")]
 
 

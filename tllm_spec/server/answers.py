@@ -260,17 +260,16 @@ class Answer(ABC):
         ]
         return {"prompt_logprobs": entries}
 
-    def usage_chunk(self, results: Sequence[RequestOutput]) -> Json:
-        """The last chunk of a stream with `include_usage`."""
-        return {**self._chunk([]), "usage": self._usage(results), **metrics_of(results)}
-
     def begun(self, results: Sequence[RequestOutput]) -> bytes:
         """The events before the first chunk."""
         return b""
 
     def ended(self, results: Sequence[RequestOutput]) -> bytes:
-        """The events after the last chunk of a sample."""
-        return (event(self.usage_chunk(results)) if self.chunk_usage else b"") + DONE
+        """The events after the last chunk of a sample: with `include_usage` one of it."""
+        if not self.chunk_usage:
+            return DONE
+        usage = {"usage": self._usage(results), **metrics_of(results)}
+        return event({**self._chunk([]), **usage}) + DONE
 
     def failed(self, refusal: RequestRefused) -> bytes:
         """The event that ends a stream whose request has failed."""

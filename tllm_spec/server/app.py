@@ -23,7 +23,7 @@ from tllm_spec.chat_formats.reasoning import PlainText
 from tllm_spec.intake import max_model_len
 from tllm_spec.outputs import RequestOutput
 from tllm_spec.request_handle import RequestHandle
-from tllm_spec.sampling_params import DEFAULT_OPTIONS, RequestOptions, SamplingParams
+from tllm_spec.sampling_params import DEFAULT_OPTIONS, SamplingParams
 from tllm_spec.server import messages_api, responses_api
 from tllm_spec.server.admission import (
     ENGINE_DOWN,
@@ -251,10 +251,7 @@ class OpenAIServer:
 
     async def chat(self, body: ChatCompletionRequest, request: Request) -> Response:
         """`/v1/chat/completions`: answers the conversation in the body."""
-        options = body.request_options(request.scope["state"])
-        handles, params, new_text = await self._start_chat(
-            body, request, options, body.client_names
-        )
+        handles, params, new_text = await self._start_chat(body, request, body.client_names)
         answer = ChatAnswer(
             self._model,
             self._tokenizer,
@@ -286,8 +283,7 @@ class OpenAIServer:
         self._check_name(body.model)
         with bad_request(names):
             chat = await _made(request, body.to_chat)
-        options = body.request_options(request.scope["state"])
-        handles, _, new_text = await self._start_chat(chat, request, options, names)
+        handles, _, new_text = await self._start_chat(chat, request, names)
         parsed = ParsedText(PlainText(), is_parallel=True) if new_text is None else new_text()
         answer = new_answer(body, self._tokenizer, parsed)
         return await self._respond(body, request, answer, handles)
@@ -361,11 +357,7 @@ class OpenAIServer:
             return await _made(request, body.to_sampling_params)
 
     async def _start_chat(
-        self,
-        body: ChatCompletionRequest,
-        request: Request,
-        options: RequestOptions,
-        names: Mapping[str, str],
+        self, body: ChatCompletionRequest, request: Request, names: Mapping[str, str]
     ) -> tuple[list[RequestHandle], SamplingParams, Callable[[], ParsedText] | None]:
         """The handles, the parameters, and what reads a sample's text, as of `new_texts`."""
         params, sections = await self._params_of(body, request, names), list[Section]()
@@ -376,6 +368,7 @@ class OpenAIServer:
         self._check_lengths([message.content or "" for message in body.messages])
         most = min(self._llm.max_seq_len, request.state.body_size + MAX_TEMPLATE_TOKENS)
         size = size_of([most], params, echo=False, own_field=params.prompt_logprobs is not None)
+        options = body.request_options(request.scope["state"])
         params = self._admission.admit(request, params, 1, size)
 
         def prompts() -> list[list[int]]:

@@ -9,7 +9,7 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 from tllm_spec.chat_formats.pieces import ARGUMENTS, CALL, CONTENT
 from tllm_spec.outputs import CompletionOutput, RequestOutput
@@ -39,12 +39,8 @@ class Block:
         return "".join(self.pieces)
 
 
-class Step(NamedTuple):
-    """What a delta does to a block. text: by which it grows."""
-
-    kind: Literal["open", "grow", "close"]
-    block: Block
-    text: str = ""
+# What a delta does to a block: open, grow or close; and the text by which it grows.
+Step = tuple[str, Block, str]
 
 
 class BlockAnswer(ABC):
@@ -75,7 +71,7 @@ class BlockAnswer(ABC):
     def events(self, prompt_index: int, result: RequestOutput, counts: Json | None = None) -> bytes:
         """Those of the new part of the result."""
         steps = self.read(result.outputs[0])
-        return b"".join(event for step in steps for event in self._step(step))
+        return b"".join(event for step in steps for event in self._step(*step))
 
     def usage(self, results: Sequence[RequestOutput]) -> Json:
         """That of a chat's answer."""
@@ -85,7 +81,7 @@ class BlockAnswer(ABC):
         """What the new part of the output does."""
         new = output.text[self._num_read :]
         self._num_read += len(new)
-        for kind, text, (_, call_id) in self._parsed.parts(new, output):
+        for kind, text, _, call_id in self._parsed.parts(new, output):
             if kind == CALL:
                 yield from self._opened(Block(CALL, len(self.blocks), call_id, text))
             elif kind == CONTENT:
@@ -97,7 +93,7 @@ class BlockAnswer(ABC):
                 yield from self._opened(Block(CONTENT, 0))
                 yield from self._grown(CONTENT, self._blank)
             self.blocks[-1].is_cut = output.finish_reason == "length"
-            yield Step("close", self.blocks[-1])
+            yield "close", self.blocks[-1], ""
 
     def _texted(self, text: str) -> Iterator[Step]:
         if not (self.blocks and self.blocks[-1].kind == CONTENT):
@@ -110,9 +106,9 @@ class BlockAnswer(ABC):
     def _opened(self, block: Block) -> Iterator[Step]:
         if self.blocks:
             self._blank = ""
-            yield Step("close", self.blocks[-1])
+            yield "close", self.blocks[-1], ""
         self.blocks.append(block)
-        yield Step("open", block)
+        yield "open", block, ""
 
     def _grown(self, kind: str, text: str) -> Iterator[Step]:
         if not text:
@@ -121,7 +117,7 @@ class BlockAnswer(ABC):
             yield from self._opened(Block(kind, len(self.blocks)))
         block = self.blocks[-1]
         block.pieces.append(text)
-        yield Step("grow", block, text)
+        yield "grow", block, text
 
     @abstractmethod
     def _object(self, results: Sequence[RequestOutput]) -> Json:
@@ -132,7 +128,7 @@ class BlockAnswer(ABC):
         """The events before the first block."""
 
     @abstractmethod
-    def _step(self, step: Step) -> Iterator[bytes]:
+    def _step(self, kind: str, block: Block, text: str) -> Iterator[bytes]:
         """The events of one step."""
 
     @abstractmethod

@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from tllm_spec.chat_formats import names
 from tllm_spec.chat_formats.chat_format import ChatFormat, Function
@@ -136,7 +136,8 @@ class AnswerFormats:
         marks = {i: (each, each) for i, each in self.tokens.items() if calls or i in of_reasoning}
         skips = body.skip_special_tokens is not False
         marked = MarkedText(self.tokenizer, marks, skip_special_tokens=skips) if marks else None
-        return ParsedText(parser, body.parallel_tool_calls, marked, calls and calls.new_id)
+        new_id = calls.new_id if calls else None
+        return ParsedText(parser, body.parallel_tool_calls, marked, new_id)
 
 
 def _named(
@@ -159,15 +160,6 @@ def _functions(body: ChatCompletionRequest) -> list[Function]:
     ]
 
 
-class Part(NamedTuple):
-    """What comes next of the content, of the reasoning, or of a call: its name, with the kind CALL,
-    or its arguments. call: the number and the id of the latest call."""
-
-    kind: str
-    text: str
-    call: tuple[int, str]
-
-
 @dataclass
 class ParsedText:
     """One sample's text as far as it was parsed. is_parallel: it may have several calls. marked:
@@ -181,8 +173,9 @@ class ParsedText:
     reasoning: list[str] = field(default_factory=list)  # its pieces
     _ids: list[str] = field(default_factory=list)  # of calls, and of the next one if it is known
 
-    def parts(self, text: str, output: CompletionOutput) -> Iterator[Part]:
-        """What is new in the text, in its order."""
+    def parts(self, text: str, output: CompletionOutput) -> Iterator[tuple[str, str, int, str]]:
+        """What is new in the text, in its order: kinds and texts of pieces, and the number and the
+        id of the latest call."""
         found = self.parser.feed(text if self.marked is None else self.marked.new(output))
         if output.finish_reason is not None:
             found = [*found, *self.parser.finish()]
@@ -197,12 +190,12 @@ class ParsedText:
                 self._ids.append(self.new_id() if self.new_id else f"call_{uuid.uuid4().hex[:24]}")
             if self.is_parallel or self.num_calls < 2 or kind in (CONTENT, REASONING):
                 call = self.num_calls - 1
-                yield Part(kind, unsplit(new), (call, self._ids[call] if self._ids else ""))
+                yield kind, unsplit(new), call, self._ids[call] if self._ids else ""
 
     def delta(self, text: str, output: CompletionOutput) -> Json:
         """The same as a delta of a message."""
         delta: Json = {}
-        for kind, new, (index, call_id) in self.parts(text, output):
+        for kind, new, index, call_id in self.parts(text, output):
             if kind in (CONTENT, REASONING):
                 delta[kind] = delta.get(kind, "") + new
                 continue

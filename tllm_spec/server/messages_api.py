@@ -16,7 +16,7 @@ from tllm_spec.config.config_base import check
 from tllm_spec.config.neighbours import Ignored
 from tllm_spec.outputs import RequestOutput
 from tllm_spec.server.answers import Json, encode_compact
-from tllm_spec.server.blocks import Block, BlockAnswer, Step, named_event
+from tllm_spec.server.blocks import Block, BlockAnswer, named_event
 from tllm_spec.server.bodies import BodyModel, as_json_type, by_type
 from tllm_spec.server.chat_answer import ParsedText
 from tllm_spec.server.chat_message import (
@@ -262,24 +262,19 @@ class MessagesRequest(ClientRequest):
         if self.system:
             messages.insert(0, ChatMessage(role="system", content=self.system))
         choice, thinking, output = self.tool_choice, self.thinking, self.output_config
-        given: Json = {
-            "model": self.model,
-            "messages": messages,
-            "stream": self.stream,
-            "max_completion_tokens": self.max_tokens,
-            "stop": self.stop_sequences,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "top_k": self.top_k,
-            "response_format": output and output.format,
-            "reasoning_effort": output and output.effort,
-            "enable_thinking": thinking and thinking.type != "disabled",
-            "thinking_token_budget": thinking and thinking.budget_tokens,
-            "tools": [tool.to_chat() for tool in self.tools or ()],
-            "tool_choice": choice and choice.to_chat(),
-            "parallel_tool_calls": not (choice and choice.disable_parallel_tool_use),
-        }
-        return ChatCompletionRequest(**given)
+        return self.as_chat(
+            messages=messages,
+            max_completion_tokens=self.max_tokens,
+            stop=self.stop_sequences,
+            top_k=self.top_k,
+            response_format=output and output.format,
+            reasoning_effort=output and output.effort,
+            enable_thinking=thinking and thinking.type != "disabled",
+            thinking_token_budget=thinking and thinking.budget_tokens,
+            tools=[tool.to_chat() for tool in self.tools or ()],
+            tool_choice=choice and choice.to_chat(),
+            parallel_tool_calls=not (choice and choice.disable_parallel_tool_use),
+        )
 
 
 class CountTokensRequest(MessagesRequest):
@@ -345,13 +340,13 @@ class MessageAnswer(BlockAnswer):
         start = named_event("message_start", message=begun | self._usage(results))
         return start + named_event("ping")
 
-    def _step(self, step: Step) -> Iterator[bytes]:
-        block, at = step.block, {"index": step.block.index}
-        if step.kind == "open":
+    def _step(self, kind: str, block: Block, text: str) -> Iterator[bytes]:
+        at = {"index": block.index}
+        if kind == "open":
             yield named_event("content_block_start", **at, content_block=_block(block, ""))
-        elif step.kind == "grow":
-            kind, key = DELTAS[block.kind]
-            yield named_event("content_block_delta", **at, delta={"type": kind, key: step.text})
+        elif kind == "grow":
+            name, key = DELTAS[block.kind]
+            yield named_event("content_block_delta", **at, delta={"type": name, key: text})
         else:
             if block.kind == REASONING:
                 signature = {"type": "signature_delta", "signature": SIGNATURE}

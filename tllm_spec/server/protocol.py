@@ -225,6 +225,12 @@ class ClientRequest(BodyModel):
     cache_salt: Annotated[str | None, Field(min_length=1)] = None
     store: bool | None = None  # whether --record_traffic may record it
 
+    def as_chat(self, **own: Any) -> ChatCompletionRequest:
+        """A chat request of the same client, with the same options of any body."""
+        return ChatCompletionRequest(
+            **self.model_dump(include={*ClientRequest.model_fields}), **own
+        )
+
     def request_options(self, state: Mapping[str, Any]) -> RequestOptions:
         """state: of the scope. The client is the name of its key, or its address where keys have no
         names, and then the user that the body names. So a client that invents users takes no turn
@@ -396,8 +402,7 @@ class ChatCompletionRequest(GenerationRequest):
 
     @property
     def conversation(self) -> Conversation:
-        names = {"reasoning_effort", "enable_thinking"}
-        own = self.model_dump(include=names, exclude_none=True)
+        own = self.model_dump(include={"reasoning_effort", "enable_thinking"}, exclude_none=True)
         return _conversation(self, needs_tools=self.tool_choice in (None, "auto"), **own)
 
     def _grammars(self) -> dict[str, Any]:

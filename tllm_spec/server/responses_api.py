@@ -14,7 +14,7 @@ from tllm_spec.chat_formats.pieces import CALL, CONTENT, REASONING
 from tllm_spec.config.neighbours import Ignored
 from tllm_spec.outputs import RequestOutput
 from tllm_spec.server.answers import Json
-from tllm_spec.server.blocks import Block, BlockAnswer, Step, named_event
+from tllm_spec.server.blocks import Block, BlockAnswer, named_event
 from tllm_spec.server.bodies import BodyModel, as_json_type, by_type
 from tllm_spec.server.chat_answer import ParsedText
 from tllm_spec.server.chat_message import (
@@ -225,20 +225,15 @@ class ResponsesRequest(ClientRequest):
         if self.instructions is not None:
             messages.insert(0, ChatMessage(role="system", content=self.instructions))
         tools = [tool.to_chat() for tool in self.tools or ()]
-        given: Json = {
-            "model": self.model,
-            "messages": messages,
-            "stream": self.stream,
-            "max_completion_tokens": self.max_output_tokens,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "response_format": self.text and self.text.format,
-            "reasoning_effort": self.reasoning and self.reasoning.effort,
-            "tools": tools,
-            "tool_choice": self.tool_choice if tools or self.tool_choice != "auto" else None,
-            "parallel_tool_calls": self.parallel_tool_calls,
-        }
-        return ChatCompletionRequest(**given)
+        return self.as_chat(
+            messages=messages,
+            max_completion_tokens=self.max_output_tokens,
+            response_format=self.text and self.text.format,
+            reasoning_effort=self.reasoning and self.reasoning.effort,
+            tools=tools,
+            tool_choice=self.tool_choice if tools or self.tool_choice != "auto" else None,
+            parallel_tool_calls=self.parallel_tool_calls,
+        )
 
 
 # Answers of `/v1/responses`: one object, or the events that build it.
@@ -308,14 +303,14 @@ class ResponseAnswer(BlockAnswer):
         kinds = ("response.created", "response.in_progress")
         return b"".join(self._event(kind, response=response) for kind in kinds)
 
-    def _step(self, step: Step) -> Iterator[bytes]:
-        block, name, is_call = step.block, EVENTS[step.block.kind], step.block.kind == CALL
+    def _step(self, kind: str, block: Block, text: str) -> Iterator[bytes]:
+        name, is_call = EVENTS[block.kind], block.kind == CALL
         at: Json = {"output_index": block.index}
         inside = {"item_id": _item_id(block), **at, **({} if is_call else {"content_index": 0})}
         logprobs: Json = {"logprobs": []} if block.kind == CONTENT else {}
-        if step.kind == "grow":
-            yield self._event(f"{name}.delta", **inside, delta=step.text, **logprobs)
-        elif step.kind == "open":
+        if kind == "grow":
+            yield self._event(f"{name}.delta", **inside, delta=text, **logprobs)
+        elif kind == "open":
             item = _item(block) | {"status": "in_progress"} | ({} if is_call else {"content": []})
             yield self._event("response.output_item.added", **at, item=item)
             if not is_call:

@@ -40,7 +40,7 @@ class Conversation:
     A message is a mapping with `role` and `content`, as in OpenAI's API: a text or a list of text
     parts. `tools` have OpenAI's form, too; with `needs_tools` a template that leaves them out is
     refused. `chat_template_kwargs` are variables of the model's chat template; where it has a
-    switch of reasoning that is not among them, `reasoning_effort` sets it."""
+    switch of reasoning that is not among them, another one or `reasoning_effort` sets it."""
 
     messages: Messages
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -114,9 +114,11 @@ class ChatPrompts:
 
     def _variables(self, conversation: Conversation) -> Mapping[str, Any]:
         given, template = conversation.chat_template_kwargs, str(self._tokenizer.chat_template)
-        if (effort := given.get("reasoning_effort")) is None:
+        effort = given.get("reasoning_effort")
+        thinks = given.get("enable_thinking", effort and effort != "none")
+        if thinks is None:
             return given
-        return {name: effort != "none" for name in SWITCHES if name in template} | dict(given)
+        return {name: thinks for name in SWITCHES if name in template} | dict(given)
 
     def _rendered(self, conversation: Conversation) -> str:
         tools = conversation.tools
