@@ -355,14 +355,10 @@ class CompletionRequest(GenerationRequest):
     def to_sampling_params(self) -> SamplingParams:
         """Raises ValueError for a value out of range. With `echo`, max_tokens may be 0; then one
         token is generated and left out."""
-        own: dict[str, Any] = {"max_tokens": 16 if self.max_tokens is None else self.max_tokens}
-        if self.echo:
-            own["max_tokens"] = self.max_tokens or (1 if self.max_tokens == 0 else 16)
-            if self.logprobs is not None:
-                wanted = [
-                    each for each in (self.prompt_logprobs, self.logprobs) if each is not None
-                ]
-                own["prompt_logprobs"] = max(wanted)
+        limit = 16 if self.max_tokens is None else self.max_tokens
+        own = {"max_tokens": limit or int(self.echo)}
+        if self.echo and self.logprobs is not None:
+            own["prompt_logprobs"] = max(self.logprobs, self.prompt_logprobs or 0)
         return self.sampling_params(**own)
 
 

@@ -19,20 +19,6 @@ RETRY_AFTER = 1  # seconds
 MAX_MESSAGE = 8192  # characters; a message may quote what a client has sent
 
 
-def error_body(
-    message: str, kind: str, *, param: str | None = None, code: str | None = None
-) -> dict[str, Any]:
-    """OpenAI's error object. A long message is cut. A lone surrogate that the message quotes
-    becomes '?': UTF-8 cannot encode it."""
-    if len(message) > MAX_MESSAGE:
-        message = f"{message[:MAX_MESSAGE]}..."
-    texts = [
-        None if text is None else text.encode(errors="replace").decode()
-        for text in (message, param)
-    ]
-    return {"error": {"message": texts[0], "type": kind, "param": texts[1], "code": code}}
-
-
 # The routes below this path have Anthropic's error object, with its types by status.
 MESSAGES_PATH = "/v1/messages"
 MESSAGES_KINDS: Mapping[int, str] = {
@@ -76,9 +62,13 @@ class RequestRefused(Exception):
     ) -> None:
         super().__init__(message)
         self.status = status
+        if len(message) > MAX_MESSAGE:
+            message = f"{message[:MAX_MESSAGE]}..."
+        # A message may quote a lone surrogate, which UTF-8 cannot encode.
+        message = message.encode(errors="replace").decode()
         kind = kind or ("invalid_request_error" if status < 500 else "internal_error")
         param = param_of(message) if status < 500 else None
-        self.body = error_body(message, kind, param=param, code=code)
+        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
         self.headers: Mapping[str, str] = (
             {} if retry_after is None else {"Retry-After": str(retry_after)}
         )

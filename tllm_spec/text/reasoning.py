@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, Literal
 
 from tllm_spec.text.tokenizer import Tokenizer, decoder_of
@@ -77,14 +78,9 @@ def _last_turn(prompt: Sequence[int], marks: Marks, tokenizer: Tokenizer) -> str
     """The text after the last special token that is no marker, with marks."""
     special = special_ids(tokenizer) - marks.of_token.keys()
     start = max((place + 1 for place, each in enumerate(prompt) if each in special), default=0)
-    decode, parts, run = decoder_of(tokenizer, skip_special_tokens=False), list[str](), list[int]()
-    for token in prompt[start:]:
-        if (mark := marks.of_token.get(token)) is None:
-            run.append(token)
-        else:
-            parts += [decode(run), mark]
-            run = []
-    return "".join([*parts, decode(run)])
+    decode = decoder_of(tokenizer, skip_special_tokens=False)
+    runs = groupby(prompt[start:], marks.of_token.get)
+    return "".join(mark or decode([*run]) for mark, run in runs)
 
 
 def special_ids(tokenizer: Any) -> set[int]:
