@@ -281,6 +281,25 @@ def test_arguments_that_no_answer_can_repeat_are_a_text(
     assert message["content"][0]["input"] == {"arguments": arguments}
 
 
+@pytest.mark.parametrize(("length", "status"), [(128, 200), (129, 400)])
+def test_a_tools_name_may_be_as_long_as_that_of_an_mcp_server(
+    post: Post, llm: FakeLLM, length: int, status: int
+) -> None:
+    llm.answer = lambda index: "</think>a"
+    tool = {**TOOLS[0], "name": f"mcp__{'a' * (length - 5)}"}
+    assert post(MESSAGES, **{**BODY, "tools": [tool]}).status_code == status
+
+
+def test_a_message_has_results_before_and_after_texts_in_their_order(
+    post: Post, llm: FakeLLM
+) -> None:
+    result = {"type": "tool_result", "tool_use_id": "no call's"}
+    texts = [{"type": "text", "text": each} for each in "abc"]
+    content = [texts[0], result, {**result, "is_error": True, "content": "x"}, *texts[1:]]
+    ask(post, llm, "</think>a", messages=[{"role": "user", "content": content}])
+    assert prompt_of(llm) == "Tweather;user:a;tool:;tool:Error: x;user:b\nc;"
+
+
 def test_an_empty_answer_has_an_empty_text(post: Post, llm: FakeLLM) -> None:
     for stream in (False, True):
         message = ask(post, llm, "</think>", stream=stream)

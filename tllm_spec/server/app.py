@@ -11,10 +11,9 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.concurrency import run_in_threadpool
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -35,7 +34,7 @@ from tllm_spec.server.admission import (
 )
 from tllm_spec.server.answers import Answer, completion_answer, render
 from tllm_spec.server.blocks import BlockAnswer
-from tllm_spec.server.bodies import LONG_BODY, StrictBodyRoute
+from tllm_spec.server.bodies import StrictBodyRoute, made_of_body
 from tllm_spec.server.chat_answer import AnswerFormats, ChatAnswer, ParsedText
 from tllm_spec.server.chat_message import NamedChoice
 from tllm_spec.server.guard import CLIENT_CLOSED_REQUEST, Guard
@@ -74,8 +73,6 @@ DRAINING = "the server is about to end"
 ONE_TOKEN = SamplingParams(max_tokens=1)
 MAX_RECORDS = 1000  # of finished requests, that are kept for /perf_metrics
 
-Made = TypeVar("Made")
-
 
 class OpenAIServer:
     """The routes over one engine, which shuts down with the server. Raises ValueError for an engine
@@ -111,7 +108,7 @@ class OpenAIServer:
         self._chat_prompts = ChatPrompts(
             llm.tokenizer, llm.check_length, allow_control_tokens=self._options.allow_control_tokens
         )
-        self._formats = AnswerFormats.of(self._options, llm.tokenizer, self._chat_prompts.harmony)
+        self._formats = AnswerFormats(self._options, llm.tokenizer, self._chat_prompts.harmony)
 
     def app(self) -> FastAPI:
         """The application to run."""
@@ -282,7 +279,7 @@ class OpenAIServer:
         """names: as in `bad_request`."""
         self._check_name(body.model)
         with bad_request(names):
-            chat = await _made(request, body.to_chat)
+            chat = await made_of_body(request, body.to_chat)
         handles, _, new_text = await self._start_chat(chat, request, names)
         parsed = ParsedText(PlainText(), is_parallel=True) if new_text is None else new_text()
         answer = new_answer(body, self._tokenizer, parsed)
@@ -354,7 +351,7 @@ class OpenAIServer:
         self._check_healthy()
         self._check_name(body.model)
         with bad_request(names):
-            return await _made(request, body.to_sampling_params)
+            return await made_of_body(request, body.to_sampling_params)
 
     async def _start_chat(
         self, body: ChatCompletionRequest, request: Request, names: Mapping[str, str]
@@ -426,11 +423,6 @@ class OpenAIServer:
             self._histograms.add(output, is_streamed)
         if self._traces is not None:
             self._traces.add(request, is_streamed, output)
-
-
-async def _made(request: Request, make: Callable[[], Made]) -> Made:
-    """What `make` makes of the request's body: in a thread if that is long."""
-    return await run_in_threadpool(make) if request.state.body_size > LONG_BODY else make()
 
 
 def _folder_below(root: Path, name: str) -> Path:

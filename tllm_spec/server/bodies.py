@@ -12,8 +12,9 @@ import json
 import re
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, MutableMapping
-from inspect import isawaitable, iscoroutinefunction
-from typing import Any, ClassVar
+from functools import partial
+from inspect import iscoroutinefunction
+from typing import Any, ClassVar, TypeVar
 
 from fastapi import Request, Response
 from fastapi.concurrency import run_in_threadpool
@@ -208,6 +209,7 @@ MAX_DIGITS = 100
 HALF = re.compile(r"\\u[dD][89a-fA-F]")  # a text without it has no half character
 
 Handler = Callable[[Request], Coroutine[Any, Any, Response]]
+Made = TypeVar("Made")
 
 
 class StrictBodyRoute(APIRoute):
@@ -220,25 +222,24 @@ class StrictBodyRoute(APIRoute):
             return super().get_route_handler()
         model, endpoint = self.body_field.field_info.annotation, self.endpoint
         assert isinstance(model, type) and issubclass(model, BaseModel)
+        call = endpoint if iscoroutinefunction(endpoint) else partial(run_in_threadpool, endpoint)
 
         async def with_body(request: Request) -> Response:
             state = request.scope["state"]
             await state["read_body"]()
             if not state["body_size"] or not _is_json(request.headers.get("content-type", "")):
                 raise RequestRefused(400, NOT_AN_OBJECT)
-            parse = run_in_threadpool if state["body_size"] > LONG_BODY else _called
-            body = await parse(parsed_body, state["take_body"], model)
-            call = _called if iscoroutinefunction(endpoint) else run_in_threadpool
-            answer = await call(endpoint, body, request)
+            body = await made_of_body(request, parsed_body, state["take_body"], model)
+            answer = await call(body, request)
             return answer if isinstance(answer, Response) else JSONResponse(answer)
 
         return with_body
 
 
-async def _called(function: Callable[..., Any], *arguments: Any) -> Any:
-    """What `run_in_threadpool` returns, without a thread."""
-    found = function(*arguments)
-    return await found if isawaitable(found) else found
+async def made_of_body(request: Request, make: Callable[..., Made], *arguments: Any) -> Made:
+    """What `make` makes of a request's body: in a thread if that is long."""
+    is_long = request.scope["state"]["body_size"] > LONG_BODY
+    return await run_in_threadpool(make, *arguments) if is_long else make(*arguments)
 
 
 def _is_json(content_type: str) -> bool:

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from tllm_spec.chat_formats import names
-from tllm_spec.chat_formats.chat_format import ChatFormat, Function
+from tllm_spec.chat_formats.chat_format import Function
 from tllm_spec.chat_formats.harmony import HarmonyParser, harmony_text
 from tllm_spec.chat_formats.marked_text import MarkedText, unsplit
 from tllm_spec.chat_formats.pieces import (
@@ -33,7 +33,7 @@ from tllm_spec.server.chat_message import NamedChoice
 from tllm_spec.server.options import ServerOptions
 from tllm_spec.server.protocol import ChatCompletionRequest
 from tllm_spec.server.refusals import RequestRefused
-from tllm_spec.text.reasoning import Marks, ReasoningFormat, Section, marker_tokens, section_after
+from tllm_spec.text.reasoning import Marks, Section, marker_tokens, section_after
 from tllm_spec.text.tokenizer import REPLACEMENT, Tokenizer, bytes_of_token
 
 logger = logging.getLogger(__name__)
@@ -44,45 +44,36 @@ NO_PARSER = (
 )
 
 
-@dataclass(frozen=True)
 class AnswerFormats:
-    """What the model of a server writes. harmony: special tokens of a model that writes this
-    format, if no option names another one; or empty."""
+    """What the model of a server writes, as the options name it, or as `auto` finds it in the chat
+    template. harmony: special tokens of a model that writes this format, if no option names another
+    one; or empty."""
 
-    tokenizer: Tokenizer
-    reasoning: ReasoningFormat | None
-    calls: ChatFormat | None
-    harmony: Mapping[int, str]
-    marks: Marks  # of reasoning
-    tokens: Mapping[int, str]  # names of markers of reasoning and of calls, by id
-
-    @classmethod
-    def of(
-        cls, options: ServerOptions, tokenizer: Tokenizer, harmony: Mapping[int, str]
-    ) -> AnswerFormats:
-        """Those that the options name, or that `auto` finds in the chat template."""
-        template = str(tokenizer.chat_template or "")
-        reasoning = _named(
-            "reasoning_parser", options.reasoning_parser, names.reasoning_name, template
-        )
+    def __init__(
+        self, options: ServerOptions, tokenizer: Tokenizer, harmony: Mapping[int, str]
+    ) -> None:
+        template, given = str(tokenizer.chat_template or ""), options.reasoning_parser
+        reasoning = _named("reasoning_parser", given, names.reasoning_name, template)
         calls = _named("tool_parser", options.tool_call_parser, names.tools_name, template)
-        form = None if reasoning is None else names.REASONING[reasoning]
-        own = None if calls is None else names.tools_format(calls, template)
-        markers = [] if form is None else [form.opener, form.closer]
-        tokens = marker_tokens(tokenizer, [*markers, *(own.markers if own else ())])
-        other = {} if reasoning or calls else harmony
-        return cls(tokenizer, form, own, other, Marks(tokenizer, markers), tokens)
+        form = self._reasoning = names.REASONING[reasoning] if reasoning else None
+        self._calls = names.tools_format(calls, template) if calls else None
+        self._harmony = {} if reasoning or calls else harmony
+        self._tokenizer = tokenizer
+        markers = [form.opener, form.closer] if form else []
+        self._marks = Marks(tokenizer, markers)
+        of_calls = self._calls.markers if self._calls else ()
+        self._tokens = marker_tokens(tokenizer, [*markers, *of_calls])  # names by id
 
     def section(self, prompt: Sequence[int]) -> Section:
         """How the answer to a rendered prompt begins."""
-        if self.reasoning is None:
+        if self._reasoning is None:
             return "over"
-        return section_after(prompt, self.reasoning, self.marks, self.tokenizer)
+        return section_after(prompt, self._reasoning, self._marks, self._tokenizer)
 
     def guided(self, body: ChatCompletionRequest, params: SamplingParams) -> SamplingParams:
         """The parameters with a grammar of calls in the model's own format, where the body asks for
         calls that match. Raises ValueError for one that is too long, or that cannot be written."""
-        calls, functions, choice = self.calls, _functions(body), _choice(body)
+        calls, functions, choice = self._calls, _functions(body), _choice(body)
         is_parallel = body.parallel_tool_calls
         if calls is None or choice == "none":
             return params
@@ -105,39 +96,35 @@ class AnswerFormats:
         RequestRefused for tools without a parser."""
         choice, functions, is_parallel = _choice(body), _functions(body), body.parallel_tool_calls
         is_free = choice in ("auto", "none")
-        if self.harmony and is_free and not is_guided:
+        if self._harmony and is_free and not is_guided:
             known = frozenset() if choice == "none" else {each.name for each in functions}
             return lambda section: ParsedText(
-                HarmonyParser(known), is_parallel, harmony_text(self.tokenizer, self.harmony)
+                HarmonyParser(known), is_parallel, harmony_text(self._tokenizer, self._harmony)
             )
-        if choice == "auto" and self.calls is None and not is_guided:
+        if choice == "auto" and self._calls is None and not is_guided:
             raise RequestRefused(400, NO_PARSER)
-        calls = None if choice == "none" or (is_free and is_guided) else self.calls
+        calls = None if choice == "none" or (is_free and is_guided) else self._calls
         new_parser: NewParser = ForcedCalls if choice == "required" else PlainText
         if calls is not None:
             new_parser = partial(calls.new_parser, functions)
         elif isinstance(choice, NamedChoice):
             new_parser = partial(ForcedCall, choice.function.name)
-        if new_parser is PlainText and self.reasoning is None:
+        if new_parser is PlainText and self._reasoning is None:
             return None
-        return lambda section: self._text(new_parser(), calls, section, body)
-
-    def _text(
-        self,
-        parser: Parser,
-        calls: ChatFormat | None,
-        section: Section,
-        body: ChatCompletionRequest,
-    ) -> ParsedText:
-        if (form := self.reasoning) is not None:
-            form = form if calls else replace(form, ends_at=())
-            parser = ReasoningParser(parser, form, section)
-        of_reasoning = self.marks.of_token
-        marks = {i: (each, each) for i, each in self.tokens.items() if calls or i in of_reasoning}
+        of_reasoning = self._marks.of_token
+        marks = {i: (each, each) for i, each in self._tokens.items() if calls or i in of_reasoning}
         skips = body.skip_special_tokens is not False
-        marked = MarkedText(self.tokenizer, marks, skip_special_tokens=skips) if marks else None
-        new_id = calls.new_id if calls else None
-        return ParsedText(parser, body.parallel_tool_calls, marked, new_id)
+
+        def text(section: Section) -> ParsedText:
+            parser = new_parser()
+            if (form := self._reasoning) is not None:
+                own = form if calls else replace(form, ends_at=())
+                parser = ReasoningParser(parser, own, section)
+            marked = MarkedText(self._tokenizer, marks, skip_special_tokens=skips)
+            new_id = calls.new_id if calls else None
+            return ParsedText(parser, is_parallel, marked if marks else None, new_id)
+
+        return text
 
 
 def _named(

@@ -16,7 +16,8 @@ from tllm_spec.text.messages import as_object
 
 
 MAX_TOOLS = 128  # as at OpenAI
-Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+# As long as Anthropic takes, for names of MCP servers' tools; OpenAI takes 64 characters.
+Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
 Json = dict[str, Any]
 
 

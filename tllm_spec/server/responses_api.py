@@ -239,6 +239,10 @@ class ResponsesRequest(ClientRequest):
 # Answers of `/v1/responses`: one object, or the events that build it.
 
 
+# Options that answers repeat.
+ECHOED = {
+    *("instructions", "max_output_tokens", "model", "parallel_tool_calls", "temperature", "top_p")
+}
 ID_PREFIXES: Mapping[str, str] = {REASONING: "rs", CONTENT: "msg", CALL: "fc"}
 EVENTS: Mapping[str, str] = {
     REASONING: "response.reasoning_text",
@@ -280,21 +284,16 @@ class ResponseAnswer(BlockAnswer):
             "id": self._id,
             "object": "response",
             "created_at": self._created,
-            "model": body.model,
             "status": status,
             "error": None,
-            "instructions": body.instructions,
-            "max_output_tokens": body.max_output_tokens,
             "metadata": body.metadata or {},
-            "parallel_tool_calls": body.parallel_tool_calls,
             "previous_response_id": None,
             "reasoning": {"effort": body.reasoning and body.reasoning.effort, "summary": None},
-            "temperature": body.temperature,
             "text": {"format": (body.text and body.text.format) or {"type": "text"}},
             "tool_choice": {"type": "function", "name": named} if named else choice,
             "tools": [tool.model_dump() for tool in body.tools or ()],
-            "top_p": body.top_p,
             "truncation": "disabled",
+            **body.model_dump(include=ECHOED),
             **own,
         }
 
