@@ -17,6 +17,7 @@ import yaml
 from click.testing import CliRunner, Result
 
 from tests.server.served_process import MODEL, ServedProcess
+from tllm_spec.chat_formats.names import REASONING, TOOLS
 from tllm_spec.cli.bench import main
 from tllm_spec.cli.train import main as train
 from tllm_spec.config.llm_args import LlmArgs
@@ -89,6 +90,15 @@ def test_the_readme_names_every_example_in_its_table() -> None:
     rows = [line for line in readme.splitlines() if line.startswith("|")]
     named = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
     assert {path.stem for path in (ROOT / "yaml_examples").glob("*.yaml")} <= named
+
+
+def test_the_formats_of_the_page_about_agents_are_those_of_the_server() -> None:
+    text = (ROOT / "docs" / "agents.md").read_text(encoding="utf-8")
+    formats = text.partition("## Clients")[0].splitlines()
+    rows = [line.split("|") for line in formats if line.startswith("|") and "--" not in line]
+    for column, known in ((2, REASONING), (3, TOOLS)):
+        named = {name for row in rows for name in re.findall(r"`(\w+)`", row[column])}
+        assert named and named <= known.keys()
 
 
 def extras() -> set[str]:

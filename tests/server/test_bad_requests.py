@@ -127,8 +127,8 @@ def test_a_bad_request_is_answered_with_400_and_openais_error_object(
             {"messages": CHAT, "tool_choice": {"function": {}}},
             "tool_choice.function.name is required",
         ),
-        ("responses", {"input": [{"role": "user"}]}, "input.content is required"),
-        ("responses", {"input": 5}, "input = 5: a text or a list of messages is needed"),
+        ("responses", {"input": [{"role": "user"}]}, "input.0.message.content is required"),
+        ("responses", {"input": 5}, "input = 5: must be a valid list"),
     ],
 )
 def test_a_message_about_a_bad_request_has_no_names_of_classes(

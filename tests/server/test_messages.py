@@ -281,6 +281,25 @@ def test_arguments_that_no_answer_can_repeat_are_a_text(
     assert message["content"][0]["input"] == {"arguments": arguments}
 
 
+@pytest.mark.parametrize(("length", "status"), [(128, 200), (129, 400)])
+def test_a_tools_name_may_be_as_long_as_that_of_an_mcp_server(
+    post: Post, llm: FakeLLM, length: int, status: int
+) -> None:
+    llm.answer = lambda index: "</think>a"
+    tool = {**TOOLS[0], "name": f"mcp__{'a' * (length - 5)}"}
+    assert post(MESSAGES, **{**BODY, "tools": [tool]}).status_code == status
+
+
+def test_a_message_has_results_before_and_after_texts_in_their_order(
+    post: Post, llm: FakeLLM
+) -> None:
+    result = {"type": "tool_result", "tool_use_id": "no call's"}
+    texts = [{"type": "text", "text": each} for each in "abc"]
+    content = [texts[0], result, {**result, "is_error": True, "content": "x"}, *texts[1:]]
+    ask(post, llm, "</think>a", messages=[{"role": "user", "content": content}])
+    assert prompt_of(llm) == "Tweather;user:a;tool:;tool:Error: x;user:b\nc;"
+
+
 def test_an_empty_answer_has_an_empty_text(post: Post, llm: FakeLLM) -> None:
     for stream in (False, True):
         message = ask(post, llm, "</think>", stream=stream)
@@ -304,23 +323,23 @@ BAD: list[tuple[Json, str]] = [
     ({"max_tokens": None}, "max_tokens is required"),
     ({"max_tokens": 0}, "max_tokens = 0"),
     ({"messages": []}, "messages"),
-    ({"messages": [5]}, "messages.0 = 5: an object is needed"),
-    ({"messages": [{"role": "user", "content": 5}]}, "a list of objects is needed"),
-    ({"messages": [{"role": "tool", "content": "a"}]}, "messages.0.role = 'tool'"),
-    (user({"type": "image", "source": {}}), "type = 'image' is refused: only text is served"),
-    (user({"type": "document", "source": {}}), "type = 'document' is refused"),
-    (user({"type": []}), "type = [] is refused"),
-    (user({"text": "a"}), "type = '' is refused"),
-    (user({"type": "text"}), "content.text is required"),
-    (user({"type": "thinking", "thinking": "a"}), "a 'thinking' block, which role = 'user'"),
+    ({"messages": [5]}, "messages.0 = 5"),
+    ({"messages": [{"role": "user", "content": 5}]}, "messages.0.user.content = 5"),
+    ({"messages": [{"role": "tool", "content": "a"}]}, "'tool'"),
+    (user({"type": "image", "source": {}}), "'image', 'source': {}}: only text is served"),
+    (user({"type": "document", "source": {}}), "'document', 'source': {}}: only text is served"),
+    (user({"type": []}), "{'type': []}: only text is served"),
+    (user({"text": "a"}), "{'text': 'a'}: only text is served"),
+    (user({"type": "text"}), "content.0.text.text is required"),
+    (user({"type": "thinking", "thinking": "a"}), "of this role have the types text and tool_res"),
     (
         user({"type": "tool_result", "tool_use_id": "a", "content": [{"type": "image"}]}),
-        "type = 'image' is refused: only text is served",
+        "tool_result.content = [{'type': 'image'}]: parts have the form",
     ),
     ({"messages": [*CHAT, {"role": "assistant", "content": "a"}]}, "is not continued"),
-    ({"system": [{"type": "image"}]}, "system.type = 'image' is refused"),
+    ({"system": [{"type": "image"}]}, "system = [{'type': 'image'}]: parts"),
     ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "'web_search_20250305'"),
-    ({"tools": [{"name": "f"}]}, "tools.input_schema is required"),
+    ({"tools": [{"name": "f"}]}, "tools.0.input_schema is required"),
     ({"tools": [*TOOLS, *TOOLS]}, "same name"),
     ({"tools": [{**TOOLS[0], "name": f"f{i}"} for i in range(200)]}, "at most 128"),
     ({"tool_choice": {"type": "tool"}}, "the type tool needs a name"),

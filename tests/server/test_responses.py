@@ -14,8 +14,8 @@ from tests.server.agent_server import CALL, PARAMETERS, TEXT, agent_llm, agent_s
 from tests.server.fake_llm import MODEL, FakeLLM
 from tests.server.http_answers import CHAT, Post
 from tllm_spec.outputs import CompletionOutput
-from tllm_spec.server.blocks import Blocks
 from tllm_spec.server.chat_answer import ParsedText
+from tllm_spec.server.responses_api import ResponseAnswer, ResponsesRequest
 
 Json = dict[str, Any]
 PATH = "/v1/responses"
@@ -208,7 +208,7 @@ def test_without_parallel_calls_there_is_one(
 def test_effort_reaches_the_template_and_inert_options_are_taken(post: Post, llm: FakeLLM) -> None:
     llm.answer = lambda index: "</think>a"
     inert = {"include": ["reasoning.encrypted_content"], "store": False}
-    for effort, shown in (("low", "ETrue;Flow;"), ("none", "EFalse;"), (None, "")):
+    for effort, shown in (("low", "ETrue;Flow;"), ("none", "EFalse;Fnone;"), (None, "")):
         reasoning = {"effort": effort, "summary": "auto"}
         answer = post(PATH, input="hello", reasoning=reasoning, **inert)
         assert answer.status_code == 200, answer.text
@@ -220,17 +220,20 @@ def test_effort_reaches_the_template_and_inert_options_are_taken(post: Post, llm
     ("body", "sentence"),
     [
         ({"previous_response_id": "resp_1"}, "nothing is stored"),
-        ({"tools": [{"type": "web_search"}]}, "tools.type = 'web_search' is refused: the server"),
-        ({"tools": [{"type": "function"}]}, "tools.name is required"),
+        ({"tools": [{"type": "web_search"}]}, "tools.0.type = 'web_search': must be"),
+        ({"tools": [{"type": "function"}]}, "tools.0.name is required"),
         ({"tools": [*TOOLS, *TOOLS]}, "same name"),
         ({"tools": TOOLS * 200}, "at most 128"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "x"}}, "'x' is not one"),
-        ({"tools": TOOLS, "tool_choice": {"type": "web_search"}}, "a function is needed"),
+        (
+            {"tools": TOOLS, "tool_choice": {"type": "web_search"}},
+            "tool_choice.type = 'web",
+        ),
         ({"tool_choice": "required"}, "tool_choice = ... needs tools"),
-        ({"input": [{"type": "function_call"}]}, "input.call_id is required"),
+        ({"input": [{"type": "function_call"}]}, "input.0.function_call.call_id is required"),
         ({"input": [{"type": "function_call_output", "call_id": "a"}]}, "output is required"),
         ({"input": [{"type": "reasoning", "summary": [{"type": "x"}]}]}, "summary_text"),
-        ({"input": [{"type": ["x"]}]}, "input.type = ['x'] is refused"),
+        ({"input": [{"type": ["x"]}]}, "input.0 = {'type': ['x']}: messages"),
         ({"include": ["message.output_text.logprobs"]}, "include = "),
         ({"reasoning": {"effort": "much"}}, "reasoning.effort = 'much'"),
         ({"reasoning": "low"}, "reasoning = 'low': an object is needed"),
@@ -268,16 +271,17 @@ def test_white_space_between_blocks_is_no_block_and_at_a_texts_beginning_stays()
         [("call", "g"), ("arguments", "{}"), ("content", "\n")],
     ]
     parser = type("", (), {"feed": lambda self, text: fed.pop(0), "finish": lambda self: []})()
-    blocks, output = Blocks(ParsedText(lambda: parser, is_parallel=True)), CompletionOutput(0)
-    steps = [step for _ in range(3) for step in blocks.read(output)]
+    body, output = ResponsesRequest(model=MODEL, input="a"), CompletionOutput(0)
+    answer = ResponseAnswer(body, FakeLLM().tokenizer, ParsedText(parser, is_parallel=True))
+    steps = [step for _ in range(3) for step in answer.read(output)]
     output.finish_reason = "stop"
-    steps += blocks.read(output)
-    texts = [(block.kind, block.text) for block in blocks.all]
+    steps += answer.read(output)
+    texts = [(block.kind, block.text) for block in answer.blocks]
     assert texts == [
-        *(("reasoning_content", "r"), ("tool_calls", "{}")),
-        *(("content", " a "), ("tool_calls", "{}")),
+        *(("reasoning_content", "r"), ("call", "{}")),
+        *(("content", " a "), ("call", "{}")),
     ]
-    order = [(step.kind, step.block.index) for step in steps if step.kind != "grow"]
+    order = [(kind, block.index) for kind, block, _ in steps if kind != "grow"]
     assert order == [(kind, i) for i in range(4) for kind in ("open", "close")]
 
 
@@ -288,7 +292,7 @@ def test_long_reasoning_is_counted_in_a_thread(
 ) -> None:
     """Others' streams go on."""
     monkeypatch.setattr("tllm_spec.server.blocks.LONG_BODY", 5)
-    monkeypatch.setattr("tllm_spec.server.answers.LONG_BODY", 5)
+    monkeypatch.setattr("tllm_spec.server.chat_answer.LONG_BODY", 5)
     threads, encode = [], llm.tokenizer.encode
 
     def encoded(text: str, **options: Any) -> list[int]:

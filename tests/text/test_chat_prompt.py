@@ -204,6 +204,26 @@ def test_calls_are_lines_of_text_where_the_template_knows_none() -> None:
         text_of(TURNS, USER, USER)
 
 
+@pytest.mark.parametrize(
+    ("variables", "shown"),
+    [
+        ({}, "-"),
+        ({"reasoning_effort": "high"}, "True"),
+        ({"reasoning_effort": "none"}, "False"),
+        ({"enable_thinking": True}, "True"),
+        ({"enable_thinking": False, "reasoning_effort": "high"}, "False"),
+        ({"thinking": False, "enable_thinking": True}, "False"),
+    ],
+)
+def test_effort_and_thinking_set_the_switch_of_the_template(
+    variables: dict[str, Any], shown: str
+) -> None:
+    tokenizer = load_tokenizer("zoo:llama")
+    tokenizer.chat_template = "{{ messages[0].content }}{{ thinking | default('-') }}"
+    prompts = ChatPrompts(tokenizer, lambda text: None, allow_control_tokens=False)
+    assert tokenizer.decode(prompts.token_ids(Conversation([USER], variables))) == f"hi{shown}"
+
+
 def test_names_without_a_value_and_an_empty_answer_are_nothing_to_a_template() -> None:
     template = (
         "{% for m in messages %}[{{ m.keys() | sort | join(' ') }}]{{ m.content }}{% endfor %}"

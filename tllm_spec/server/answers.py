@@ -8,14 +8,13 @@ import json
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from tllm_spec.outputs import CompletionOutput, Logprob, RequestOutput
 from tllm_spec.sampling_params import SamplingParams
-from tllm_spec.server.bodies import LONG_BODY
 from tllm_spec.server.protocol import CompletionRequest
+from tllm_spec.server.refusals import RequestRefused
 from tllm_spec.text.tokenizer import IncrementalDetokenizer, Tokenizer
 
 # JSON of answers: server-sent events, and large answers. The encoder in C holds Python's lock
@@ -81,7 +80,6 @@ def _parts(value: Any, depth: int) -> Iterator[str]:
 MANY = 1000  # log probabilities, with which an answer is not made in the event loop
 LOWEST_LOGPROB = -9999.0  # JSON has no infinity; OpenAI uses this number
 
-
 Json = dict[str, Any]
 Logprobs = Sequence["dict[int, Logprob] | None"]  # of tokens; a prompt's first has none
 
@@ -96,14 +94,6 @@ def usage_of(results: Sequence[RequestOutput]) -> Json:
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": sum(result.cached_tokens for result in results)},
     }
-
-
-def num_reasoning_tokens(
-    tokenizer: Tokenizer, texts: Iterable[str], results: Sequence[RequestOutput]
-) -> int:
-    """The tokens of the samples' reasoning, whose markers do not count. texts: of the reasoning."""
-    counted = sum(len(tokenizer.encode(text, add_special_tokens=False)) for text in texts if text)
-    return min(counted, sum(output.length for result in results for output in result.outputs))
 
 
 def metrics_of(results: Sequence[RequestOutput]) -> Json:
@@ -133,7 +123,6 @@ class Answer(ABC):
     kind: str
     chunk_kind: str
     id_prefix: str
-    counts_reasoning = False
 
     def __init__(
         self,
@@ -157,17 +146,13 @@ class Answer(ABC):
         self.chunk_usage: Json = {}  # what chunks say about usage before it is known
         self._started: set[int] = set()
         self._finished: set[int] = set()
-        self._reasoning: defaultdict[int, list[str]] = defaultdict(list)  # texts by choice
 
     def is_slow(self, results: Sequence[RequestOutput]) -> bool:
-        """Whether making and writing the whole answer, or its usage, takes long: it has the log
-        probabilities of a prompt or of many tokens, or many tokens of reasoning."""
+        """Whether making and writing the whole answer takes long: it has the log probabilities of a
+        prompt or of many tokens."""
         if self._prompt_logprobs is not None:
             return True
-        outputs = [output for result in results for output in result.outputs]
-        if not self.has_text_only and sum(len(output.text) for output in outputs) > LONG_BODY:
-            return True
-        num_tokens = sum(output.length for output in outputs)
+        num_tokens = sum(output.length for result in results for output in result.outputs)
         return self._top_logprobs is not None and num_tokens * (1 + self._top_logprobs) > MANY
 
     def starts_slowly(self, prompt_index: int, result: RequestOutput) -> bool:
@@ -208,22 +193,11 @@ class Answer(ABC):
             for i, result in enumerate(results)
             for output in result.outputs
         ]
-        for choice in choices:
-            self._keep_reasoning(choice["index"], choice.get("message", {}))
         answer = {**self._head, "object": self.kind, "choices": choices}
         return {**answer, "usage": self._usage(results), **metrics_of(results)}
 
-    def _keep_reasoning(self, index: int, part: Json) -> None:
-        if text := part.get("reasoning_content"):
-            self._reasoning[index].append(text)
-
     def _usage(self, results: Sequence[RequestOutput]) -> Json:
-        """Token counts, in a chat's answer with those of its reasoning."""
-        if not self.counts_reasoning:
-            return usage_of(results)
-        texts = map("".join, self._reasoning.values())
-        number = num_reasoning_tokens(self._tokenizer, texts, results)
-        return {**usage_of(results), "completion_tokens_details": {"reasoning_tokens": number}}
+        return usage_of(results)
 
     def chunks(self, prompt_index: int, result: RequestOutput) -> Iterator[Json]:
         """Chunks with the new part of `result`."""
@@ -236,7 +210,6 @@ class Answer(ABC):
             if delta is None:
                 continue
             self._started.add(index)
-            self._keep_reasoning(index, delta.get("delta", {}))
             if output.finish_reason:
                 self._finished.add(index)
             yield self._chunk([{"index": index, **delta, **self._ending(index, output)}])
@@ -287,9 +260,20 @@ class Answer(ABC):
         ]
         return {"prompt_logprobs": entries}
 
-    def usage_chunk(self, results: Sequence[RequestOutput]) -> Json:
-        """The last chunk of a stream with `include_usage`."""
-        return {**self._chunk([]), "usage": self._usage(results), **metrics_of(results)}
+    def begun(self, results: Sequence[RequestOutput]) -> bytes:
+        """The events before the first chunk."""
+        return b""
+
+    def ended(self, results: Sequence[RequestOutput]) -> bytes:
+        """The events after the last chunk of a sample: with `include_usage` one of it."""
+        if not self.chunk_usage:
+            return DONE
+        usage = {"usage": self._usage(results), **metrics_of(results)}
+        return event({**self._chunk([]), **usage}) + DONE
+
+    def failed(self, refusal: RequestRefused) -> bytes:
+        """The event that ends a stream whose request has failed."""
+        return event(refusal.body)
 
     def _chunk(self, choices: list[Json]) -> Json:
         return {**self._head, "object": self.chunk_kind, "choices": choices, **self.chunk_usage}

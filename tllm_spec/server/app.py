@@ -7,22 +7,22 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.concurrency import run_in_threadpool
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
+from tllm_spec.chat_formats.reasoning import PlainText
 from tllm_spec.intake import max_model_len
 from tllm_spec.outputs import RequestOutput
 from tllm_spec.request_handle import RequestHandle
-from tllm_spec.sampling_params import DEFAULT_OPTIONS, RequestOptions, SamplingParams
+from tllm_spec.sampling_params import DEFAULT_OPTIONS, SamplingParams
 from tllm_spec.server import messages_api, responses_api
 from tllm_spec.server.admission import (
     ENGINE_DOWN,
@@ -34,7 +34,7 @@ from tllm_spec.server.admission import (
 )
 from tllm_spec.server.answers import Answer, completion_answer, render
 from tllm_spec.server.blocks import BlockAnswer
-from tllm_spec.server.bodies import LONG_BODY, StrictBodyRoute
+from tllm_spec.server.bodies import StrictBodyRoute, made_of_body
 from tllm_spec.server.chat_answer import AnswerFormats, ChatAnswer, ParsedText
 from tllm_spec.server.chat_message import NamedChoice
 from tllm_spec.server.guard import CLIENT_CLOSED_REQUEST, Guard
@@ -65,15 +65,13 @@ from tllm_spec.server.streaming import (
 )
 from tllm_spec.server.traces import Traces
 from tllm_spec.text.chat_prompt import ChatPrompts
+from tllm_spec.text.reasoning import Section
 from tllm_spec.version import __version__
 
 MAX_TEMPLATE_TOKENS = 1024  # that a chat template adds to what the body has, usually
 DRAINING = "the server is about to end"
 ONE_TOKEN = SamplingParams(max_tokens=1)
 MAX_RECORDS = 1000  # of finished requests, that are kept for /perf_metrics
-
-Made = TypeVar("Made")
-Events = Callable[[Running], AsyncGenerator[bytes, None]]
 
 
 class OpenAIServer:
@@ -110,7 +108,7 @@ class OpenAIServer:
         self._chat_prompts = ChatPrompts(
             llm.tokenizer, llm.check_length, allow_control_tokens=self._options.allow_control_tokens
         )
-        self._formats = AnswerFormats.of(self._options, llm.tokenizer, self._chat_prompts.harmony)
+        self._formats = AnswerFormats(self._options, llm.tokenizer, self._chat_prompts.harmony)
 
     def app(self) -> FastAPI:
         """The application to run."""
@@ -246,21 +244,19 @@ class OpenAIServer:
         )
         request.state.release_body()
         answer = completion_answer(body, self._model, self._tokenizer, params)
-        return await self._respond(body, request, answer, handles, self._chunks(body, answer))
+        return await self._respond(body, request, answer, handles)
 
     async def chat(self, body: ChatCompletionRequest, request: Request) -> Response:
         """`/v1/chat/completions`: answers the conversation in the body."""
-        params = await self._params_of(body, request)
+        handles, params, new_text = await self._start_chat(body, request, body.client_names)
         answer = ChatAnswer(
             self._model,
             self._tokenizer,
             *(params.n, params.logprobs, params.prompt_logprobs),
-            new_text=self._parsed_texts(body, params),
+            new_text=new_text,
             is_named=isinstance(body.tool_choice, NamedChoice),
         )
-        options = body.request_options(request.scope["state"])
-        handles = await self._start_chat(body, request, params, options, body.client_names)
-        return await self._respond(body, request, answer, handles, self._chunks(body, answer))
+        return await self._respond(body, request, answer, handles)
 
     async def responses(self, body: ResponsesRequest, request: Request) -> Response:
         """`/v1/responses`: answers the conversation in the body."""
@@ -277,22 +273,17 @@ class OpenAIServer:
         self,
         body: ResponsesRequest | MessagesRequest,
         request: Request,
-        new_answer: Callable[[Any, Any, ParsedText | None], BlockAnswer],
+        new_answer: Callable[[Any, Any, ParsedText], BlockAnswer],
         names: Mapping[str, str],
     ) -> Response:
         """names: as in `bad_request`."""
         self._check_name(body.model)
         with bad_request(names):
-            chat = await _made(request, body.to_chat)
-        params = await self._params_of(chat, request, names)
-        new_text = self._parsed_texts(chat, params)
-        options = body.request_options(request.scope["state"])
-        handles = await self._start_chat(chat, request, params, options, names)
-        answer = new_answer(body, self._tokenizer, None if new_text is None else new_text())
-        in_thread = self._admission.in_thread
-        return await self._respond(
-            body, request, answer, handles, lambda running: answer.events(running, in_thread)
-        )
+            chat = await made_of_body(request, body.to_chat)
+        handles, _, new_text = await self._start_chat(chat, request, names)
+        parsed = ParsedText(PlainText(), is_parallel=True) if new_text is None else new_text()
+        answer = new_answer(body, self._tokenizer, parsed)
+        return await self._respond(body, request, answer, handles)
 
     async def count_tokens(self, body: CountTokensRequest, request: Request) -> dict[str, Any]:
         """`/v1/messages/count_tokens`: the length of the conversation's prompt."""
@@ -351,12 +342,6 @@ class OpenAIServer:
             )
         return told | {"folder": body.folder}
 
-    def _parsed_texts(
-        self, body: ChatCompletionRequest, params: SamplingParams
-    ) -> Callable[[], ParsedText] | None:
-        is_guided = params.guided_decoding is not None
-        return self._formats.new_texts(body, is_guided=is_guided)
-
     async def _params_of(
         self,
         body: ChatCompletionRequest | CompletionRequest,
@@ -366,40 +351,33 @@ class OpenAIServer:
         self._check_healthy()
         self._check_name(body.model)
         with bad_request(names):
-            return await _made(request, body.to_sampling_params)
+            return await made_of_body(request, body.to_sampling_params)
 
     async def _start_chat(
-        self,
-        body: ChatCompletionRequest,
-        request: Request,
-        params: SamplingParams,
-        options: RequestOptions,
-        names: Mapping[str, str],
-    ) -> list[RequestHandle]:
+        self, body: ChatCompletionRequest, request: Request, names: Mapping[str, str]
+    ) -> tuple[list[RequestHandle], SamplingParams, Callable[[], ParsedText] | None]:
+        """The handles, the parameters, and what reads a sample's text, as of `new_texts`."""
+        params, sections = await self._params_of(body, request, names), list[Section]()
+        new_text = self._formats.new_texts(body, is_guided=params.guided_decoding is not None)
         names = {"guided_decoding": "tools", **names}
         with bad_request(names):
             params = self._formats.guided(body, params)
-        texts = [message.content or "" for message in body.messages]
-        self._check_lengths(texts)
+        self._check_lengths([message.content or "" for message in body.messages])
         most = min(self._llm.max_seq_len, request.state.body_size + MAX_TEMPLATE_TOKENS)
         size = size_of([most], params, echo=False, own_field=params.prompt_logprobs is not None)
+        options = body.request_options(request.scope["state"])
         params = self._admission.admit(request, params, 1, size)
 
-        def rendered() -> list[int]:
+        def prompts() -> list[list[int]]:
             tokens = self._chat_prompts.token_ids(body.conversation)
-            body.answer_begins(self._formats.section(tokens))
-            return tokens
+            sections.append(self._formats.section(tokens))
+            return [tokens]
 
         handles = await self._admission.start(
-            request,
-            lambda: [rendered()],
-            params,
-            options,
-            is_chat=True,
-            names=names,
+            request, prompts, params, options, is_chat=True, names=names
         )
         request.state.release_body()
-        return handles
+        return handles, params, new_text and partial(new_text, sections[-1])
 
     def _check_lengths(self, prompts: Sequence[str | list[int]]) -> None:
         """Refuses what is too long at once: it would take memory until it is tokenised."""
@@ -416,31 +394,27 @@ class OpenAIServer:
             message = f"model = {model!r} is not served here; the model is {self._model!r}"
             raise RequestRefused(404, message, code="model_not_found")
 
-    def _chunks(self, body: GenerationRequest, answer: Answer) -> Events:
-        options = body.stream_options or StreamOptions()
-        in_thread = self._admission.in_thread
-        return lambda running: event_stream(answer, running, options, in_thread)
-
     async def _respond(
         self,
         body: ClientRequest,
         request: Request,
         answer: Answer | BlockAnswer,
         handles: Sequence[RequestHandle],
-        events: Events,
     ) -> Response:
+        in_thread = self._admission.in_thread
         on_end = partial(self._ended, request, body.stream)
         running = Running(handles, self._options.request_timeout, on_end)
         # For the access log, which asks when the answer has been sent.
         request.scope["state"]["tokens"] = running.num_tokens
         if body.stream:
-            return EventStream(events(running))
+            given = body.stream_options if isinstance(body, GenerationRequest) else None
+            return EventStream(event_stream(answer, running, given or StreamOptions(), in_thread))
         results = await unless_disconnected(request, finished_outputs(running))
         if results is None:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
         if not answer.is_slow(results):
             return JSONResponse(answer.whole(results))
-        written = await self._admission.in_thread(lambda: render(answer.whole(results)))
+        written = await in_thread(lambda: render(answer.whole(results)))
         return Response(written, media_type="application/json")
 
     def _ended(self, request: Request, is_streamed: bool, output: RequestOutput) -> None:
@@ -449,11 +423,6 @@ class OpenAIServer:
             self._histograms.add(output, is_streamed)
         if self._traces is not None:
             self._traces.add(request, is_streamed, output)
-
-
-async def _made(request: Request, make: Callable[[], Made]) -> Made:
-    """What `make` makes of the request's body: in a thread if that is long."""
-    return await run_in_threadpool(make) if request.state.body_size > LONG_BODY else make()
 
 
 def _folder_below(root: Path, name: str) -> Path:

@@ -12,18 +12,18 @@ import json
 import re
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, MutableMapping
-from inspect import isawaitable, iscoroutinefunction
-from itertools import islice
-from typing import Any, ClassVar
+from functools import partial
+from inspect import iscoroutinefunction
+from typing import Any, ClassVar, TypeVar
 
 from fastapi import Request, Response
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
-from pydantic import BaseModel, TypeAdapter, ValidationError, WithJsonSchema
+from pydantic import BaseModel, Discriminator, TypeAdapter, ValidationError, WithJsonSchema
 
-from tllm_spec.config.config_base import ConfigError, ConfigModel
-from tllm_spec.config.option_checks import MAX_UNKNOWN, check_text, shown, shown_name
+from tllm_spec.config.config_base import ConfigModel
+from tllm_spec.config.option_checks import check_text, shown_name
 from tllm_spec.server.options import ServerOptions
 from tllm_spec.server.refusals import RequestRefused, first_mistakes, overloaded
 
@@ -193,33 +193,14 @@ def as_json_type(kind: Any) -> WithJsonSchema:
     return WithJsonSchema(TypeAdapter(kind).json_schema())
 
 
-def as_typed(
-    given: object,
-    kinds: Mapping[str, type[BodyModel]],
-    refused: Mapping[str, str],
-    default: str = "",
-) -> list[BodyModel]:
-    """A list of objects whose `type` names one of `kinds`. refused: other types, or how these
-    begin, with the reason; "" for all others. default: the type of an object without one.
+def by_type(refusal: str, default: str | None = None) -> Discriminator:
+    """Chooses of a union of objects with tags by their `type`. default: of an object without one.
+    refusal: what is said of others."""
 
-    Only the first mistakes are named: thousands would take seconds to describe."""
-    if not isinstance(given, list) or not all(isinstance(each, dict) for each in given):
-        raise ValueError("a list of objects is needed")
-    names = [default if each.get("type") is None else each["type"] for each in given]
-    others = (name for name in names if not isinstance(name, str) or name not in kinds)
-    if first := {shown(name): str(name) for name in islice(others, MAX_UNKNOWN)}:
-        taken = " or ".join(map(repr, kinds))
-        raise ConfigError(
-            [
-                f"type = {text} is refused: {_reason(name, refused)}; accepted: {taken}"
-                for text, name in first.items()
-            ]
-        )
-    return [kinds[name](**each) for name, each in zip(names, given, strict=True)]
+    def kind_of(given: Any) -> Any:
+        return (given.get("type") or default) if isinstance(given, dict) else given
 
-
-def _reason(name: str, refused: Mapping[str, str]) -> str:
-    return next(why for start, why in refused.items() if name.startswith(start))
+    return Discriminator(kind_of, custom_error_type="type", custom_error_message=refusal)
 
 
 NOT_AN_OBJECT = "the body must be a JSON object, sent with Content-Type: application/json"
@@ -228,6 +209,7 @@ MAX_DIGITS = 100
 HALF = re.compile(r"\\u[dD][89a-fA-F]")  # a text without it has no half character
 
 Handler = Callable[[Request], Coroutine[Any, Any, Response]]
+Made = TypeVar("Made")
 
 
 class StrictBodyRoute(APIRoute):
@@ -240,25 +222,24 @@ class StrictBodyRoute(APIRoute):
             return super().get_route_handler()
         model, endpoint = self.body_field.field_info.annotation, self.endpoint
         assert isinstance(model, type) and issubclass(model, BaseModel)
+        call = endpoint if iscoroutinefunction(endpoint) else partial(run_in_threadpool, endpoint)
 
         async def with_body(request: Request) -> Response:
             state = request.scope["state"]
             await state["read_body"]()
             if not state["body_size"] or not _is_json(request.headers.get("content-type", "")):
                 raise RequestRefused(400, NOT_AN_OBJECT)
-            parse = run_in_threadpool if state["body_size"] > LONG_BODY else _called
-            body = await parse(parsed_body, state["take_body"], model)
-            call = _called if iscoroutinefunction(endpoint) else run_in_threadpool
-            answer = await call(endpoint, body, request)
+            body = await made_of_body(request, parsed_body, state["take_body"], model)
+            answer = await call(body, request)
             return answer if isinstance(answer, Response) else JSONResponse(answer)
 
         return with_body
 
 
-async def _called(function: Callable[..., Any], *arguments: Any) -> Any:
-    """What `run_in_threadpool` returns, without a thread."""
-    found = function(*arguments)
-    return await found if isawaitable(found) else found
+async def made_of_body(request: Request, make: Callable[..., Made], *arguments: Any) -> Made:
+    """What `make` makes of a request's body: in a thread if that is long."""
+    is_long = request.scope["state"]["body_size"] > LONG_BODY
+    return await run_in_threadpool(make, *arguments) if is_long else make(*arguments)
 
 
 def _is_json(content_type: str) -> bool:

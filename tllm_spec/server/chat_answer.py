@@ -4,23 +4,15 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
-from tllm_spec.chat_formats.chat_format import ChatFormat, Function
+from tllm_spec.chat_formats import names
+from tllm_spec.chat_formats.chat_format import Function
 from tllm_spec.chat_formats.harmony import HarmonyParser, harmony_text
 from tllm_spec.chat_formats.marked_text import MarkedText, unsplit
-from tllm_spec.chat_formats.names import (
-    AUTO,
-    TOOLS,
-    reasoning_name,
-    tools_format,
-    tools_name,
-)
-from tllm_spec.chat_formats.names import (
-    REASONING as REASONING_FORMATS,
-)
 from tllm_spec.chat_formats.pieces import (
     CALL,
     CALL_ID,
@@ -30,19 +22,19 @@ from tllm_spec.chat_formats.pieces import (
     ForcedCalls,
     NewParser,
     Parser,
-    Piece,
     PlainText,
 )
 from tllm_spec.chat_formats.reasoning import ReasoningParser
 from tllm_spec.grammar.guided_decoding import GuidedDecodingParams
 from tllm_spec.outputs import CompletionOutput, Logprob, RequestOutput
 from tllm_spec.sampling_params import SamplingParams
-from tllm_spec.server.answers import Answer, Json, Logprobs, number_of
+from tllm_spec.server.answers import Answer, Json, Logprobs, number_of, usage_of
+from tllm_spec.server.bodies import LONG_BODY
 from tllm_spec.server.chat_message import NamedChoice
 from tllm_spec.server.options import ServerOptions
 from tllm_spec.server.protocol import ChatCompletionRequest
 from tllm_spec.server.refusals import RequestRefused
-from tllm_spec.text.reasoning import Marks, ReasoningFormat, Section, marker_tokens, section_after
+from tllm_spec.text.reasoning import Marks, Section, marker_tokens, section_after
 from tllm_spec.text.tokenizer import REPLACEMENT, Tokenizer, bytes_of_token
 
 logger = logging.getLogger(__name__)
@@ -53,63 +45,46 @@ NO_PARSER = (
 )
 
 
-@dataclass(frozen=True)
 class AnswerFormats:
-    """What the model of a server writes. harmony: special tokens of a model that writes this
-    format, if no option names another one; or empty."""
+    """What the model of a server writes, as the options name it, or as `auto` finds it in the chat
+    template. harmony: special tokens of a model that writes this format, if no option names another
+    one; or empty."""
 
-    tokenizer: Tokenizer
-    reasoning: ReasoningFormat | None
-    calls: ChatFormat | None
-    harmony: Mapping[int, str]
-    marks: Marks  # of reasoning
-    tokens: Mapping[int, str]  # names of markers of reasoning and of calls, by id
-
-    @classmethod
-    def of(
-        cls, options: ServerOptions, tokenizer: Tokenizer, harmony: Mapping[int, str]
-    ) -> AnswerFormats:
-        """Those that the options name, or that `auto` finds in the chat template. Raises ValueError
-        for unknown names."""
-        template = str(tokenizer.chat_template or "")
-        reasoning = _named("reasoning_parser", options.reasoning_parser, reasoning_name, template)
-        calls = _named("tool_parser", options.tool_call_parser, tools_name, template)
-        if (reasoning or "") not in {"", *REASONING_FORMATS} or (calls or "") not in {"", *TOOLS}:
-            raise ValueError(
-                f"--reasoning_parser {reasoning}, --tool_parser {calls}: "
-                f"{', '.join(REASONING_FORMATS)} and {', '.join(TOOLS)} are accepted"
-            )
-        form = None if reasoning is None else REASONING_FORMATS[reasoning]
-        own = None if calls is None else tools_format(calls, template)
-        markers = [] if form is None else [form.opener, form.closer]
-        tokens = marker_tokens(tokenizer, [*markers, *(own.markers if own else ())])
-        other = {} if reasoning or calls else harmony
-        return cls(tokenizer, form, own, other, Marks(tokenizer, markers), tokens)
+    def __init__(
+        self, options: ServerOptions, tokenizer: Tokenizer, harmony: Mapping[int, str]
+    ) -> None:
+        template, given = str(tokenizer.chat_template or ""), options.reasoning_parser
+        reasoning = _named("reasoning_parser", given, names.reasoning_name, template)
+        calls = _named("tool_parser", options.tool_call_parser, names.tools_name, template)
+        form = self._reasoning = names.REASONING[reasoning] if reasoning else None
+        self._calls = names.tools_format(calls, template) if calls else None
+        self._harmony = {} if reasoning or calls else harmony
+        self._tokenizer = tokenizer
+        markers = [form.opener, form.closer] if form else []
+        self._marks = Marks(tokenizer, markers)
+        of_calls = self._calls.markers if self._calls else ()
+        self._tokens = marker_tokens(tokenizer, [*markers, *of_calls])  # names by id
 
     def section(self, prompt: Sequence[int]) -> Section:
         """How the answer to a rendered prompt begins."""
-        if self.reasoning is None:
+        if self._reasoning is None:
             return "over"
-        return section_after(prompt, self.reasoning, self.marks, self.tokenizer)
+        return section_after(prompt, self._reasoning, self._marks, self._tokenizer)
 
     def guided(self, body: ChatCompletionRequest, params: SamplingParams) -> SamplingParams:
         """The parameters with a grammar of calls in the model's own format, where the body asks for
         calls that match. Raises ValueError for one that is too long, or that cannot be written."""
-        calls, functions = self.calls, _functions(body)
-        if calls is None:
+        calls, functions, choice = self._calls, _functions(body), _choice(body)
+        is_parallel = body.parallel_tool_calls
+        if calls is None or choice == "none":
             return params
-        if isinstance(body.tool_choice, NamedChoice):
-            name = body.tool_choice.function.name
-            chosen = [each for each in functions if each.name == name]
+        if isinstance(choice, NamedChoice):
+            chosen = [each for each in functions if each.name == choice.function.name]
             part = calls.calls_tag(chosen, is_parallel=False)
-        elif body.tool_choice == "required":
-            part = calls.calls_tag(functions, is_parallel=body.parallel_tool_calls)
-        elif (
-            _choice(body) == "auto"
-            and params.guided_decoding is None
-            and any(each.is_strict for each in functions)
-        ):
-            part = calls.answer_tag(functions, is_parallel=body.parallel_tool_calls)
+        elif choice == "required":
+            part = calls.calls_tag(functions, is_parallel=is_parallel)
+        elif params.guided_decoding is None and any(each.is_strict for each in functions):
+            part = calls.answer_tag(functions, is_parallel=is_parallel)
         else:
             return params
         tag = {"type": "structural_tag", "format": part}
@@ -117,71 +92,53 @@ class AnswerFormats:
 
     def new_texts(
         self, body: ChatCompletionRequest, *, is_guided: bool
-    ) -> Callable[[], ParsedText] | None:
-        """Makes what reads a sample's text; None if the text is the answer. Raises RequestRefused
-        for tools without a parser."""
-        choice, calls = _choice(body), self._read_calls(body)
-        if self.harmony and not is_guided and not _is_forced(body):
-            names = [] if choice == "none" else [each.name for each in _functions(body)]
-            return lambda: ParsedText(
-                lambda: HarmonyParser(frozenset(names)),
-                body.parallel_tool_calls,
-                harmony_text(self.tokenizer, self.harmony),
+    ) -> Callable[[Section], ParsedText] | None:
+        """Makes what reads a sample's text that begins so; None if the text is the answer. Raises
+        RequestRefused for tools without a parser."""
+        choice, functions, is_parallel = _choice(body), _functions(body), body.parallel_tool_calls
+        is_free = choice in ("auto", "none")
+        if self._harmony and is_free and not is_guided:
+            known = frozenset() if choice == "none" else {each.name for each in functions}
+            return lambda section: ParsedText(
+                HarmonyParser(known), is_parallel, harmony_text(self._tokenizer, self._harmony)
             )
-        if choice == "auto" and calls is None and not is_guided:
+        if choice == "auto" and self._calls is None and not is_guided:
             raise RequestRefused(400, NO_PARSER)
-        if is_guided and not _is_forced(body):
-            calls = None
-        new_parser, form = self._parser(body, calls), self.reasoning
-        if new_parser is PlainText and form is None:
+        calls = None if choice == "none" or (is_free and is_guided) else self._calls
+        new_parser: NewParser = ForcedCalls if choice == "required" else PlainText
+        if calls is not None:
+            new_parser = partial(calls.new_parser, functions)
+        elif isinstance(choice, NamedChoice):
+            new_parser = partial(ForcedCall, choice.function.name)
+        if new_parser is PlainText and self._reasoning is None:
             return None
-        if form is not None and calls is None:
-            form = replace(form, ends_at=())
-        own = {i: name for i, name in self.tokens.items() if calls or i in self.marks.of_token}
+        of_reasoning = self._marks.of_token
+        marks = {i: (each, each) for i, each in self._tokens.items() if calls or i in of_reasoning}
+        skips = body.skip_special_tokens is not False
 
-        def parser() -> Parser:
-            answer = new_parser()
-            return answer if form is None else ReasoningParser(answer, form, body.section)
-
-        def text() -> ParsedText:
-            marks = {token: (name, name) for token, name in own.items()}
-            skips = body.skip_special_tokens is not False
-            marked = MarkedText(self.tokenizer, marks, skip_special_tokens=skips) if marks else None
-            new_id = None if calls is None else calls.new_id
-            return ParsedText(parser, body.parallel_tool_calls, marked, new_id)
+        def text(section: Section) -> ParsedText:
+            parser = new_parser()
+            if (form := self._reasoning) is not None:
+                own = form if calls else replace(form, ends_at=())
+                parser = ReasoningParser(parser, own, section)
+            marked = MarkedText(self._tokenizer, marks, skip_special_tokens=skips)
+            new_id = calls.new_id if calls else None
+            return ParsedText(parser, is_parallel, marked if marks else None, new_id)
 
         return text
-
-    def _parser(self, body: ChatCompletionRequest, calls: ChatFormat | None) -> NewParser:
-        if calls is not None:
-            functions = _functions(body)
-            return lambda: calls.new_parser(functions)
-        if isinstance(body.tool_choice, NamedChoice):
-            name = body.tool_choice.function.name
-            return lambda: ForcedCall(name)
-        return ForcedCalls if body.tool_choice == "required" else PlainText
-
-    def _read_calls(self, body: ChatCompletionRequest) -> ChatFormat | None:
-        return None if _choice(body) == "none" else self.calls
 
 
 def _named(
     option: str, given: str | None, name_of: Callable[[str, str], str | None], template: str
 ) -> str | None:
-    if given is None:
-        return None
-    found = name_of(given, template)
-    if given == AUTO:
+    found = given and name_of(given, template)
+    if given == names.AUTO:
         logger.info("--%s auto: %s, by the chat template", option, found or "none is known")
     return found
 
 
 def _choice(body: ChatCompletionRequest) -> Any:
     return body.tool_choice or ("auto" if body.tools else "none")
-
-
-def _is_forced(body: ChatCompletionRequest) -> bool:
-    return body.tool_choice == "required" or isinstance(body.tool_choice, NamedChoice)
 
 
 def _functions(body: ChatCompletionRequest) -> list[Function]:
@@ -193,63 +150,62 @@ def _functions(body: ChatCompletionRequest) -> list[Function]:
 
 @dataclass
 class ParsedText:
-    """One sample's text as far as it was parsed. new_parser: makes the parser with the first text,
-    when the prompt is known. is_parallel: it may have several calls. marked: reads marks of tokens;
-    None: the text has none. new_id: makes ids of calls."""
+    """One sample's text as far as it was parsed. is_parallel: it may have several calls. marked:
+    reads marks of tokens; None: the text has none. new_id: makes ids of calls."""
 
-    new_parser: NewParser
+    parser: Parser
     is_parallel: bool
     marked: MarkedText | None = None
     new_id: Callable[[], str] | None = None
     num_calls: int = 0
-    has_ended: bool = False
-    _parser: Parser | None = None
+    reasoning: list[str] = field(default_factory=list)  # its pieces
     _ids: list[str] = field(default_factory=list)  # of calls, and of the next one if it is known
 
-    def read(self, text: str, output: CompletionOutput) -> Json:
-        """What is new in the text, as a delta of a message."""
-        return self.delta(self.pieces(text, output))
+    def parts(self, text: str, output: CompletionOutput) -> Iterator[tuple[str, str, int, str]]:
+        """What is new in the text, in its order: kinds and texts of pieces, and the number and the
+        id of the latest call."""
+        found = self.parser.feed(text if self.marked is None else self.marked.new(output))
+        if output.finish_reason is not None:
+            found = [*found, *self.parser.finish()]
+        for kind, new in found:
+            if kind == CALL_ID:
+                self._ids += [] if new in self._ids else [new]
+                continue
+            if kind == REASONING:
+                self.reasoning.append(unsplit(new))
+            self.num_calls += kind == CALL
+            if len(self._ids) < self.num_calls:
+                self._ids.append(self.new_id() if self.new_id else f"call_{uuid.uuid4().hex[:24]}")
+            if self.is_parallel or self.num_calls < 2 or kind in (CONTENT, REASONING):
+                call = self.num_calls - 1
+                yield kind, unsplit(new), call, self._ids[call] if self._ids else ""
 
-    def pieces(self, text: str, output: CompletionOutput) -> Sequence[Piece]:
-        """What is new in the text, in its order."""
-        if self._parser is None:
-            self._parser = self.new_parser()
-        found = self._parser.feed(text if self.marked is None else self.marked.new(output))
-        if output.finish_reason is not None and not self.has_ended:
-            self.has_ended = True
-            found = [*found, *self._parser.finish()]
-        return [Piece(kind, unsplit(new)) for kind, new in found]
-
-    def delta(self, pieces: Iterable[Piece]) -> Json:
-        """A delta of a message that has the pieces, which come next."""
+    def delta(self, text: str, output: CompletionOutput) -> Json:
+        """The same as a delta of a message."""
         delta: Json = {}
-        for kind, new in pieces:
+        for kind, new, index, call_id in self.parts(text, output):
             if kind in (CONTENT, REASONING):
                 delta[kind] = delta.get(kind, "") + new
                 continue
-            if kind == CALL_ID:
-                if new not in self._ids:
-                    self._ids.append(new)
+            calls: list[Json] = delta.setdefault("tool_calls", [])
+            if kind == CALL:
+                begun = {"index": index, "id": call_id, "type": "function"}
+                calls.append({**begun, "function": {"name": new, "arguments": ""}})
                 continue
-            self.num_calls += kind == CALL
-            if self.is_parallel or self.num_calls == 1:
-                calls: list[Json] = delta.setdefault("tool_calls", [])
-                self._add_to_calls(calls, kind, new)
+            if not calls or calls[-1]["index"] != index:
+                calls.append({"index": index, "function": {"arguments": ""}})
+            calls[-1]["function"]["arguments"] += new
         return delta
 
-    def _add_to_calls(self, calls: list[Json], kind: str, new: str) -> None:
-        index = self.num_calls - 1
-        if kind == CALL:
-            if len(self._ids) < self.num_calls:
-                own = self.new_id() if self.new_id else f"call_{uuid.uuid4().hex[:24]}"
-                self._ids.append(own)
-            function = {"name": new, "arguments": ""}
-            call_id = self._ids[index]
-            calls.append({"index": index, "id": call_id, "type": "function", "function": function})
-            return
-        if not calls or calls[-1]["index"] != index:
-            calls.append({"index": index, "function": {"arguments": ""}})
-        calls[-1]["function"]["arguments"] += new
+
+def chat_usage(
+    tokenizer: Tokenizer, parsed: Iterable[ParsedText], results: Sequence[RequestOutput]
+) -> Json:
+    """Token counts, also of the reasoning's text: markers do not count."""
+    usage, texts = usage_of(results), ["".join(each.reasoning) for each in parsed]
+    number = sum(len(tokenizer.encode(text, add_special_tokens=False)) for text in texts)
+    details = {"reasoning_tokens": min(number, usage["completion_tokens"])}
+    return {**usage, "completion_tokens_details": details}
 
 
 class ChatAnswer(Answer):
@@ -259,7 +215,6 @@ class ChatAnswer(Answer):
     kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
     id_prefix = "chatcmpl"
-    counts_reasoning = True
 
     def __init__(
         self,
@@ -271,12 +226,21 @@ class ChatAnswer(Answer):
         self._new_text, self._is_named = new_text, is_named
         self._parsed: dict[int, ParsedText] = {}  # by choice
 
+    def is_slow(self, results: Sequence[RequestOutput]) -> bool:
+        """Long reasoning is tokenised for the usage."""
+        texts = [output.text for result in results for output in result.outputs]
+        is_long = self._new_text is not None and sum(map(len, texts)) > LONG_BODY
+        return is_long or super().is_slow(results)
+
+    def _usage(self, results: Sequence[RequestOutput]) -> Json:
+        return chat_usage(self._tokenizer, self._parsed.values(), results)
+
     @property
     def has_text_only(self) -> bool:
         return super().has_text_only and self._new_text is None
 
     def _content(self, index: int, result: RequestOutput, output: CompletionOutput) -> Json:
-        delta = _with_both_names(self._read(index, output.text, output))
+        delta = self._read(index, output.text, output)
         calls = delta.pop("tool_calls", [])
         for call in calls:
             del call["index"]
@@ -286,7 +250,7 @@ class ChatAnswer(Answer):
         return {"message": message, "logprobs": self._all_logprobs(output)}
 
     def _delta(self, index: int, result: RequestOutput, output: CompletionOutput) -> Json | None:
-        delta = _with_both_names(self._read(index, output.text_diff, output))
+        delta = self._read(index, output.text_diff, output)
         logprobs = self._new_logprobs(output)
         if not delta and logprobs is None and not output.finish_reason:
             return None
@@ -306,7 +270,9 @@ class ChatAnswer(Answer):
             return {"content": text}
         if index not in self._parsed:
             self._parsed[index] = self._new_text()
-        return self._parsed[index].read(text, output)
+        delta = self._parsed[index].delta(text, output)
+        # Clients read reasoning by either name.
+        return delta | ({"reasoning": delta[REASONING]} if REASONING in delta else {})
 
     def _logprobs(self, token_ids: list[int], logprobs: Logprobs, offsets: list[int]) -> Json:
         return {
@@ -326,8 +292,3 @@ class ChatAnswer(Answer):
         if REPLACEMENT in text:  # a part of a character
             utf8 = bytes_of_token(self._tokenizer, token_id)
         return {"token": text, "logprob": number_of(logprob), "bytes": utf8 and list(utf8)}
-
-
-def _with_both_names(delta: Json) -> Json:
-    """Clients read reasoning by either name."""
-    return delta | ({"reasoning": delta[REASONING]} if REASONING in delta else {})

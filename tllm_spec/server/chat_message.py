@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field
 
 from tllm_spec.config.config_base import check
-from tllm_spec.config.neighbours import Ignored
+from tllm_spec.config.neighbours import Ignored, Renamed
 from tllm_spec.server.bodies import BodyModel, as_json_type
 from tllm_spec.text.messages import as_object
 
@@ -16,7 +16,8 @@ from tllm_spec.text.messages import as_object
 
 
 MAX_TOOLS = 128  # as at OpenAI
-Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+# As long as Anthropic takes, for names of MCP servers' tools; OpenAI takes 64 characters.
+Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
 Json = dict[str, Any]
 
 
@@ -27,6 +28,11 @@ class FunctionDefinition(BodyModel):
     description: str | None = None
     parameters: Json | None = None
     strict: bool | None = None
+
+    def to_chat(self) -> Json:
+        """The tool of a chat request that has the same function."""
+        names = {"name", "description", "parameters", "strict"}
+        return {"function": self.model_dump(include=names)}
 
 
 class Tool(BodyModel):
@@ -65,6 +71,10 @@ class ToolCall(BodyModel):
     # Clients that join the chunks of a stream keep it. The order of the list counts.
     index: Annotated[int, Field(ge=0)] | None = None
 
+    @classmethod
+    def of(cls, call_id: str, name: str, arguments: str) -> ToolCall:
+        return cls(id=call_id, function=CalledFunction(name=name, arguments=arguments))
+
     def for_template(self) -> Json:
         """The call with its arguments as an object."""
         plain = self.model_dump(exclude_none=True, exclude={"index"})
@@ -73,9 +83,13 @@ class ToolCall(BodyModel):
 
 
 def _as_choice(given: object) -> object:
+    """A function's name may be nested, or not, as in `/v1/responses`."""
     if isinstance(given, dict):
-        return NamedChoice(**given)
-    if given not in ("none", "auto", "required"):
+        named = dict(given)
+        if (name := named.pop("name", None)) is not None:
+            named["function"] = {"name": name}
+        return NamedChoice(**named)
+    if given not in ("none", "auto", "required") and not isinstance(given, NamedChoice):
         raise ValueError("none, auto, required or an object that names a function is needed")
     return given
 
@@ -143,23 +157,35 @@ MESSAGE_IGNORED: Ignored = {
 
 
 class TextPart(BodyModel):
-    """A part of a message. cache_control has no effect: prefixes are always cached."""
+    """A part of a text. cache_control has no effect: prefixes are always cached."""
 
-    type: Literal["text"] = "text"
+    type: str = "text"
     text: str
     cache_control: dict[str, Any] | None = None
 
+    # Of earlier answers of `/v1/responses` and `/v1/messages`, and of openai's client.
+    ignored: ClassVar[Ignored] = {
+        "annotations": (list,),
+        "citations": ([],),
+        "logprobs": (list,),
+        "parsed": (dict, list),
+    }
 
-def _join_text_parts(content: object) -> object:
-    """The text of a message; a list of text parts is joined."""
-    if not isinstance(content, list):
-        return content
-    for part in content:
-        if not isinstance(part, dict) or part.get("type") != "text":
+
+def text_of(*types: str, separator: str = "") -> BeforeValidator:
+    """Joins a list of parts of these types; a text stays as it is."""
+
+    def joined(content: object) -> object:
+        if not isinstance(content, list):
+            return content
+        if not all(isinstance(part, dict) and part.get("type") in types for part in content):
+            names = " or ".join(f'"{each}"' for each in types)
             raise ValueError(
-                'parts have the form {"type": "text", "text": "..."}; only text is served'
+                f'parts have the form {{"type": {names}, "text": "..."}}; only text is served'
             )
-    return "".join(TextPart(**part).text for part in content)
+        return separator.join(TextPart(**part).text for part in content)
+
+    return BeforeValidator(joined)
 
 
 class ChatMessage(BodyModel):
@@ -177,16 +203,16 @@ class ChatMessage(BodyModel):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[
         str | None,
-        BeforeValidator(_join_text_parts),
+        text_of("text"),
         as_json_type(str | list[dict[str, str]] | None),
     ] = None
     name: str | None = None
     reasoning_content: str | None = None
-    reasoning: str | None = None  # its other name, which answers have, too
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
 
     ignored: ClassVar[Ignored] = MESSAGE_IGNORED
+    renamed: ClassVar[Mapping[str, Renamed]] = {"reasoning": Renamed("reasoning_content")}
 
     @check
     def _check_content(self) -> Iterator[str]:
@@ -198,9 +224,7 @@ class ChatMessage(BodyModel):
 
     def for_template(self) -> dict[str, Any]:
         """The message as chat templates read it: arguments of calls are objects, not text."""
-        plain = self.model_dump(exclude_none=True, exclude={"tool_calls", "reasoning"})
-        if self.reasoning is not None:
-            plain.setdefault("reasoning_content", self.reasoning)
+        plain = self.model_dump(exclude_none=True, exclude={"tool_calls"})
         if self.tool_calls:
             plain["tool_calls"] = [call.for_template() for call in self.tool_calls]
             plain.setdefault("content", None)

@@ -6,10 +6,10 @@ served are refused unless they have a neutral value."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, FailFast, Field, PrivateAttr, SkipValidation
+from pydantic import BeforeValidator, FailFast, Field, SkipValidation
 
 from tllm_spec.config.config_base import check
 from tllm_spec.config.neighbours import Ignored, Renamed
@@ -27,7 +27,6 @@ from tllm_spec.server.chat_message import (
 )
 from tllm_spec.server.guard import digest, kept_name
 from tllm_spec.text.chat_prompt import Conversation
-from tllm_spec.text.reasoning import Section
 
 # The options of a body that say what its text must match: OpenAI's `response_format`, vLLM's
 # `guided_*` and `structured_outputs`.
@@ -84,7 +83,7 @@ def _of_format(value: object) -> GuidedDecodingParams:
     if kind == "structural_tag":
         return GuidedDecodingParams(structural_tag=value)
     if kind == "json_schema":
-        wrapped = value.get("json_schema")
+        wrapped = value.get("json_schema", value)  # not nested in `/v1/responses`
         if not isinstance(wrapped, Mapping) or "schema" not in wrapped:
             raise ValueError("json_schema needs an object with a schema")
         return GuidedDecodingParams(json=wrapped["schema"])
@@ -217,12 +216,20 @@ class ClientRequest(BodyModel):
 
     model: str
     stream: bool = False
+    temperature: float | None = None
+    top_p: float | None = None
     metadata: dict[str, Any] | None = None
     prompt_cache_key: str | None = None
     user: str | None = None
     safety_identifier: str | None = None  # OpenAI's newer name of the user
     cache_salt: Annotated[str | None, Field(min_length=1)] = None
     store: bool | None = None  # whether --record_traffic may record it
+
+    def as_chat(self, **own: Any) -> ChatCompletionRequest:
+        """A chat request of the same client, with the same options of any body."""
+        return ChatCompletionRequest(
+            **self.model_dump(include={*ClientRequest.model_fields}), **own
+        )
 
     def request_options(self, state: Mapping[str, Any]) -> RequestOptions:
         """state: of the scope. The client is the name of its key, or its address where keys have no
@@ -243,8 +250,6 @@ class GenerationRequest(ClientRequest):
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] | None = None
     best_of: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
     seed: int | None = None
     stop: Words = None
     presence_penalty: float | None = None
@@ -350,14 +355,10 @@ class CompletionRequest(GenerationRequest):
     def to_sampling_params(self) -> SamplingParams:
         """Raises ValueError for a value out of range. With `echo`, max_tokens may be 0; then one
         token is generated and left out."""
-        own: dict[str, Any] = {"max_tokens": 16 if self.max_tokens is None else self.max_tokens}
-        if self.echo:
-            own["max_tokens"] = self.max_tokens or (1 if self.max_tokens == 0 else 16)
-            if self.logprobs is not None:
-                wanted = [
-                    each for each in (self.prompt_logprobs, self.logprobs) if each is not None
-                ]
-                own["prompt_logprobs"] = max(wanted)
+        limit = 16 if self.max_tokens is None else self.max_tokens
+        own = {"max_tokens": limit or int(self.echo)}
+        if self.echo and self.logprobs is not None:
+            own["prompt_logprobs"] = max(self.logprobs, self.prompt_logprobs or 0)
         return self.sampling_params(**own)
 
 
@@ -378,7 +379,6 @@ class ChatCompletionRequest(GenerationRequest):
     parallel_tool_calls: bool = True
     reasoning_effort: ReasoningEffort | None = None
     enable_thinking: bool | None = None
-    _section: Section = PrivateAttr("undecided")
 
     ignored: ClassVar[Ignored] = CHAT_IGNORED
 
@@ -397,18 +397,9 @@ class ChatCompletionRequest(GenerationRequest):
                 yield f"{name} = {shown(value)} and another one in chat_template_kwargs"
 
     @property
-    def section(self) -> Section:
-        """How the answer begins, once the prompt is known."""
-        return self._section
-
-    def answer_begins(self, section: Section) -> None:
-        """Sets `section`."""
-        self._section = section
-
-    @property
     def conversation(self) -> Conversation:
-        plain = _conversation(self, needs_tools=self.tool_choice in (None, "auto"))
-        return replace(plain, effort=self.reasoning_effort, enable_thinking=self.enable_thinking)
+        own = self.model_dump(include={"reasoning_effort", "enable_thinking"}, exclude_none=True)
+        return _conversation(self, needs_tools=self.tool_choice in (None, "auto"), **own)
 
     def _grammars(self) -> dict[str, Any]:
         schema = forced_schema(
@@ -470,11 +461,11 @@ class DraftModelRequest(BodyModel):
 
 
 def _conversation(
-    body: ChatCompletionRequest | TokenizeRequest, *, needs_tools: bool = True
+    body: ChatCompletionRequest | TokenizeRequest, *, needs_tools: bool = True, **variables: Any
 ) -> Conversation:
     return Conversation(
         [message.for_template() for message in body.messages or ()],
-        body.chat_template_kwargs or {},
+        {**(body.chat_template_kwargs or {}), **variables},
         body.add_generation_prompt,
         [tool.model_dump(exclude_none=True) for tool in body.tools or ()],
         needs_tools=needs_tools,

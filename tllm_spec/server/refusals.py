@@ -19,20 +19,6 @@ RETRY_AFTER = 1  # seconds
 MAX_MESSAGE = 8192  # characters; a message may quote what a client has sent
 
 
-def error_body(
-    message: str, kind: str, *, param: str | None = None, code: str | None = None
-) -> dict[str, Any]:
-    """OpenAI's error object. A long message is cut. A lone surrogate that the message quotes
-    becomes '?': UTF-8 cannot encode it."""
-    if len(message) > MAX_MESSAGE:
-        message = f"{message[:MAX_MESSAGE]}..."
-    texts = [
-        None if text is None else text.encode(errors="replace").decode()
-        for text in (message, param)
-    ]
-    return {"error": {"message": texts[0], "type": kind, "param": texts[1], "code": code}}
-
-
 # The routes below this path have Anthropic's error object, with its types by status.
 MESSAGES_PATH = "/v1/messages"
 MESSAGES_KINDS: Mapping[int, str] = {
@@ -44,21 +30,6 @@ MESSAGES_KINDS: Mapping[int, str] = {
     503: "overloaded_error",
     504: "timeout_error",
 }
-
-
-def messages_error(status: int, body: Mapping[str, Any]) -> dict[str, Any]:
-    """Anthropic's error object. body: OpenAI's."""
-    kind = MESSAGES_KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": body["error"]["message"]}}
-
-
-def error_response(
-    path: str, status: int, body: dict[str, Any], headers: Mapping[str, str] | None = None
-) -> JSONResponse:
-    """An error in the form of the path's API."""
-    if path == MESSAGES_PATH or path.startswith(f"{MESSAGES_PATH}/"):
-        body = messages_error(status, body)
-    return JSONResponse(body, status, headers)
 
 
 def first_mistakes(message: str) -> str:
@@ -91,16 +62,29 @@ class RequestRefused(Exception):
     ) -> None:
         super().__init__(message)
         self.status = status
+        if len(message) > MAX_MESSAGE:
+            message = f"{message[:MAX_MESSAGE]}..."
+        # A message may quote a lone surrogate, which UTF-8 cannot encode.
+        message = message.encode(errors="replace").decode()
         kind = kind or ("invalid_request_error" if status < 500 else "internal_error")
         param = param_of(message) if status < 500 else None
-        self.body = error_body(message, kind, param=param, code=code)
+        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
         self.headers: Mapping[str, str] = (
             {} if retry_after is None else {"Retry-After": str(retry_after)}
         )
 
+    @property
+    def messages_body(self) -> dict[str, Any]:
+        """Anthropic's error object."""
+        usual = "invalid_request_error" if self.status < 500 else "api_error"
+        kind, message = MESSAGES_KINDS.get(self.status, usual), self.body["error"]["message"]
+        return {"type": "error", "error": {"type": kind, "message": message}}
+
     def response(self, path: str = "") -> JSONResponse:
-        """path: of the request, as far as it is known."""
-        return error_response(path, self.status, self.body, self.headers)
+        """In the form of the path's API, as far as it is known."""
+        is_messages = f"{path}/".startswith(f"{MESSAGES_PATH}/")
+        body = self.messages_body if is_messages else self.body
+        return JSONResponse(body, self.status, self.headers)
 
 
 def overloaded(status: int, message: str) -> RequestRefused:
@@ -140,8 +124,9 @@ async def _http_error(request: Request, error: Exception) -> JSONResponse:
             f"{request.method} {request.url.path} is not served here{because}; GET / says how to "
             "call this server, GET /openapi.json lists its routes"
         )
-    body = error_body(message, "invalid_request_error")
-    return error_response(request.scope["path"], error.status_code, body, headers)
+    refusal = RequestRefused(error.status_code, message, "invalid_request_error")
+    refusal.headers = headers or {}
+    return refusal.response(request.scope["path"])
 
 
 def _allowed_methods(request: Request) -> str:
@@ -151,6 +136,4 @@ def _allowed_methods(request: Request) -> str:
 
 
 async def _internal_error(request: Request, error: Exception) -> JSONResponse:
-    return error_response(
-        request.scope["path"], 500, error_body(described(error), "internal_error")
-    )
+    return RequestRefused(500, described(error)).response(request.scope["path"])

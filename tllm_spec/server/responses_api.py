@@ -6,36 +6,27 @@ import json
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, FailFast, Field, Tag
 
+from tllm_spec.chat_formats.pieces import CALL, CONTENT, REASONING
 from tllm_spec.config.neighbours import Ignored
 from tllm_spec.outputs import RequestOutput
-from tllm_spec.server.answers import Json, usage_of
-from tllm_spec.server.blocks import (
-    CALL,
-    REASONING,
-    TEXT,
-    Block,
-    BlockAnswer,
-    Kind,
-    Step,
-    chat_choice,
-    chat_format,
-    named_event,
-)
-from tllm_spec.server.bodies import BodyModel, as_json_type, as_typed
+from tllm_spec.server.answers import Json
+from tllm_spec.server.blocks import Block, BlockAnswer, named_event
+from tllm_spec.server.bodies import BodyModel, as_json_type, by_type
 from tllm_spec.server.chat_answer import ParsedText
 from tllm_spec.server.chat_message import (
     MAX_TOOLS,
-    CalledFunction,
     ChatMessage,
+    Choice,
     FunctionDefinition,
+    NamedChoice,
     ToolCall,
+    text_of,
 )
-from tllm_spec.server.protocol import NOT_STORED, ChatCompletionRequest, ClientRequest
+from tllm_spec.server.protocol import ChatCompletionRequest, ClientRequest, ReasoningEffort
 from tllm_spec.server.refusals import RequestRefused
 from tllm_spec.text.tokenizer import Tokenizer
 
@@ -50,13 +41,6 @@ CHAT_NAMES: Mapping[str, str] = {
     "messages": "input",
     "response_format": "text.format",
 }
-ITEMS_NOT_SERVED: Mapping[str, str] = {
-    "item_reference": f"{NOT_STORED}; send the item itself",
-    "": "messages, functions and reasoning are served",
-}
-TOOLS_NOT_SERVED: Mapping[str, str] = {"": "the server runs no tools; clients run functions"}
-TEXT_TYPES = ("input_text", "output_text", "text")
-REASONING_TYPES = ("reasoning_text", "summary_text", "text")
 
 
 def _check_plain(value: object) -> object:
@@ -68,26 +52,9 @@ def _check_plain(value: object) -> object:
     return value
 
 
-def _text_of(content: object, types: Sequence[str] = TEXT_TYPES) -> object:
-    """The text of an item; parts of text are joined. Raises ValueError for other parts."""
-    if not isinstance(content, list):
-        return content
-    texts = []
-    for part in content:
-        if not isinstance(part, dict) or part.get("type") not in types:
-            raise ValueError(f"parts have one of the types {', '.join(types)}")
-        if not isinstance(part.get("text"), str):
-            raise ValueError("a part has no text")
-        texts.append(part["text"])
-    return "".join(texts)
-
-
-Text = Annotated[str, BeforeValidator(_text_of), as_json_type(str | list[dict[str, str]])]
-ReasoningText = Annotated[
-    str,
-    BeforeValidator(partial(_text_of, types=REASONING_TYPES)),
-    as_json_type(list[dict[str, str]]),
-]
+TEXTS = as_json_type(str | list[dict[str, str]])
+Text = Annotated[str, text_of("input_text", "output_text", "text"), TEXTS]
+ReasoningText = Annotated[str, text_of("reasoning_text", "summary_text", "text"), TEXTS]
 
 
 class Item(BodyModel):
@@ -141,23 +108,21 @@ class CallOutputItem(Item):
     ignored: ClassVar[Ignored] = {"caller": ({"type": "direct"},), "name": (str,)}
 
 
-ITEMS: Mapping[str, type[BodyModel]] = {
-    "message": InputItem,
-    "reasoning": ReasoningItem,
-    "function_call": CallItem,
-    "function_call_output": CallOutputItem,
-}
-AnyItem = InputItem | ReasoningItem | CallItem | CallOutputItem
+AnyItem = Annotated[
+    Annotated[InputItem, Tag("message")]
+    | Annotated[ReasoningItem, Tag("reasoning")]
+    | Annotated[CallItem, Tag("function_call")]
+    | Annotated[CallOutputItem, Tag("function_call_output")],
+    by_type(
+        "messages, reasoning, function_call and function_call_output are served, and nothing is "
+        "stored: send the items themselves",
+        default="message",
+    ),
+]
 
 
 def _as_items(given: object) -> object:
-    if isinstance(given, str):
-        return given
-    if not isinstance(given, list) or not all(isinstance(item, dict) for item in given):
-        raise ValueError("a text or a list of messages is needed")
-    if not given:
-        raise ValueError("at least one item is needed")
-    return as_typed(given, ITEMS, ITEMS_NOT_SERVED, "message")
+    return [{"role": "user", "content": given}] if isinstance(given, str) else given
 
 
 def _messages(items: Sequence[AnyItem]) -> Iterator[ChatMessage]:
@@ -165,8 +130,8 @@ def _messages(items: Sequence[AnyItem]) -> Iterator[ChatMessage]:
     turn: Json = {}  # of the assistant, so far
     for item in items:
         if isinstance(item, CallItem):
-            function = CalledFunction(name=item.name, arguments=item.arguments)
-            turn.setdefault("tool_calls", []).append(ToolCall(id=item.call_id, function=function))
+            call = ToolCall.of(item.call_id, item.name, item.arguments)
+            turn.setdefault("tool_calls", []).append(call)
             continue
         is_text = isinstance(item, InputItem) and item.role == "assistant"
         goes_on = is_text and ("tool_calls" in turn or "content" not in turn)
@@ -197,7 +162,7 @@ class ReasoningOptions(BodyModel):
     """effort is a variable of the chat template; none asks it for no reasoning. There are no
     summaries: answers have the reasoning itself."""
 
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    effort: ReasoningEffort | None = None
 
     ignored: ClassVar[Ignored] = {
         "context": ("auto",),
@@ -220,41 +185,24 @@ class FlatTool(FunctionDefinition):
     }
 
 
-def _as_tools(given: object) -> object:
-    return as_typed(given, {"function": FlatTool}, TOOLS_NOT_SERVED)
-
-
-def _as_choice(given: object) -> object:
-    """A text, or the choice of a function as a chat request has it."""
-    if isinstance(given, dict) and given.keys() == {"type", "name"}:
-        if given["type"] == "function" and isinstance(given["name"], str):
-            return chat_choice(given["name"])
-    elif given in ("none", "auto", "required"):
-        return given
-    raise ValueError(
-        'none, auto, required or a function is needed: {"type": "function", "name": "..."}'
-    )
-
-
 class ResponsesRequest(ClientRequest):
     """Body of `/v1/responses`."""
 
+    # FailFast: thousands of wrong items would take seconds to describe.
     input: Annotated[
-        str | list[AnyItem], BeforeValidator(_as_items), as_json_type(str | list[dict[str, Any]])
+        list[AnyItem],
+        Field(min_length=1),
+        FailFast(),
+        BeforeValidator(_as_items),
+        as_json_type(str | list[dict[str, Any]]),
     ]
     instructions: str | None = None
     max_output_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
     text: TextOptions | None = None
     metadata: Annotated[dict[str, Any] | None, AfterValidator(_check_plain)] = None
     reasoning: ReasoningOptions | None = None
-    tools: Annotated[
-        list[FlatTool] | None, BeforeValidator(_as_tools), Field(max_length=MAX_TOOLS)
-    ] = None
-    tool_choice: Annotated[
-        str | Json, BeforeValidator(_as_choice), as_json_type(str | dict[str, str])
-    ] = "auto"
+    tools: Annotated[list[FlatTool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Choice = "auto"
     parallel_tool_calls: bool = True
 
     ignored: ClassVar[Ignored] = {
@@ -273,52 +221,40 @@ class ResponsesRequest(ClientRequest):
 
     def to_chat(self) -> ChatCompletionRequest:
         """The chat request that has the same answer."""
-        messages = []
+        messages = [*_messages(self.input)]
         if self.instructions is not None:
-            messages.append(ChatMessage(role="system", content=self.instructions))
-        if isinstance(self.input, str):
-            messages.append(ChatMessage(role="user", content=self.input))
-        else:
-            messages += _messages(self.input)
-        tools = [
-            {"function": tool.model_dump(exclude={"type"}, exclude_none=True)}
-            for tool in self.tools or ()
-        ]
-        given: Json = {
-            "model": self.model,
-            "messages": messages,
-            "stream": self.stream,
-            "max_completion_tokens": self.max_output_tokens,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "response_format": None if self.text is None else chat_format(self.text.format),
-            "reasoning_effort": self.reasoning and self.reasoning.effort,
-            "tools": tools or None,
-            "tool_choice": self.tool_choice if tools or self.tool_choice != "auto" else None,
-            "parallel_tool_calls": self.parallel_tool_calls,
-        }
-        return ChatCompletionRequest(**given)
+            messages.insert(0, ChatMessage(role="system", content=self.instructions))
+        tools = [tool.to_chat() for tool in self.tools or ()]
+        return self.as_chat(
+            messages=messages,
+            max_completion_tokens=self.max_output_tokens,
+            response_format=self.text and self.text.format,
+            reasoning_effort=self.reasoning and self.reasoning.effort,
+            tools=tools,
+            tool_choice=self.tool_choice if tools or self.tool_choice != "auto" else None,
+            parallel_tool_calls=self.parallel_tool_calls,
+        )
 
 
 # Answers of `/v1/responses`: one object, or the events that build it.
 
 
-INCOMPLETE = {"length": "max_output_tokens"}
-ID_PREFIXES: Mapping[Kind, str] = {REASONING: "rs", TEXT: "msg", CALL: "fc"}
-EVENTS: Mapping[Kind, str] = {
+# Options that answers repeat.
+ECHOED = {
+    *("instructions", "max_output_tokens", "model", "parallel_tool_calls", "temperature", "top_p")
+}
+ID_PREFIXES: Mapping[str, str] = {REASONING: "rs", CONTENT: "msg", CALL: "fc"}
+EVENTS: Mapping[str, str] = {
     REASONING: "response.reasoning_text",
-    TEXT: "response.output_text",
+    CONTENT: "response.output_text",
     CALL: "response.function_call_arguments",
 }
-LOGPROBS: Mapping[Kind, Json] = {TEXT: {"logprobs": []}}
 
 
 class ResponseAnswer(BlockAnswer):
     """The answer to one request with one sample: each block is an item."""
 
-    def __init__(
-        self, body: ResponsesRequest, tokenizer: Tokenizer, parsed: ParsedText | None
-    ) -> None:
+    def __init__(self, body: ResponsesRequest, tokenizer: Tokenizer, parsed: ParsedText) -> None:
         super().__init__(tokenizer, parsed)
         self._body = body
         self._id = f"resp_{uuid.uuid4().hex}"
@@ -326,82 +262,72 @@ class ResponseAnswer(BlockAnswer):
         self._num_events = 0
 
     def _object(self, results: Sequence[RequestOutput]) -> Json:
-        finish = str(results[0].outputs[0].finish_reason)
-        reason, usage = INCOMPLETE.get(finish), usage_of(results)
+        is_cut, usage = results[0].outputs[0].finish_reason == "length", self.usage(results)
         return self._response(
-            "completed" if reason is None else "incomplete",
-            output=[_item(block, _status(block)) for block in self._blocks.all],
-            incomplete_details=None if reason is None else {"reason": reason},
+            "incomplete" if is_cut else "completed",
+            output=[_item(block) for block in self.blocks],
+            incomplete_details={"reason": "max_output_tokens"} if is_cut else None,
             usage={
                 "input_tokens": usage["prompt_tokens"],
                 # Nothing is billed for what is kept in the cache.
                 "input_tokens_details": usage["prompt_tokens_details"] | {"cache_write_tokens": 0},
                 "output_tokens": usage["completion_tokens"],
-                "output_tokens_details": {"reasoning_tokens": self._num_reasoning_tokens(results)},
+                "output_tokens_details": usage["completion_tokens_details"],
                 "total_tokens": usage["total_tokens"],
             },
         )
 
     def _response(self, status: str, **own: Any) -> Json:
         body, choice = self._body, self._body.tool_choice
+        named = choice.function.name if isinstance(choice, NamedChoice) else None
         return {
             "id": self._id,
             "object": "response",
             "created_at": self._created,
-            "model": body.model,
             "status": status,
             "error": None,
-            "instructions": body.instructions,
-            "max_output_tokens": body.max_output_tokens,
             "metadata": body.metadata or {},
-            "parallel_tool_calls": body.parallel_tool_calls,
             "previous_response_id": None,
             "reasoning": {"effort": body.reasoning and body.reasoning.effort, "summary": None},
-            "temperature": body.temperature,
             "text": {"format": (body.text and body.text.format) or {"type": "text"}},
-            "tool_choice": (
-                choice if isinstance(choice, str) else {"type": "function", **choice["function"]}
-            ),
+            "tool_choice": {"type": "function", "name": named} if named else choice,
             "tools": [tool.model_dump() for tool in body.tools or ()],
-            "top_p": body.top_p,
             "truncation": "disabled",
+            **body.model_dump(include=ECHOED),
             **own,
         }
 
-    def _begun(self, results: Sequence[RequestOutput]) -> Iterator[bytes]:
-        begun = self._response("in_progress", output=[], incomplete_details=None, usage=None)
-        for kind in ("response.created", "response.in_progress"):
-            yield self._event(kind, response=begun)
+    def begun(self, results: Sequence[RequestOutput]) -> bytes:
+        response = self._response("in_progress", output=[], incomplete_details=None, usage=None)
+        kinds = ("response.created", "response.in_progress")
+        return b"".join(self._event(kind, response=response) for kind in kinds)
 
-    def _events(self, step: Step) -> Iterator[bytes]:
-        block, name = step.block, EVENTS[step.block.kind]
+    def _step(self, kind: str, block: Block, text: str) -> Iterator[bytes]:
+        name, is_call = EVENTS[block.kind], block.kind == CALL
         at: Json = {"output_index": block.index}
-        inside = {"item_id": _item_id(block), **at}
-        if has_part := block.kind != CALL:
-            inside["content_index"] = 0
-        logprobs = LOGPROBS.get(block.kind, {})
-        if step.kind == "grow":
-            yield self._event(f"{name}.delta", **inside, delta=step.text, **logprobs)
-        elif step.kind == "open":
-            item = _item(block, "in_progress")
+        inside = {"item_id": _item_id(block), **at, **({} if is_call else {"content_index": 0})}
+        logprobs: Json = {"logprobs": []} if block.kind == CONTENT else {}
+        if kind == "grow":
+            yield self._event(f"{name}.delta", **inside, delta=text, **logprobs)
+        elif kind == "open":
+            item = _item(block) | {"status": "in_progress"} | ({} if is_call else {"content": []})
             yield self._event("response.output_item.added", **at, item=item)
-            if has_part:
-                yield self._event("response.content_part.added", **inside, part=_part(block, ""))
+            if not is_call:
+                yield self._event("response.content_part.added", **inside, part=_part(block))
         else:
-            text = {"text" if has_part else "arguments": block.text}
-            called = {} if has_part else {"name": block.name}
-            yield self._event(f"{name}.done", **inside, **text, **logprobs, **called)
-            if has_part:
-                part = _part(block, block.text)
-                yield self._event("response.content_part.done", **inside, part=part)
-            item = _item(block, _status(block))
-            yield self._event("response.output_item.done", **at, item=item)
+            if is_call:
+                done = {"name": block.name, "arguments": block.text}
+                yield self._event(f"{name}.done", **inside, **done)
+            else:
+                yield self._event(f"{name}.done", **inside, text=block.text, **logprobs)
+                yield self._event("response.content_part.done", **inside, part=_part(block))
+            yield self._event("response.output_item.done", **at, item=_item(block))
 
-    def _ended(self, results: Sequence[RequestOutput]) -> Iterator[bytes]:
+    def ended(self, results: Sequence[RequestOutput]) -> bytes:
         answer = self._object(results)
-        yield self._event(f"response.{answer['status']}", response=answer)
+        return self._event(f"response.{answer['status']}", response=answer)
 
-    def _failed(self, refusal: RequestRefused) -> bytes:
+    def failed(self, refusal: RequestRefused) -> bytes:
         error = refusal.body["error"]
         return self._event("error", message=error["message"], code=error["type"], param=None)
 
@@ -410,29 +336,22 @@ class ResponseAnswer(BlockAnswer):
         return named_event(kind, sequence_number=self._num_events - 1, **fields)
 
 
-def _status(block: Block) -> str:
-    return "incomplete" if block.is_cut else "completed"
-
-
 def _item_id(block: Block) -> str:
     return f"{ID_PREFIXES[block.kind]}_{block.id}"
 
 
-def _item(block: Block, status: str) -> Json:
-    """In progress it is empty: its events make it grow."""
-    has_begun = status != "in_progress"
-    own: Json = {"id": _item_id(block), "status": status}
-    content = [_part(block, block.text)] if has_begun else []
+def _item(block: Block) -> Json:
+    own: Json = {"id": _item_id(block), "status": "incomplete" if block.is_cut else "completed"}
     if block.kind == CALL:
-        arguments = block.text if has_begun else ""
-        called = {"call_id": block.call_id, "name": block.name, "arguments": arguments}
+        called = {"call_id": block.call_id, "name": block.name, "arguments": block.text}
         return {"type": "function_call", **own, **called}
+    own["content"] = [_part(block)]
     if block.kind == REASONING:
-        return {"type": "reasoning", **own, "summary": [], "content": content}
-    return {"type": "message", **own, "role": "assistant", "content": content}
+        return {"type": "reasoning", **own, "summary": []}
+    return {"type": "message", **own, "role": "assistant"}
 
 
-def _part(block: Block, text: str) -> Json:
+def _part(block: Block) -> Json:
     if block.kind == REASONING:
-        return {"type": "reasoning_text", "text": text}
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+        return {"type": "reasoning_text", "text": block.text}
+    return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": []}

@@ -17,12 +17,13 @@ from starlette.types import Receive, Scope, Send
 
 from tllm_spec.outputs import RequestOutput
 from tllm_spec.request_errors import NO_GUIDED_TOKEN, SLOW_GRAMMAR
-from tllm_spec.server.answers import DONE, Answer, event, usage_of
+from tllm_spec.server.answers import Answer, usage_of
 from tllm_spec.server.protocol import StreamOptions
 from tllm_spec.server.refusals import RequestRefused
 
 if TYPE_CHECKING:
     from tllm_spec.request_handle import RequestHandle
+    from tllm_spec.server.blocks import BlockAnswer
 
 Result = TypeVar("Result")
 
@@ -120,7 +121,7 @@ async def finished_outputs(running: Running) -> list[RequestOutput]:
 
 
 async def event_stream(
-    answer: Answer,
+    answer: Answer | BlockAnswer,
     running: Running,
     options: StreamOptions,
     in_thread: Callable[[Callable[[], bytes]], Awaitable[bytes]],
@@ -130,6 +131,7 @@ async def event_stream(
     handles = running.handles
     if options.include_usage:
         answer.chunk_usage = {"usage": None}  # as at OpenAI
+    yield answer.begun(handles)
     async with aclosing(running.updates()) as outputs:
         try:
             async for i, result in outputs:
@@ -138,16 +140,11 @@ async def event_stream(
                     yield await in_thread(partial(answer.events, i, result, counts))
                 else:
                     yield answer.events(i, result, counts)
-        except RequestRefused as error:
-            yield event(error.body)
+        except RequestRefused as refusal:
+            yield answer.failed(refusal)
             return
-    if options.include_usage:
-
-        def usage() -> bytes:
-            return event(answer.usage_chunk(handles))
-
-        yield await in_thread(usage) if answer.is_slow(handles) else usage()
-    yield DONE
+    end = partial(answer.ended, handles)
+    yield await in_thread(end) if answer.is_slow(handles) else end()
 
 
 class EventStream(Response):
@@ -163,7 +160,8 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
         await send(start)
-        write_part = scope["state"].get("write_part", _cannot_write)
+        # Our own server's connections can write at once.
+        write_part = scope["state"].get("write_part", lambda data: False)
         sending = asyncio.ensure_future(_send_all(self._events, send, write_part))
         watching = asyncio.ensure_future(_disconnected(receive))
         try:
@@ -173,11 +171,6 @@ class EventStream(Response):
         finally:
             sending.cancel()
             watching.cancel()
-
-
-def _cannot_write(data: bytes) -> bool:
-    """Stands in for the direct write of our own server's connections."""
-    return False
 
 
 async def _send_all(

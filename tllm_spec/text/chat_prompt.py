@@ -39,16 +39,14 @@ class Conversation:
 
     A message is a mapping with `role` and `content`, as in OpenAI's API: a text or a list of text
     parts. `tools` have OpenAI's form, too; with `needs_tools` a template that leaves them out is
-    refused. `chat_template_kwargs` are variables of the model's chat template. `effort` and
-    `enable_thinking` are, too; where the template has a switch for reasoning, `effort` sets it."""
+    refused. `chat_template_kwargs` are variables of the model's chat template; where it has a
+    switch of reasoning that is not among them, another one or `reasoning_effort` sets it."""
 
     messages: Messages
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     add_generation_prompt: bool = True
     tools: Tools = None
     needs_tools: bool = True
-    effort: str | None = None
-    enable_thinking: bool | None = None
 
 
 class ChatPrompts:
@@ -115,14 +113,12 @@ class ChatPrompts:
         ]
 
     def _variables(self, conversation: Conversation) -> Mapping[str, Any]:
-        own: dict[str, Any] = {}
-        if (effort := conversation.effort) is not None:
-            template = str(self._tokenizer.chat_template)
-            own = {name: effort != "none" for name in SWITCHES if name in template}
-            own["reasoning_effort"] = effort
-        if conversation.enable_thinking is not None:
-            own["enable_thinking"] = conversation.enable_thinking
-        return {**own, **conversation.chat_template_kwargs}
+        given, template = conversation.chat_template_kwargs, str(self._tokenizer.chat_template)
+        effort = given.get("reasoning_effort")
+        thinks = given.get("enable_thinking", effort and effort != "none")
+        if thinks is None:
+            return given
+        return {name: thinks for name in SWITCHES if name in template} | dict(given)
 
     def _rendered(self, conversation: Conversation) -> str:
         tools = conversation.tools

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, Literal
 
 from tllm_spec.text.tokenizer import Tokenizer, decoder_of
@@ -15,7 +16,6 @@ prompt has closed, or as its first text that is not blank says: reasoning if it 
 
 # Of characters that stand for marker tokens: noncharacters of Unicode, which no text has.
 FIRST_MARK = 0xFDD0
-MAX_MARKS = 32
 MAX_TAIL = 4096  # tokens of a prompt's end that are read
 
 
@@ -34,9 +34,8 @@ class Marks:
     the marker, and the same text written with other tokens is text."""
 
     def __init__(self, tokenizer: Tokenizer, markers: Sequence[str]) -> None:
-        """markers: texts that are tokens, or have some in them; at most MAX_MARKS such tokens."""
+        """markers: texts that are tokens, or have some in them; at most 32 such tokens."""
         found = marker_tokens(tokenizer, markers)
-        assert len(found) <= MAX_MARKS
         longest_first = sorted(found.values(), key=len, reverse=True)
         self.names: Mapping[str, str] = {
             name: chr(FIRST_MARK + place) for place, name in enumerate(longest_first)
@@ -47,12 +46,6 @@ class Marks:
         """A marker as the parser finds it: parts that are tokens are characters."""
         for name, mark in self.names.items():
             text = text.replace(name, mark)
-        return text
-
-    def plain(self, text: str) -> str:
-        """The same text with the names of marker tokens."""
-        for name, mark in self.names.items():
-            text = text.replace(mark, name)
         return text
 
 
@@ -85,14 +78,9 @@ def _last_turn(prompt: Sequence[int], marks: Marks, tokenizer: Tokenizer) -> str
     """The text after the last special token that is no marker, with marks."""
     special = special_ids(tokenizer) - marks.of_token.keys()
     start = max((place + 1 for place, each in enumerate(prompt) if each in special), default=0)
-    decode, parts, run = decoder_of(tokenizer, skip_special_tokens=False), list[str](), list[int]()
-    for token in prompt[start:]:
-        if (mark := marks.of_token.get(token)) is None:
-            run.append(token)
-        else:
-            parts += [decode(run), mark]
-            run = []
-    return "".join([*parts, decode(run)])
+    decode = decoder_of(tokenizer, skip_special_tokens=False)
+    runs = groupby(prompt[start:], marks.of_token.get)
+    return "".join(mark or decode([*run]) for mark, run in runs)
 
 
 def special_ids(tokenizer: Any) -> set[int]:
