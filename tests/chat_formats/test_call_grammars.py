@@ -13,7 +13,7 @@ from tests.agents.fuzz import FAMILIES, Family, pieces_of, random_answer
 from tests.chat_formats.samples import ARGUMENTS, CALLS, FUNCTIONS, SAMPLES, Sample
 from tests.chat_formats.test_families import IDS, rendered
 from tests.grammar.walks import grammar_of_words, rows_of
-from tllm_spec.chat_formats.chat_format import ChatFormat, Function, Part
+from tllm_spec.chat_formats.chat_format import ChatFormat, Function, Part, num_chars
 from tllm_spec.chat_formats.names import TOOLS, tools_format
 from tllm_spec.grammar.grammar_state import CompiledGrammar, GrammarState
 from tllm_spec.grammar.guided_decoding import MAX_GRAMMAR_CHARS, GrammarSource
@@ -150,6 +150,23 @@ def test_a_hostile_schema_has_a_grammar_or_is_a_users_mistake(name: str) -> None
                 grammar_of(tag)
             except ValueError as error:
                 assert str(error)
+
+
+# Written out, the objects are 8 ** 20.
+TREE = {f"d{depth}": {"properties": {f"k{i}": {"$ref": f"#/$defs/d{depth + 1}"} for i in range(8)}}
+        for depth in range(20)}  # fmt: skip
+UNIONS = {f"d{depth}": {"anyOf": [{"$ref": f"#/$defs/d{depth + 1}"}] * 10} for depth in range(40)}
+
+
+@pytest.mark.parametrize("name", sorted(TOOLS))
+@pytest.mark.parametrize("definitions", [TREE, UNIONS], ids=["tree", "unions"])
+def test_references_to_a_schema_from_many_places_make_one_part(
+    name: str, definitions: dict[str, Any]
+) -> None:
+    schema = {"type": "object", "properties": {"a": {"$ref": "#/$defs/d0"}}, "$defs": definitions}
+    part = TOOLS[name][0].calls_tag([Function("f", schema)], is_parallel=True)
+    if num_chars(part) < MAX_GRAMMAR_CHARS:
+        assert num_chars(part) <= len(json.dumps(part))
 
 
 REFERENCES = {

@@ -3,6 +3,7 @@ of calls that match the functions' schemas."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -168,3 +169,15 @@ def members(parts: Sequence[tuple[Part, bool]], separator: Part | None) -> Part 
 def _after(parts: Sequence[tuple[Part, bool]], separator: Part | None) -> list[Part]:
     rest = [(sequence(separator, part), is_needed) for part, is_needed in parts]
     return [part if is_needed else optional(part) for part, is_needed in rest]
+
+
+def num_chars(part: Any, known: dict[int, int] | None = None) -> int:
+    """Characters of the part's JSON, about: a part that stands in several places is counted, not
+    written, for each. known: of parts by their ids."""
+    known = {} if known is None else known
+    if id(part) not in known:
+        inner = part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
+        is_plain = not inner or "json_schema" in part
+        own = len(json.dumps(part)) if is_plain else sum(num_chars(each, known) for each in inner)
+        known[id(part)] = own
+    return known[id(part)]

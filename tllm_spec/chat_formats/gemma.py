@@ -23,6 +23,7 @@ from tllm_spec.chat_formats.chat_format import (
 from tllm_spec.chat_formats.marked_calls import MarkedCalls
 from tllm_spec.chat_formats.pieces import Arguments, CallStart, Steps, num_held
 from tllm_spec.chat_formats.schema_values import (
+    NO_SCHEMA,
     NUMBER,
     alone,
     properties_of,
@@ -115,12 +116,21 @@ def _plain(written: str) -> Any:
     return plain
 
 
+Known = dict[tuple[int, int], Part]
 STRING: Part = {"type": "tag", "begin": QUOTE, "content": {"type": "any_text"}, "end": QUOTE}
 SCALARS = frozenset({"integer", "number", "boolean", "null"})
 KEY: Part = {"type": "regex", "pattern": r"[^\s{}\[\],:<>]+"}
 
 
-def _value_part(schema: Any, root: Schema, depth: int) -> Part:
+def _value_part(schema: Any, root: Schema, depth: int, known: Known) -> Part:
+    """known: the parts made so far; references may lead to a schema many times."""
+    place = (id(resolved(schema, root)), depth)
+    if place not in known:
+        known[place] = _new_value_part(schema, root, depth, known)
+    return known[place]
+
+
+def _new_value_part(schema: Any, root: Schema, depth: int, known: Known) -> Part:
     plain, types = resolved(schema, root), types_of(schema, root)
     if (choices := string_choices(schema, root)) is not None:
         return either([text(f"{QUOTE}{each}{QUOTE}") or {} for each in choices])
@@ -132,24 +142,24 @@ def _value_part(schema: Any, root: Schema, depth: int) -> Part:
     if scalars := sorted(kinds & SCALARS):
         made.append(json_part({"type": scalars}))
     if depth < MAX_FORCED_DEPTH and "object" in kinds:
-        made.append(_object_part(plain, root, depth))
+        made.append(_object_part(plain, root, depth, known))
     if depth < MAX_FORCED_DEPTH and "array" in kinds:
-        item = _value_part(plain.get("items"), root, depth)
+        item = _value_part(plain.get("items"), root, depth, known)
         more: Part = {"type": "star", "content": sequence(text(","), item)}
         made.append(sequence(text("["), optional(sequence(item, more)), text("]")))
     return either(made or [STRING])
 
 
-def _object_part(schema: Schema, root: Schema, depth: int) -> Part:
+def _object_part(schema: Schema, root: Schema, depth: int, known: Known) -> Part:
     properties = properties_of(schema, root)
     if not properties:
         is_empty = schema.get("additionalProperties") is False
-        member = sequence(KEY, text(":"), _value_part({}, {}, depth))
+        member = sequence(KEY, text(":"), _value_part(NO_SCHEMA, NO_SCHEMA, depth, known))
         more: Part = {"type": "star", "content": sequence(text(","), member)}
         inner = None if is_empty else optional(sequence(member, more))
     else:
         pairs = [
-            (sequence(text(f"{name}:"), _value_part(each, root, depth)), is_needed)
+            (sequence(text(f"{name}:"), _value_part(each, root, depth, known)), is_needed)
             for name, (each, is_needed) in properties.items()
         ]
         inner = members(pairs, text(","))
@@ -158,7 +168,7 @@ def _object_part(schema: Schema, root: Schema, depth: int) -> Part:
 
 def _call(function: Function) -> Part:
     root = resolved(function.parameters, function.parameters)
-    return sequence(text(f"call:{function.name}"), _object_part(root, function.parameters, 0))
+    return sequence(text(f"call:{function.name}"), _object_part(root, function.parameters, 0, {}))
 
 
 GEMMA = ChatFormat(GemmaCalls, _call, BEGIN, END, tokens=(QUOTE,), template=(BEGIN,))

@@ -15,6 +15,7 @@ NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?")
 CONSTANTS = {"true": "true", "false": "false", "True": "true", "False": "false"}
 NULLS = ("null", "None")
 MAX_REFERENCES = 16
+NO_SCHEMA: Schema = {}
 ANY_JSON = frozenset({"JSON"})
 JSON_TYPES: Mapping[type, str] = {
     bool: "boolean", int: "integer", float: "number", str: "string", list: "array",
@@ -43,12 +44,22 @@ def resolved(schema: Any, root: Schema) -> Schema:
         for name in filter(None, reference.removeprefix("#").split("/")):
             key = name.replace("~1", "/").replace("~0", "~")
             schema = schema.get(key) if isinstance(schema, Mapping) else None
-    return {}
+    return NO_SCHEMA
 
 
-def types_of(schema: Any, root: Schema, depth: int = 0) -> frozenset[str]:
-    """JSON types of the values; empty if the schema does not say."""
-    plain = resolved(schema, root)
+def types_of(
+    schema: Any, root: Schema, known: dict[int, frozenset[str]] | None = None
+) -> frozenset[str]:
+    """JSON types of the values; empty if the schema does not say. known: of schemas by their ids;
+    references may lead to one many times, or in a circle."""
+    plain, known = resolved(schema, root), {} if known is None else known
+    if id(plain) not in known:
+        known[id(plain)] = frozenset()
+        known[id(plain)] = _types(plain, root, known)
+    return known[id(plain)]
+
+
+def _types(plain: Schema, root: Schema, known: dict[int, frozenset[str]]) -> frozenset[str]:
     kind = plain.get("type")
     if isinstance(kind, str):
         return frozenset({kind})
@@ -58,8 +69,8 @@ def types_of(schema: Any, root: Schema, depth: int = 0) -> frozenset[str]:
         return frozenset(JSON_TYPES[type(each)] for each in values if type(each) in JSON_TYPES)
     for name in ("anyOf", "oneOf", "allOf"):
         parts = plain.get(name)
-        if isinstance(parts, list) and depth < MAX_REFERENCES:
-            found = [types_of(each, root, depth + 1) for each in parts]
+        if isinstance(parts, list):
+            found = [types_of(each, root, known) for each in parts]
             if all(found) or name == "allOf":
                 return frozenset().union(*found)
     return frozenset({"object"} if "properties" in plain else {"array"} if "items" in plain else ())

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from tllm_spec.chat_formats import names
-from tllm_spec.chat_formats.chat_format import Function
+from tllm_spec.chat_formats.chat_format import Function, num_chars
 from tllm_spec.chat_formats.harmony import HarmonyParser, harmony_text
 from tllm_spec.chat_formats.marked_text import MarkedText, unsplit
 from tllm_spec.chat_formats.pieces import (
@@ -25,7 +25,7 @@ from tllm_spec.chat_formats.pieces import (
     PlainText,
 )
 from tllm_spec.chat_formats.reasoning import ReasoningParser
-from tllm_spec.grammar.guided_decoding import GuidedDecodingParams
+from tllm_spec.grammar.guided_decoding import MAX_GRAMMAR_CHARS, GuidedDecodingParams
 from tllm_spec.outputs import CompletionOutput, Logprob, RequestOutput
 from tllm_spec.sampling_params import SamplingParams
 from tllm_spec.server.answers import Answer, Json, Logprobs, number_of, usage_of
@@ -87,6 +87,8 @@ class AnswerFormats:
             part = calls.answer_tag(functions, is_parallel=is_parallel)
         else:
             return params
+        if num_chars(part) > MAX_GRAMMAR_CHARS:
+            raise ValueError(f"tools: the grammar of calls has over {MAX_GRAMMAR_CHARS} characters")
         tag = {"type": "structural_tag", "format": part}
         return replace(params, guided_decoding=GuidedDecodingParams(structural_tag=tag))
 
