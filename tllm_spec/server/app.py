@@ -18,7 +18,7 @@ from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from tllm_spec.chat_formats.reasoning import PlainText
+from tllm_spec.chat_formats.pieces import PlainText
 from tllm_spec.intake import max_model_len
 from tllm_spec.outputs import RequestOutput
 from tllm_spec.request_handle import RequestHandle
