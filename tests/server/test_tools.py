@@ -1,6 +1,7 @@
 """Tools and reasoning on `/v1/chat/completions`, through the official `openai` client."""
 
 import json
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +13,9 @@ from tests.grammar.walks import accepts, compiled
 from tests.server.fake_llm import MODEL, FakeLLM
 from tests.server.hosted import hosted
 from tests.server.http_answers import CHAT, Post, events_of
+from tllm_spec.chat_formats.chat_format import ChatFormat
+from tllm_spec.server.bodies import LONG_BODY
+from tllm_spec.server.chat_answer import AnswerFormats
 from tllm_spec.server.chat_message import Tool, forced_schema
 from tllm_spec.server.options import ServerOptions
 
@@ -185,6 +189,32 @@ def test_strict_tools_are_constrained_only_inside_calls(
     assert llm.sampling[-1].guided_decoding is None
     ask(client, llm, "x", tools=strict, tool_choice="none")
     assert llm.sampling[-1].guided_decoding is None
+
+
+def test_a_strict_tool_with_too_many_members_is_refused_before_its_grammar_is_made(
+    post: Post, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ChatFormat, "answer_tag", lambda *given, **more: 1 / 0)
+    schema = {"properties": {f"p{i}": {} for i in range(9000)}}
+    tools = [{"function": {"name": "f", "strict": True, "parameters": schema}}]
+    answer = post("/v1/chat/completions", messages=CHAT, tools=tools)
+    assert answer.status_code == 400 and "grammar of calls has over" in answer.text
+
+
+def test_the_grammar_of_a_long_bodys_tools_is_made_in_a_thread(
+    post: Post, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others' streams go on."""
+    threads, guided = [], AnswerFormats.guided
+
+    def seen(*given: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return guided(*given)
+
+    monkeypatch.setattr(AnswerFormats, "guided", seen)
+    tools = [{"function": {"name": "f", "description": "d" * LONG_BODY}}]
+    post("/v1/chat/completions", messages=CHAT, tools=tools)
+    assert [name.partition(" ")[0] for name in threads] == ["AnyIO"]
 
 
 def test_a_guided_answer_has_reasoning(client: openai.OpenAI, llm: FakeLLM) -> None:

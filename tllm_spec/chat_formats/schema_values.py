@@ -29,7 +29,8 @@ def properties_of(schema: Schema, root: Schema) -> Mapping[str, tuple[Schema, bo
     found, needed = plain.get("properties"), plain.get("required")
     names = [each for each in needed if isinstance(each, str)] if isinstance(needed, list) else []
     own = found if isinstance(found, Mapping) else {}
-    return {name: (own.get(name, {}), name in names) for name in dict.fromkeys([*own, *names])}
+    is_needed = dict.fromkeys(own, False) | dict.fromkeys(names, True)
+    return {name: (own.get(name, {}), needed) for name, needed in is_needed.items()}
 
 
 def resolved(schema: Any, root: Schema) -> Schema:
@@ -39,7 +40,7 @@ def resolved(schema: Any, root: Schema) -> Schema:
             break
         reference = schema.get("$ref")
         if not isinstance(reference, str):
-            return schema
+            return schema or NO_SCHEMA
         schema = root
         for name in filter(None, reference.removeprefix("#").split("/")):
             key = name.replace("~1", "/").replace("~0", "~")

@@ -361,7 +361,7 @@ class OpenAIServer:
         new_text = self._formats.new_texts(body, is_guided=params.guided_decoding is not None)
         names = {"guided_decoding": "tools", **names}
         with bad_request(names):
-            params = self._formats.guided(body, params)
+            params = await made_of_body(request, self._formats.guided, body, params)
         self._check_lengths([message.content or "" for message in body.messages])
         most = min(self._llm.max_seq_len, request.state.body_size + MAX_TEMPLATE_TOKENS)
         size = size_of([most], params, echo=False, own_field=params.prompt_logprobs is not None)

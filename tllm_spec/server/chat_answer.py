@@ -25,6 +25,7 @@ from tllm_spec.chat_formats.pieces import (
     PlainText,
 )
 from tllm_spec.chat_formats.reasoning import ReasoningParser
+from tllm_spec.chat_formats.schema_values import properties_of
 from tllm_spec.grammar.guided_decoding import MAX_GRAMMAR_CHARS, GuidedDecodingParams
 from tllm_spec.outputs import CompletionOutput, Logprob, RequestOutput
 from tllm_spec.sampling_params import SamplingParams
@@ -39,6 +40,8 @@ from tllm_spec.text.tokenizer import REPLACEMENT, Tokenizer, bytes_of_token
 
 logger = logging.getLogger(__name__)
 
+TOO_LONG = f"tools: the grammar of calls has over {MAX_GRAMMAR_CHARS} characters"
+MAX_MEMBERS = MAX_GRAMMAR_CHARS // 8  # of functions: each takes at least so much in any format
 NO_PARSER = (
     "tool_choice = 'auto' needs a server with --tool_call_parser; none, required and a function "
     "are served without"
@@ -84,11 +87,15 @@ class AnswerFormats:
         elif choice == "required":
             part = calls.calls_tag(functions, is_parallel=is_parallel)
         elif params.guided_decoding is None and any(each.is_strict for each in functions):
+            strict = [each.parameters for each in functions if each.is_strict]
+            # Forced calls have their limit from the same calls as JSON.
+            if sum(len(properties_of(each, each)) for each in strict) > MAX_MEMBERS:
+                raise ValueError(TOO_LONG)
             part = calls.answer_tag(functions, is_parallel=is_parallel)
         else:
             return params
         if num_chars(part) > MAX_GRAMMAR_CHARS:
-            raise ValueError(f"tools: the grammar of calls has over {MAX_GRAMMAR_CHARS} characters")
+            raise ValueError(TOO_LONG)
         tag = {"type": "structural_tag", "format": part}
         return replace(params, guided_decoding=GuidedDecodingParams(structural_tag=tag))
 
