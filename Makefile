@@ -10,7 +10,8 @@ VERSIONS ?= -c $(TESTED)
 CHECKED := setup.py tllm_spec executor kernels tests benchmarks docs tools
 DEMO_CONFIGS := $(addprefix yaml_examples/,$(addsuffix .yaml,plain ngram draft_target eagle3_one_model))
 
-.PHONY: install fmt lint type test test-all test-gpu test-newest bench bench-gpu demo chat dist docs examples lock agents
+.PHONY: install fmt lint type test test-all test-gpu test-newest bench bench-gpu demo chat dist docs
+.PHONY: examples lock agents
 
 install: $(STAMP)
 

@@ -1,4 +1,4 @@
-"""Random answers in each family's format, written by a scripted model behind `tllm-serve` with
+"""Random answers in each family's format, which `tllm-serve` gives with a scripted model and
 drafts, against what they were made from: `python -m tests.agents.fuzz --minutes 20`.
 
 The formats are written here by their own functions, which share nothing with the product's. The

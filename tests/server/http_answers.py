@@ -26,3 +26,12 @@ def events_of(response: httpx.Response) -> list[Any]:
     """The data of each server-sent event; "[DONE]" stays text."""
     data = [line.removeprefix("data: ") for line in response.text.splitlines() if line]
     return [each if each == "[DONE]" else json.loads(each) for each in data]
+
+
+def named_events(response: httpx.Response) -> list[Any]:
+    """The data of each server-sent event with a name, which must be the data's type."""
+    lines = response.text.splitlines()
+    named = [line.removeprefix("event: ") for line in lines if line.startswith("event: ")]
+    data = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: ")]
+    assert named == [each["type"] for each in data]
+    return data

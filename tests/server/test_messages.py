@@ -19,7 +19,7 @@ from tests.server.agent_server import (
 )
 from tests.server.fake_llm import FAILING_PROMPT, MODEL, SLOW_PROMPT, FakeLLM
 from tests.server.hosted import hosted
-from tests.server.http_answers import CHAT, Post, events_of
+from tests.server.http_answers import CHAT, Post, events_of, named_events
 from tllm_spec.server.options import ServerOptions
 from tllm_spec.server.protocol import ChatCompletionRequest
 
@@ -39,15 +39,6 @@ def llm() -> FakeLLM:
 def url(llm: FakeLLM) -> Iterator[str]:
     with agent_server(llm) as url:
         yield url
-
-
-def events(answer: httpx.Response) -> list[Json]:
-    """The events' data; their names must be their types."""
-    lines = answer.text.splitlines()
-    named = [line.removeprefix("event: ") for line in lines if line.startswith("event: ")]
-    data = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: ")]
-    assert named == [each["type"] for each in data]
-    return data
 
 
 def built(found: list[Json]) -> Json:
@@ -89,7 +80,7 @@ def ask(post: Post, llm: FakeLLM, text: str, **body: Any) -> Json:
     llm.is_paced = bool(body.get("stream"))
     answer = post(MESSAGES, **{**BODY, **body})
     assert answer.status_code == 200, answer.text
-    return built(events(answer)) if body.get("stream") else dict(answer.json())
+    return built(named_events(answer)) if body.get("stream") else dict(answer.json())
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -442,7 +433,7 @@ def test_a_request_that_fails_ends_its_stream_with_an_error_event(
     with hosted(llm, ServerOptions(shutdown_timeout=5, request_timeout=timeout)) as url:
         body = {"model": MODEL, "max_tokens": 5, "messages": CHAT}
         assert error_type(httpx.post(f"{url}{MESSAGES}", json=body)) == error
-        *_, last = events(httpx.post(f"{url}{MESSAGES}", json={**body, "stream": True}))
+        *_, last = named_events(httpx.post(f"{url}{MESSAGES}", json={**body, "stream": True}))
     assert (last["type"], last["error"]["type"]) == ("error", error[1])
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from tests.server.agent_server import CALL, PARAMETERS, TEXT, agent_llm, agent_server, prompt_of
 from tests.server.fake_llm import MODEL, FakeLLM
-from tests.server.http_answers import CHAT, Post
+from tests.server.http_answers import CHAT, Post, named_events
 from tllm_spec.outputs import CompletionOutput
 from tllm_spec.server.chat_answer import ParsedText
 from tllm_spec.server.responses_api import ResponseAnswer, ResponsesRequest
@@ -47,10 +47,7 @@ def ask(client: openai.OpenAI, llm: FakeLLM, text: str, *, stream: bool, **body:
 def events(post: Post, llm: FakeLLM, text: str, **body: Any) -> list[Json]:
     llm.answer, llm.is_paced = lambda index: text, True
     answer = post(PATH, **{"input": "hello", "tools": TOOLS, "stream": True, **body})
-    lines = answer.text.splitlines()
-    named = [line.removeprefix("event: ") for line in lines if line.startswith("event: ")]
-    data = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: ")]
-    assert named == [each["type"] for each in data]
+    data = named_events(answer)
     assert [each["sequence_number"] for each in data] == list(range(len(data)))
     return data
 
