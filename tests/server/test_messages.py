@@ -460,3 +460,16 @@ def test_the_official_client_reads_answers_and_errors(url: str, llm: FakeLLM) ->
             assert first[name] == second[name]
         with pytest.raises(anthropic.NotFoundError, match="is not served"):
             client.messages.create(**{**BODY, "model": "x"})
+
+
+@pytest.mark.parametrize("depth", [50, 150, 250, 350, 450])
+def test_a_schema_may_be_nested_deeply_or_is_refused(url: str, depth: int) -> None:
+    schema: Json = {"type": "string"}
+    for _ in range(depth):
+        schema = {"type": "object", "properties": {"a": schema}}
+    body = {"model": MODEL, "max_tokens": 9, "messages": CHAT}
+    for choice in ("none", "auto", "any"):
+        tools = [{"name": "weather", "input_schema": schema}]
+        given = {**body, "tools": tools, "tool_choice": {"type": choice}}
+        answer = httpx.post(f"{url}{MESSAGES}", json=given)
+        assert answer.status_code in (200, 400), answer.text

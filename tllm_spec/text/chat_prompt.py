@@ -122,13 +122,13 @@ class ChatPrompts:
 
     def _rendered(self, conversation: Conversation) -> str:
         tools = conversation.tools
-        messages = [self._escaped(message) for message in conversation.messages]
-        options = {
-            "add_generation_prompt": conversation.add_generation_prompt,
-            **({"tools": self._escaped(tools)} if tools else {}),
-            **conversation.chat_template_kwargs,
-        }
         try:
+            messages = [self._escaped(message) for message in conversation.messages]
+            options = {
+                "add_generation_prompt": conversation.add_generation_prompt,
+                **({"tools": self._escaped(tools)} if tools else {}),
+                **conversation.chat_template_kwargs,
+            }
             text: str = self._tokenizer.apply_chat_template(messages, tokenize=False, **options)
         except MemoryError:
             raise TemplateOverLimit(TOO_LARGE) from None
@@ -173,7 +173,7 @@ def _check_texts(values: object) -> None:
     name = "messages, tools and chat_template_kwargs as JSON"
     try:
         given = json.dumps(values, ensure_ascii=False)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{name}: {error}") from None
     check_text(given, name)
 
