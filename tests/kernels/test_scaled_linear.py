@@ -67,6 +67,9 @@ SUM_ERROR = 4e-6
 PLAIN_SUM_ERROR = 2e-7
 # Of sums of thousands of products in float32, added one by one, next to the root of their number.
 PLAIN_FLOAT32_ERROR = 6e-6
+# Of millions of sums so many may be further off, which were large on their way: they are compared
+# with the error of their own additions.
+MOST_LARGE_SUMS = 100
 
 
 @dataclass(frozen=True)
@@ -167,7 +170,20 @@ def check(
     if p.group < 0 and p.x.dtype == torch.float32:
         bound = PLAIN_FLOAT32_ERROR * (expected.abs() + p.x.shape[1] ** 0.5)
     assert output.dtype == p.x.dtype and output.shape == expected.shape
-    assert ((output.double() - expected).abs() <= bound).all()
+    error = (output.double() - expected).abs()
+    over = (error > bound).nonzero()
+    if p.group < 0 and p.x.dtype == torch.float32 and len(over) <= MOST_LARGE_SUMS:
+        bound[over[:, 0], over[:, 1]] = error_of_additions(p, over)
+    assert (error <= bound).all()
+
+
+def error_of_additions(p: Problem, places: torch.Tensor) -> torch.Tensor:
+    """What the rounding of each addition of a float32 sum may add up to: half a unit in the last
+    place of the sum so far, where products are added one by one in each chunk."""
+    products = p.x[places[:, 0]].double() * p.numbers[places[:, 1]]
+    sums = [chunk.cumsum(1).abs().sum(1) for chunk in products.split(CHUNK, 1)]
+    totals = torch.stack([chunk.sum(1) for chunk in products.split(CHUNK, 1)], 1)
+    return 2.0**-24 * (sum(sums) + totals.cumsum(1).abs().sum(1))
 
 
 def magnitudes_of(p: Problem) -> torch.Tensor:
