@@ -27,7 +27,7 @@ MAX_BYTES = 1 << 30  # of one message; prompt log probabilities are the largest
 
 # Fields of a `Response` that its front gets with the first tokens, and with the last ones.
 FIRST = ("cached_tokens", "first_scheduled_time", "first_token_time")
-LAST = ("finish_reason", "stop_reason", "error")
+LAST = ("finish_reason", "stop_reason", "error", "weight_versions")
 
 
 def pack(message: Any) -> bytes:
