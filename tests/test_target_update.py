@@ -214,7 +214,7 @@ def test_a_paused_engine_may_refuse_requests(mode: Any) -> None:
         llm.pause(mode)
         (output,) = stream.result().outputs
         assert output.finish_reason == ("cancelled" if mode == "abort" else "length")
-        with pytest.raises(RuntimeError, match=r"paused and takes no requests; call resume\(\)"):
+        with pytest.raises(RuntimeError, match="paused and takes no requests"):
             llm.generate(PROMPT)
         llm.resume()
         assert len(text(llm)) == 30

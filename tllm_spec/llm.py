@@ -28,17 +28,17 @@ from tllm_spec.models.registry import model_config
 from tllm_spec.outputs import RequestOutput
 from tllm_spec.progress import progress
 from tllm_spec.ranks import build_together, join_ranks
-from tllm_spec.request_errors import RequestError
+from tllm_spec.request_errors import (
+    PAUSE_MODES,
+    REFUSING_MODES,
+    EnginePaused,
+    PauseMode,
+    RequestError,
+)
 from tllm_spec.request_handle import RequestHandle, Results
 from tllm_spec.sampling_params import RequestOptions, SamplingParams
 from tllm_spec.server_info import server_info
-from tllm_spec.target_update import (
-    IS_PAUSED,
-    PAUSE_MODES,
-    REFUSING_MODES,
-    PauseMode,
-    TargetUpdate,
-)
+from tllm_spec.target_update import TargetUpdate
 from tllm_spec.text.chat_prompt import Conversation
 from tllm_spec.text.messages import Messages
 from tllm_spec.text.tokenizer import Tokenizer, tokenizer_of
@@ -76,7 +76,7 @@ class LLM:
         self._is_shut_down = False
         self._worker = Worker(built.executor, built.queue, self._results.fail_all)
         self._update = TargetUpdate(self.args.model, built.executor, self._worker)
-        self._takes_requests = True
+        self.pause_mode: PauseMode | None = None
         communicator.when_lost(self._worker.fail)
         self._worker.start()
         # Runs at shutdown, when this object is collected, or when the interpreter ends: a thread
@@ -200,8 +200,8 @@ class LLM:
     def submit(self, inputs: Prompt, params: Params, options: RequestOptions) -> RequestHandle:
         """As `generate_async`, which makes `options`."""
         self._check_alive()
-        if not self._takes_requests:
-            raise RuntimeError(IS_PAUSED)
+        if self.pause_mode in REFUSING_MODES:
+            raise EnginePaused
         with _mistakes_as_request_errors():
             submission = self._intake.submission(inputs, params, options)
         ids = [each.request_id for each in submission.requests]
@@ -272,25 +272,24 @@ class LLM:
         self._check_alive()
         if mode not in PAUSE_MODES:
             raise ValueError(f"mode = {mode!r}; it must be one of {', '.join(PAUSE_MODES)}")
-        self._takes_requests = mode not in REFUSING_MODES
-        if mode == "abort":
+        self.pause_mode = mode
+
+        def cancel_all() -> None:
             for request_id in self._results.ids():
                 self._queue.cancel(request_id)
-        if not self._takes_requests:
-            self._worker.call(lambda: None)  # from here on it is not idle before all have ended
-            self._worker.wait_until_idle()
-        self._update.pause(retract=mode == "retract")
+
+        self._update.pause(mode, cancel_all)
 
     def resume(self) -> None:
         """Ends a pause."""
         self._check_alive()
         self._update.resume()
-        self._takes_requests = True
+        self.pause_mode = None
 
     @property
     def is_paused(self) -> bool:
         """Whether `pause` was called, and `resume` not since."""
-        return self._executor.is_paused
+        return self.pause_mode is not None
 
     def update_weights(
         self,

@@ -11,12 +11,13 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import monotonic
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from tllm_spec.executor.py_executor import PyExecutor
 from tllm_spec.executor.weight_swap import StagedWeights
 from tllm_spec.executor.worker import Worker
 from tllm_spec.models.checkpoint import SINGLE
+from tllm_spec.request_errors import REFUSING_MODES
 from tllm_spec.zoo.registry import resolve_model
 
 if TYPE_CHECKING:
@@ -24,11 +25,7 @@ if TYPE_CHECKING:
 
     Source = str | os.PathLike[str] | Iterable[tuple[str, torch.Tensor]]
 
-PauseMode = Literal["abort", "wait", "keep", "retract"]
-PAUSE_MODES = "abort", "wait", "keep", "retract"
-REFUSING_MODES = "abort", "wait"  # which take no requests while they last
 RUNNING = "keep", "retract"
-IS_PAUSED = "the LLM is paused and takes no requests; call resume()"
 NOT_REPLACEABLE = (
     "update_weights: this engine's weights cannot be replaced while it runs, since its draft head "
     "has copies of some; draft_backend: torch is accepted, and with a head of its own folder no "
@@ -73,8 +70,15 @@ class TargetUpdate:
         self._model, self._executor, self._worker = model, executor, worker
         self._calls = calls_of(executor)
 
-    def pause(self, *, retract: bool) -> None:
-        self._on_all_ranks("pause", retract=retract)
+    def pause(self, mode: str, cancel_all: Callable[[], None]) -> None:
+        """As `LLM.pause`, whose caller refuses requests. cancel_all: cancels those that there
+        are."""
+        if mode == "abort":
+            cancel_all()
+        if mode in REFUSING_MODES:
+            self._worker.call(lambda: None)  # from here on it is not idle before all have ended
+            self._worker.wait_until_idle()
+        self._on_all_ranks("pause", retract=mode == "retract")
 
     def resume(self) -> None:
         self._on_all_ranks("resume")
