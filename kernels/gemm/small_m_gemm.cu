@@ -21,7 +21,7 @@
 //
 // W may be FP8 (E4M3) with a float32 scale for each row and each 128 columns, which are a block:
 // W is converted in registers, exactly, and the sums of a block are multiplied by its rows' scales.
-// The scales of a step lie in the ring next to its weights.
+// The scales of a step lie in the ring behind its weights.
 //
 // W may also have codes of 4 bits, as int4_weights.py stores them: a byte has the codes of two
 // columns that are 64 apart. A word for each row and each GROUP columns has the scale and the zero
@@ -42,7 +42,11 @@ constexpr int LANE_SCALES = ROW_SCALES > 1 ? ROW_SCALES / 2 : 1;  // that a lane
 constexpr int MOST_SCALES = 16 / sizeof(Scale);
 constexpr int SCALE_PIECE = LANE_SCALES < MOST_SCALES ? LANE_SCALES : MOST_SCALES;  // at a time
 constexpr int LANES_PER_ROW = STEP_COLUMNS / WEIGHT_PIECE, ROWS_PER_COPY = 32 / LANES_PER_ROW;
-constexpr int COPIES = 16 / ROWS_PER_COPY;
+constexpr int COPIES = 16 / ROWS_PER_COPY, HALF_COPIES = COPIES / 2;  // half: of 8 rows
+// Bytes of a step in a ring: whole rows of 128, so that the XOR of `swizzle` stays within one.
+constexpr int SLOT_BYTES = (16 * STEP_PIECES + STEP_SCALES * sizeof(Scale) + 127) / 128 * 128;
+// Of a ring, fetched before x. On an H200 x comes late behind many of 4 bits; wider ones need them.
+constexpr int EARLY_SLOTS = BITS == 4 ? 1 : DEPTH - 1;
 constexpr int TOKENS = 8;                 // most rows of x: the n of the tensor cores' m16n8k16
 constexpr int SUMS = 8 * WARPS * TOKENS;  // partial sums of a tile's row pairs, all column groups
 
@@ -57,15 +61,14 @@ __device__ inline uint4 load_piece(const u16* source) {
 }
 
 // No L2 prefetch size: with `.L2::256B` every GEMM was slower on an H200.
-__device__ inline void copy_piece(uint4* destination, const Weight* source) {
+__device__ inline void copy_piece(u32 destination, const Weight* source) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
-        :: "r"(shared_address(destination)), "l"(source) : "memory");
+        :: "r"(destination), "l"(source) : "memory");
 }
 
-__device__ inline void copy_scales(Scale* destination, const Scale* source) {
+__device__ inline void copy_scales(u32 destination, const Scale* source) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], %2;"
-        :: "r"(shared_address(destination)), "l"(source), "n"(sizeof(Scale) * SCALE_PIECE)
-        : "memory");
+        :: "r"(destination), "l"(source), "n"(sizeof(Scale) * SCALE_PIECE) : "memory");
 }
 
 // Same layout as _Arguments in small_m_gemm.py.
@@ -81,10 +84,14 @@ struct Gemm {
     // The two rows of W of a pair: rows r and r + 8 of a group of 16, or a row of the gate and the
     // matching row of `up`.
     __device__ int low_row(int tile, int pair) const {
-        if (gated) return tile * 8 * row_groups + pair;
-        return (tile * row_groups + pair / 8) * 16 + pair % 8;
+        return (tile * row_groups + pair / 8) * (gated ? 8 : 16) + pair % 8;
     }
     __device__ int high_row(int low) const { return gated ? out_features / 2 + low : low + 8; }
+    // Rows past the end are read as the last one; their sums are not written.
+    __device__ u32 read_row(int low, bool high) const {
+        const int half = out_features / 2, last = (gated ? half : out_features) - 1;
+        return gated ? min(low, last) + high * half : min(low + 8 * high, last);
+    }
 
     __device__ void write(int row, int token, float value) const {
         if (row >= out_features) return;
@@ -156,7 +163,7 @@ __device__ inline void stage_tokens(
                 }
                 batch[i] = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
             }
-            tokens[i * stride + place(piece)] = paired(batch[i]);
+            tokens[i * stride + place(piece)] = prepared(batch[i], piece);
         }
     }
     if (normed) {
@@ -177,13 +184,14 @@ __device__ inline void stage_tokens(
 struct WorkerSum {
     const Gemm& p;
     const Part& part;
-    float* received;  // [2][senders][2][run][TOKENS]; the first index is the parity of the tile
+    float* received;  // [2][senders][2][run][TOKENS]; the first index is the tile's turn % 2
     float* squares;   // [splits][TOKENS]: sums of squares of each CTA's share of the columns
-    int run;
+    int run;          // a power of two
 
     __device__ int senders() const { return p.splits * part.column_groups; }
-    __device__ float* partial(int parity, int sender, int high, int pair) const {
-        return received + (((parity * senders() + sender) * 2 + high) * run + pair % run) * TOKENS;
+    __device__ float* partial(int turn, int sender, int high, int pair) const {
+        const int half = (turn % 2 * senders() + sender) * 2 + high;
+        return received + (half * run + (pair & run - 1)) * TOKENS;
     }
     __device__ u32 address(const float* local, int rank) const {
         return remote_address(local, p.splits == 1 ? cluster_rank() : rank);
@@ -195,13 +203,13 @@ struct WorkerSum {
         if (p.splits > 1) cluster_wait();
         else __syncthreads();
     }
-    __device__ void send(int parity, int pair, int token, const float (&sum)[4]) const {
+    __device__ void send(int turn, int pair, int token, const float (&sum)[4]) const {
 #pragma unroll
         for (int high = 0; high < 2; ++high) {
             const int sender = part.rank * part.column_groups + part.column_group;
-            const float* local = partial(parity, sender, high, pair) + token;
+            const float* local = partial(turn, sender, high, pair) + token;
             asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};"
-                :: "r"(address(local, pair / run)), "f"(sum[2 * high]), "f"(sum[2 * high + 1])
+                :: "r"(address(local, pair >= run)), "f"(sum[2 * high]), "f"(sum[2 * high + 1])
                 : "memory");
         }
     }
@@ -216,18 +224,20 @@ struct WorkerSum {
                 :: "r"(address(local, i / p.num_tokens)), "f"(sum) : "memory");
         }
     }
-    __device__ void finish(int tile, int parity) const {
+    // turn: of the tile. The warps take turns, since the others go on meanwhile.
+    __device__ void finish(int tile, int turn) const {
 #pragma unroll 1
-        for (int i = threadIdx.x; i < run * p.num_tokens; i += THREADS) {
-            const int pair = part.rank * run + i % run, token = i / run;
+        for (int i = threadIdx.x - 32 * turn & THREADS - 1; i < run * p.num_tokens; i += THREADS) {
+            const int pair = part.rank * run + (i & run - 1), token = i >> __ffs(run) - 1;
             float low = 0.0f, high = 0.0f;
 #pragma unroll 2
             for (int sender = 0; sender < senders(); ++sender) {
-                low += partial(parity, sender, 0, pair)[token];
-                high += partial(parity, sender, 1, pair)[token];
+                low += partial(turn, sender, 0, pair)[token];
+                high += partial(turn, sender, 1, pair)[token];
             }
             if (p.norm_weight != nullptr) {
                 float square = 0.0f;
+#pragma unroll 1
                 for (int rank = 0; rank < p.splits; ++rank)
                     square += squares[rank * TOKENS + token];
                 const float scale = rsqrtf(square / p.in_features + p.eps);
@@ -239,54 +249,55 @@ struct WorkerSum {
     }
 };
 
-// Copies one warp's steps (16 rows x STEP_COLUMNS of W each) into its ring, across tiles.
+// Copies one warp's steps (16 rows x STEP_COLUMNS of W each) into its ring, across tiles. A slot of
+// the ring has [BLOCKS][16][8] pieces, piece c of row r at c ^ swizzle(r), then [16][ROW_SCALES].
 struct Stream {
     const Gemm& p;
     const Part& part;
-    uint4* ring;  // [DEPTH][BLOCKS][16][8] pieces; piece c of row r is stored at c ^ swizzle(r)
-    Scale* scale_ring;  // [DEPTH][16][ROW_SCALES]
     int lane, tile, step;
-    const Weight* rows[COPIES];
+    u32 target, scale_target;            // where the lane writes first in the first slot
+    const Weight *first, *rows[COPIES];  // what it reads first, of W's first row and of the tile's
     const Scale* scale;  // of row lane % 16, in half lane / 16 of the first step
 
-    // The row of W that is row `row` of the warp's 16. Rows past the end read the last row; their
-    // sums are not written.
-    __device__ u64 weight_row(int row) const {
-        const int last = (p.gated ? p.out_features / 2 : p.out_features) - 1;
-        const int low = p.low_row(tile, part.group * 8 + row % 8);
-        if (p.gated) return row < 8 ? min(low, last) : p.high_row(min(low, last));
-        return min(row < 8 ? low : p.high_row(low), last);
+    __device__ Stream(const Gemm& p, const Part& part, const uint4* ring, int lane, int tile)
+        : p(p), part(part), lane(lane), tile(tile), step(part.column_group) {
+        const int row = lane / LANES_PER_ROW, block_row = lane % LANES_PER_ROW / 8 * 16 + row;
+        const int piece = block_row * PIECES_PER_ROW + (lane % 8 ^ swizzle(row));
+        target = opaque(shared_address(ring + piece));
+        const int scales = lane % 16 * ROW_SCALES + lane / 16 * LANE_SCALES;
+        scale_target = opaque(shared_address(ring + STEP_PIECES) + scales * sizeof(Scale));
+        const int column = part.first_column + lane % LANES_PER_ROW * WEIGHT_PIECE;
+        first = p.weight + column / PER_WEIGHT;
+        point();
     }
     // Sets the pointers to the rows of the current tile.
     __device__ void point() {
+        const int low = p.low_row(tile, part.group * 8);
 #pragma unroll
         for (int i = 0; i < COPIES; ++i) {
-            const int row = lane / LANES_PER_ROW + ROWS_PER_COPY * i;
-            const int column = part.first_column + lane % LANES_PER_ROW * WEIGHT_PIECE;
-            rows[i] = p.weight + (weight_row(row) * p.in_features + column) / PER_WEIGHT;
+            const int row = low + lane / LANES_PER_ROW + ROWS_PER_COPY * (i % HALF_COPIES);
+            const u32 size = p.in_features / PER_WEIGHT;
+            rows[i] = first + static_cast<u64>(p.read_row(row, i >= HALF_COPIES)) * size;
         }
 #if GROUP
-        scale = p.scales + weight_row(lane % 16) * (p.in_features / GROUP)
-            + part.first_column / GROUP + lane / 16 * LANE_SCALES;
+        scale = p.scales + part.first_column / GROUP + lane / 16 * LANE_SCALES
+            + static_cast<u64>(p.read_row(low + lane % 8, lane / 8 % 2)) * (p.in_features / GROUP);
 #endif
     }
-    __device__ void fetch_scales(int slot) {
+    __device__ void fetch_scales(u32 slot) {
         if (lane * LANE_SCALES >= STEP_SCALES) return;
-        const int first = lane % 16 * ROW_SCALES + lane / 16 * LANE_SCALES;
-        Scale* destination = scale_ring + slot * STEP_SCALES + first;
 #pragma unroll
         for (int i = 0; i < LANE_SCALES; i += SCALE_PIECE)
-            copy_scales(destination + i, scale + step * ROW_SCALES + i);
+            copy_scales(scale_target + slot + i * sizeof(Scale), scale + step * ROW_SCALES + i);
     }
-    __device__ void fetch(int slot) {
+    // slot: its place in bytes.
+    __device__ void fetch(u32 slot) {
         if (tile < p.num_tiles) {
 #pragma unroll
             for (int i = 0; i < COPIES; ++i) {
-                const int row = lane / LANES_PER_ROW + ROWS_PER_COPY * i;
-                const int block_row = lane % LANES_PER_ROW / 8 * 16 + row;
-                uint4* piece = ring + slot * STEP_PIECES + block_row * PIECES_PER_ROW;
-                const Weight* source = rows[i] + step * (STEP_COLUMNS / PER_WEIGHT);
-                copy_piece(piece + (lane % 8 ^ swizzle(row)), source);
+                const int row = ROWS_PER_COPY * i;  // after the first; swizzle(a + b) is a XOR
+                const u32 piece = (target + slot ^ 16 * swizzle(row)) + 16 * PIECES_PER_ROW * row;
+                copy_piece(piece, rows[i] + step * (STEP_COLUMNS / PER_WEIGHT));
             }
             if (GROUP) fetch_scales(slot);
             step += part.column_groups;
@@ -304,58 +315,63 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 small_m_gemm(const __grid_constant__ Gemm p) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = lane / 4, quad = lane % 4;
     const Part part(p, warp);
-    extern __shared__ uint4 shared[];
-    uint4* ring = shared + warp * DEPTH * STEP_PIECES;
-    Scale* scale_rings = reinterpret_cast<Scale*>(shared + WARPS * DEPTH * STEP_PIECES);
-    Scale* scale_ring = scale_rings + warp * DEPTH * STEP_SCALES;
-    float* received = reinterpret_cast<float*>(scale_rings + WARPS * DEPTH * STEP_SCALES);
+    extern __shared__ __align__(128) uint4 shared[];
+    uint4* ring = shared + warp * DEPTH * (SLOT_BYTES / 16);
+    float* received = reinterpret_cast<float*>(shared + WARPS * DEPTH * (SLOT_BYTES / 16));
     float* squares = received + 2 * 2 * SUMS;  // by CTA of the worker, then by warp
     uint4* tokens = reinterpret_cast<uint4*>(squares + (2 + WARPS) * TOKENS);
     const int stride = part.share / PIECE + 1;  // + 1: adjacent tokens use different banks
     const WorkerSum sum = {p, part, received, squares, 8 * p.row_groups / p.splits};
 
     const int begin = part.column_group < part.num_steps ? part.first_tile : p.num_tiles;
-    Stream stream = {p, part, ring, scale_ring, lane, begin, part.column_group};
-    stream.point();
-#pragma unroll 1
-    for (int slot = 0; slot < DEPTH - 1; ++slot) stream.fetch(slot);
-    sum.arrive();
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-    // After the wait, so that the next kernel may read the output of all kernels before this one
-    // without waiting itself.
-    asm volatile("griddepcontrol.launch_dependents;");
-    stage_tokens(p, tokens, stride, squares + 2 * TOKENS, part.first_column, part.share);
-
+    Stream stream(p, part, ring, lane, begin);
     // Rows of x past num_tokens repeat the last one; their sums are not written.
-    const uint4* token = tokens + min(row, p.num_tokens - 1) * stride;
-    int slot = 0, parity = 0;
+    const uint4* token = tokens + min(row, p.num_tokens - 1) * stride + 2 * quad;
+#pragma unroll 1
+    for (int slot = 0;; ++slot) {
+        if (slot == EARLY_SLOTS) {
+            sum.arrive();
+            asm volatile("griddepcontrol.wait;" ::: "memory");
+            // After the wait, so that the next kernel may read the output of all kernels before
+            // this one without waiting itself.
+            asm volatile("griddepcontrol.launch_dependents;");
+            stage_tokens(
+                p, tokens, stride, squares + 2 * TOKENS, part.first_column, part.share);
+        }
+        if (slot == DEPTH - 1) break;
+        stream.fetch(slot * SLOT_BYTES);
+    }
+
+    const int first = BITS == 4 ? quad / 2 : 2 * quad;
+    const uint4* piece = ring + row * PIECES_PER_ROW + (first ^ swizzle(row));
+    const u32 weights = opaque(shared_address(piece) + (BITS == 4 ? quad % 2 * 8 : 0));
+    const u32 scales = opaque(
+        shared_address(ring + STEP_PIECES) + row * ROW_SCALES * static_cast<u32>(sizeof(Scale)));
+    u32 slot = 0, previous = (DEPTH - 1) * SLOT_BYTES;
+    int turn = 0;
     for (int tile = part.first_tile; tile < p.num_tiles; tile += part.num_workers) {
         float sums[4] = {};
         for (int step = part.column_group; step < part.num_steps; step += part.column_groups) {
             asm volatile("cp.async.wait_group %0;" :: "n"(DEPTH - 2) : "memory");
             __syncwarp();
             // Refill the slot of the previous step: all lanes have read it.
-            stream.fetch(slot == 0 ? DEPTH - 1 : slot - 1);
+            stream.fetch(previous);
 #pragma unroll
-            for (int block = 0; block < BLOCKS; ++block) {
-                const uint4* weights =
-                    ring + slot * STEP_PIECES + block * BLOCK_PIECES + row * PIECES_PER_ROW;
-                const uint4* pieces = token + (step * BLOCKS + block) * TOKEN_PIECES + 2 * quad;
-                const Scale* scales = scale_ring + slot * STEP_SCALES + row * ROW_SCALES
-                    + block * (ROW_SCALES / BLOCKS);
-                multiply_block(sums, weights, pieces, quad, swizzle(row), scales);
-            }
-            slot = slot == DEPTH - 1 ? 0 : slot + 1;
+            for (int block = 0; block < BLOCKS; ++block)
+                multiply_block(sums, weights + slot + block * 16 * BLOCK_PIECES,
+                               scales + slot + block * (ROW_SCALES / BLOCKS * sizeof(Scale)),
+                               token + (step * BLOCKS + block) * TOKEN_PIECES);
+            previous = slot;
+            slot = slot == (DEPTH - 1) * SLOT_BYTES ? 0 : slot + SLOT_BYTES;
         }
+        for (int i = 0; i < 4; ++i) sums[i] *= __uint_as_float(127 - X_POWER - W_POWER << 23);
         sum.wait();
-        if (tile != part.first_tile) sum.finish(tile - part.num_workers, parity ^ 1);
+        if (tile != part.first_tile) sum.finish(tile - part.num_workers, turn - 1);
         else if (p.norm_weight != nullptr) sum.send_squares(squares + 2 * TOKENS);
-        sum.send(parity, part.group * 8 + row, 2 * quad, sums);
+        sum.send(turn, part.group * 8 + row, 2 * quad, sums);
         sum.arrive();
-        parity ^= 1;
+        ++turn;
     }
     sum.wait();
-    const int rounds = (p.num_tiles - 1 - part.first_tile) / part.num_workers;
-    if (part.first_tile < p.num_tiles)
-        sum.finish(part.first_tile + rounds * part.num_workers, parity ^ 1);
+    if (turn > 0) sum.finish(part.first_tile + (turn - 1) * part.num_workers, turn - 1);
 }

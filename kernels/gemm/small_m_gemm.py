@@ -34,8 +34,8 @@ SPLITS = (2, 1)
 TOLERANCE = 1.05
 # Bytes of a row in a step of a warp's ring: the first of these that the width allows.
 STEP_BYTES = (256, 128)
-# Bytes of all rings: on an H200 more in flight is slower.
-MAX_RING_BYTES, MIN_DEPTH = 160 << 10, 3
+# Bytes of all rings, by the bits of a weight: on an H200 more in flight is slower.
+MAX_RING_BYTES, MIN_DEPTH = {16: 160 << 10, 8: 160 << 10, 4: 120 << 10}, 3
 # float32 sums of two tiles (both rows of 8 pairs per warp, 8 rows of x), and sums of squares by CTA
 # of a worker and by warp.
 SUM_BYTES = 4 * (2 * 2 * 8 * WARPS * MAX_ROWS + (max(SPLITS) + WARPS) * MAX_ROWS)
@@ -84,7 +84,8 @@ class Ring:
 
     @property
     def bytes_of_all(self) -> int:
-        return WARPS * self.depth * 16 * self.stored.row_bytes(self.step_columns)
+        step = 16 * self.stored.row_bytes(self.step_columns)
+        return WARPS * self.depth * (-(-step // 128) * 128)
 
 
 @dataclass(frozen=True)
@@ -144,7 +145,7 @@ def ring_of(rows: int, in_features: int, splits: int, stored: Stored = WIDE) -> 
         return None
     left = nvrtc.SHARED_BYTES - shared_bytes(rows, in_features, splits, Ring(0, 0))
     for columns in (8 * size // stored.bits for size in STEP_BYTES):
-        depth = min(MAX_RING_BYTES, left) // Ring(1, columns, stored).bytes_of_all
+        depth = min(MAX_RING_BYTES[stored.bits], left) // Ring(1, columns, stored).bytes_of_all
         if in_features % (splits * columns) == 0 and depth >= MIN_DEPTH:
             return Ring(depth, columns, stored)
     return None

@@ -29,79 +29,41 @@ __device__ inline u32 pack(float low, float high) {
     return pair;
 }
 
-// Four E4M3 numbers to two pairs of 16-bit floats, exactly. NaN becomes 480 in bfloat16.
-__device__ inline void widen_fp8(u32 four, u32& first, u32& second) {
 #if BFLOAT16
-    // A number's bits, moved to those of a bfloat16 with the same sign, are 2^-120 times it: the
-    // biases of the exponents are 7 and 127. The same holds for subnormal numbers.
-    const u32 factor = 0x7b807b80;  // 2^120
-    const u32 low = __byte_perm(four, 0, 0x1404), high = __byte_perm(four, 0, 0x3424);
-    const u32 pairs[2] = {low & 0x80008000 | low >> 4 & 0x07f007f0,
-                          high & 0x80008000 | high >> 4 & 0x07f007f0};
-    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(first) : "r"(pairs[0]), "r"(factor));
-    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(second) : "r"(pairs[1]), "r"(factor));
+#define PAIR "bf16x2"
+#define MMA_TYPES "f32.bf16.bf16.f32"
+#else
+#define PAIR "f16x2"
+#define MMA_TYPES "f32.f16.f16.f32"
+#endif
+
+__device__ inline u32 product(u32 a, u32 b) {
+    u32 pair;
+    asm("mul.rn." PAIR " %0, %1, %2;" : "=r"(pair) : "r"(a), "r"(b));
+    return pair;
+}
+
+// Four E4M3 numbers to two pairs of 16-bit floats, exactly: of bytes 0 and 2, and of bytes 1 and 3.
+// A bfloat16 is 2^-120 times the number, whose bits are moved to those with the same sign: the
+// biases of the exponents are 7 and 127. The same holds for subnormal numbers.
+__device__ inline void move_fp8(u32 four, u32& even, u32& odd) {
+#if BFLOAT16
+    even = four << 8 & 0x80008000 | four << 4 & 0x07f007f0;
+    odd = four & 0x80008000 | four >> 4 & 0x07f007f0;
 #else
     asm("{ .reg .b16 l, h; mov.b32 {l, h}, %2;"
         " cvt.rn.f16x2.e4m3x2 %0, l; cvt.rn.f16x2.e4m3x2 %1, h; }"
-        : "=r"(first), "=r"(second) : "r"(four));
+        : "=r"(even), "=r"(odd) : "r"(__byte_perm(four, 0, 0x3120)));
 #endif
 }
-
-// The same of bytes 0 and 2, and of bytes 1 and 3.
+// The same without a factor. NaN becomes 480 in bfloat16.
 __device__ inline void widen_fp8_alternating(u32 four, u32& even, u32& odd) {
+    move_fp8(four, even, odd);
 #if BFLOAT16
-    const u32 factor = 0x7b807b80;  // as above
-    const u32 pairs[2] = {four << 8 & 0x80008000 | four << 4 & 0x07f007f0,
-                          four & 0x80008000 | four >> 4 & 0x07f007f0};
-    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(even) : "r"(pairs[0]), "r"(factor));
-    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(odd) : "r"(pairs[1]), "r"(factor));
-#else
-    widen_fp8(__byte_perm(four, 0, 0x3120), even, odd);
+    even = product(even, 0x7b807b80);  // 2^120
+    odd = product(odd, 0x7b807b80);
 #endif
 }
-
-// A group's word of 4-bit weights: a float32 whose last 4 bits are the zero point.
-__device__ inline float int4_scale(u32 word) { return __uint_as_float(word & ~15u); }
-
-// Two 16-bit floats, which are the smallest of those with whole numbers as last bits, each plus the
-// group's zero point.
-#if BFLOAT16
-constexpr u32 WHOLE = 0x43004300;  // 128
-#else
-constexpr u32 WHOLE = 0x64006400;  // 1024
-#endif
-__device__ inline u32 int4_zero(u32 word) { return WHOLE | (word & 15) * 0x00010001; }
-
-// The codes in bits 0 to 3 and 16 to 19, less the zero point, as two 16-bit floats, exactly.
-__device__ inline u32 widen_int4(u32 codes, u32 zero) {
-    const u32 sum = WHOLE | codes & 0x000f000f;
-    u32 pair;
-#if BFLOAT16
-    asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(pair) : "r"(sum), "r"(zero));
-#else
-    asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(pair) : "r"(sum), "r"(zero));
-#endif
-    return pair;
-}
-
-// The same of E2M1 codes. Their bits, moved to those of a 16-bit float, lack a power of two.
-__device__ inline u32 widen_e2m1(u32 codes) {
-    u32 pair;
-#if BFLOAT16
-    const u32 small = (codes & 0x00080008) << 12 | (codes & 0x00070007) << 6;
-    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(pair) : "r"(small), "r"(0x7e807e80));  // 2^126
-#else
-    const u32 small = (codes & 0x00080008) << 12 | (codes & 0x00070007) << 9;
-    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(pair) : "r"(small), "r"(0x74007400));  // 2^14
-#endif
-    return pair;
-}
-
-#if BFLOAT16
-#define MMA_TYPES "f32.bf16.bf16.f32"
-#else
-#define MMA_TYPES "f32.f16.f16.f32"
-#endif
 
 // sum += a b, 16 x 16 times 16 x 8.
 __device__ inline void multiply(float (&sum)[4], const u32 (&a)[4], u32 b0, u32 b1) {
@@ -126,6 +88,9 @@ __device__ inline void load_transposed_blocks(u32 (&blocks)[4], const uint4* row
         : "=r"(blocks[0]), "=r"(blocks[1]), "=r"(blocks[2]), "=r"(blocks[3])
         : "r"(shared_address(row)));
 }
+
+// The value, which the compiler then keeps in a register instead of computing it again.
+__device__ inline u32 opaque(u32 value) { return __shfl_sync(~0u, value, threadIdx.x % 32); }
 
 __device__ inline u32 cluster_rank() {
     u32 rank;

@@ -195,7 +195,7 @@ def test_common_widths_fit_into_shared_memory_with_a_deep_enough_ring(
     for splits in fitting:
         ring = small_m_plan.ring_of(rows, in_features, splits, stored)
         assert ring is not None and ring.depth >= small_m_plan.MIN_DEPTH
-        assert ring.bytes_of_all <= small_m_plan.MAX_RING_BYTES
+        assert ring.bytes_of_all <= small_m_plan.MAX_RING_BYTES[stored.bits]
         assert small_m_plan.shared_bytes(rows, in_features, splits, ring) <= nvrtc.SHARED_BYTES
         assert in_features % (splits * ring.step_columns) == 0
 
@@ -310,6 +310,17 @@ def test_every_code_is_converted_exactly_with_its_scale_and_zero_point(
     for rows in identity.split(8):
         found = small_m_gemm(rows, case.weight, scales=case.scales, group=case.group)
         assert torch.equal(found.double(), (rows.double() @ case.numbers.t()).to(dtype).double())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("power", [-40, 40])
+@pytest.mark.parametrize("stored", [SCALED, *CODES], ids=str)
+def test_small_and_large_inputs_keep_all_their_bits(stored: Stored, power: int) -> None:
+    """The products of quantised weights have another power of two than those of the formula."""
+    case = Case((8, 4096, 1000), (False,) * 4, torch.bfloat16, "cuda", stored)
+    own = {"scales": case.scales, "group": case.group}
+    found = small_m_gemm(case.x * 2.0**power, case.weight, **own)
+    assert torch.equal(found, small_m_gemm(case.x, case.weight, **own) * 2.0**power)
 
 
 @pytest.mark.gpu
