@@ -19,13 +19,8 @@ from tests.kernels.interpreter import (
 )
 from tllm_spec.kernels.dispatch import has_kernels
 from tllm_spec.kernels.gemm.cublas_lt import CublasLt, Plan, Scaling, Sizes, shared_library
-from tllm_spec.kernels.gemm.fp8_linear import (
-    Fp8Gemms,
-    fp8_linear,
-    launch_fp8_linear,
-    tile_scales,
-    tiling_of,
-)
+from tllm_spec.kernels.gemm.fp8_gemms import Fp8Gemms, tile_scales
+from tllm_spec.kernels.gemm.fp8_linear import fp8_linear, launch_fp8_linear, tiling_of
 from tllm_spec.kernels.gemm.fp8_numbers import BLOCK, quantise_rows
 
 FP8 = torch.float8_e4m3fn

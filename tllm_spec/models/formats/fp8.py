@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from tllm_spec.kernels.dispatch import has_kernels
-from tllm_spec.kernels.gemm.fp8_linear import Fp8Gemms, fp8_linear, tile_scales
+from tllm_spec.kernels.gemm.fp8_gemms import Fp8Gemms, tile_scales
+from tllm_spec.kernels.gemm.fp8_linear import fp8_linear
 from tllm_spec.kernels.gemm.fp8_numbers import BLOCK, dequantised, quantise_rows
 from tllm_spec.kernels.gemm.norms import silu_and_mul
 from tllm_spec.kernels.gemm.scaled_linear import scaled_linear
