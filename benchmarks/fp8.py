@@ -56,7 +56,8 @@ from benchmarks.harness.models import EAGLE3_8B, LLAMA_8B, MATMUL_FLOPS, READ_BY
 from benchmarks.harness.report import Options, Row, Subject, main, number, table
 from tllm_spec.distributed.communicator import SINGLE_RANK
 from tllm_spec.kernels.gemm.cublas_lt import CublasLt, shared_library
-from tllm_spec.kernels.gemm.fp8_linear import Fp8Gemms, fp8_linear, tile_scales
+from tllm_spec.kernels.gemm.fp8_gemms import Fp8Gemms, tile_scales
+from tllm_spec.kernels.gemm.fp8_linear import fp8_linear
 from tllm_spec.kernels.gemm.fp8_numbers import quantise_rows
 from tllm_spec.kernels.gemm.int4_weights import group_words
 from tllm_spec.kernels.gemm.norms import NormWeight

@@ -6,6 +6,8 @@ Rules:
 
 - `scaled_linear`'s kernels wait first, and then let the next kernel be set up. So does
   `fp8_linear`'s, which before fetches weights, that no kernel writes, into the L2 cache.
+- `quantise_rows`, after the GEMM of a few rows, also waits first, and fetches the norm's weight
+  before: the next GEMM fetches weights, which this one's would push out of the cache.
 - Every other PDL kernel starts with `begin` (programmatic_launch_triton.py). It waits before
   anything is read or written, and lets the next kernel be set up. Kernels without PDL wait as
   usual.
@@ -65,6 +67,19 @@ def wait_for_previous(PDL: tl.constexpr) -> None:
     """Wait for the end of the previous kernel."""
     if PDL:
         gdc_wait()
+
+
+@triton.jit
+def fetch(pointers: tl.tensor) -> None:
+    """Fetch the cache lines at these addresses into the L2 cache."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [pointers.to(tl.int64)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 # How much shared memory a program may have on a device, how many stages of a pipeline fit, and

@@ -7,9 +7,10 @@ are batch-invariant.
 Products of codes are multiples of 2^-18 up to 2^18, so float64 holds the sum of a block exactly,
 whatever the order. FP8 tensor cores sum with fewer bits than float32; each block of 128 inputs, or
 with other types than bfloat16 each 32, is added to a float32 sum. The order of these sums depends
-on the weight's shape only, as in scaled_linear.py."""
+on the weight's shape only, as in scaled_linear.py.
 
-from dataclasses import dataclass, field
+Where a tile's chunks of inputs have programs of their own, a second launch adds their sums in
+order; or with counters, for a few rows, the last program of a tile to finish does."""
 
 import torch
 
@@ -20,12 +21,13 @@ from tllm_spec.kernels.gemm.batch_invariant_linear import (
     load_weights,
     tile_of_program,
 )
-from tllm_spec.kernels.gemm.cublas_lt import ALIGNMENT, DATA_TYPES, CublasLt, Plan, Scaling, Sizes
-from tllm_spec.kernels.gemm.fp8_numbers import BLOCK, ROWS_TOGETHER
+from tllm_spec.kernels.gemm.fp8_numbers import BLOCK, swiglu
 from tllm_spec.kernels.gemm.int4_weights import load_inputs
+from tllm_spec.kernels.gemm.norms import silu_and_mul
 from tllm_spec.kernels.gemm.scaled_linear import chunk_of
 from tllm_spec.kernels.launch import (
     HOPPER_BYTES,
+    fetch,
     launch_dependents,
     programmatic_launch,
     shared_memory_bytes,
@@ -39,6 +41,7 @@ TENSOR_CORE_INPUTS = 32  # of an instruction
 FETCHED = 4  # blocks of weights that a program fetches while the previous kernel runs
 # GEMMs of few and of more rows have two programs per multiprocessor of an H100 or H200, or one.
 MIN_PROGRAMS, MIN_WIDE_PROGRAMS = 256, 128
+NUM_COUNTERS = 256  # of tiles whose chunks have programs, which are fewer
 
 
 def inputs_added(dtype: torch.dtype) -> int:
@@ -71,6 +74,7 @@ def fp8_linear(
     bias: torch.Tensor | None = None,
     *,
     add_to: torch.Tensor | None = None,
+    counters: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Results are rounded after the bias, and once more after `add_to`, as cuBLASLt does
     (fp8_gemms.py).
@@ -85,6 +89,8 @@ def fp8_linear(
         dtype: of the output and of the rest.
         bias: `[N]`.
         add_to: `[T, N]`, any stride between rows: the output is added to it, in place.
+        counters: `[NUM_COUNTERS]` int32, zeros before and after, of launches that follow each other
+            on one stream; None: a second launch adds chunks that have programs.
 
     Returns:
         `[T, N]`: `add_to`, or a new tensor.
@@ -110,22 +116,79 @@ def tiled_fp8_linear(
     bias: torch.Tensor | None = None,
     *,
     add_to: torch.Tensor | None = None,
+    counters: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The kernel of `fp8_linear`."""
-    num_rows, features = len(codes), len(weight)
     output = add_to
     if output is None:
-        output = torch.empty((num_rows, features), dtype=dtype, device=codes.device)
+        output = torch.empty((len(codes), len(weight)), dtype=dtype, device=codes.device)
     assert output.dtype == dtype
-    if num_rows:
-        tiling = tiling_of(num_rows, len(code_scales) > 1, shared_memory_bytes(codes.device))
-        tiles = -(-num_rows // tiling.rows) * -(-features // tiling.outputs)
-        spreads = tiles < (MIN_PROGRAMS if num_rows <= FEW_ROWS else MIN_WIDE_PROGRAMS)
-        launch_fp8_linear(
-            codes, code_scales, weight, scales, bias, output, tiling,
-            spreads=spreads, adds=add_to is not None,
-        )  # fmt: skip
+    _launch(codes, code_scales, weight, scales, bias, output, counters, adds=add_to is not None)
     return output
+
+
+@with_kernel("tiled_fp8_swiglu")
+def fp8_swiglu(
+    codes: torch.Tensor,
+    code_scales: torch.Tensor,
+    weight: torch.Tensor,
+    scales: torch.Tensor,
+    dtype: torch.dtype,
+    bias: torch.Tensor | None = None,
+    *,
+    counters: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """SwiGLU of `fp8_linear`'s rounded result, whose first half are gates, `[T, N / 2]`; and the
+    largest magnitudes of its parts, `[T, parts]` float32. counters: as of `fp8_linear`."""
+    output = fp8_linear.reference(codes, code_scales, weight, scales, dtype, bias)
+    activated = silu_and_mul.reference(output)
+    return activated, activated.abs().amax(1, keepdim=True).float()
+
+
+def tiled_fp8_swiglu(
+    codes: torch.Tensor,
+    code_scales: torch.Tensor,
+    weight: torch.Tensor,
+    scales: torch.Tensor,
+    dtype: torch.dtype,
+    bias: torch.Tensor | None = None,
+    *,
+    counters: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The kernel of `fp8_swiglu`."""
+    num_rows, device = len(codes), codes.device
+    output = torch.empty((num_rows, len(weight) // 2), dtype=dtype, device=device)
+    outputs = tiling_of(num_rows, len(code_scales) > 1).outputs
+    parts = -(-len(weight) // outputs)
+    magnitudes = torch.empty((num_rows, parts), dtype=torch.float32, device=device)
+    operands = codes, code_scales, weight, scales, bias, output, counters
+    _launch(*operands, adds=False, magnitudes=magnitudes)
+    return output, magnitudes
+
+
+def _launch(
+    codes: torch.Tensor,
+    code_scales: torch.Tensor,
+    weight: torch.Tensor,
+    scales: torch.Tensor,
+    bias: torch.Tensor | None,
+    output: torch.Tensor,
+    counters: torch.Tensor | None,
+    *,
+    adds: bool,
+    magnitudes: torch.Tensor | None = None,
+) -> None:
+    """`launch_fp8_linear` with the tiling for the number of rows, if there are any."""
+    num_rows = len(codes)
+    if not num_rows:
+        return
+    tiling = tiling_of(num_rows, len(code_scales) > 1, shared_memory_bytes(codes.device))
+    tiles = -(-num_rows // tiling.rows) * -(-len(weight) // tiling.outputs)
+    spreads = tiles < (MIN_PROGRAMS if num_rows <= FEW_ROWS else MIN_WIDE_PROGRAMS)
+    launch_fp8_linear(
+        codes, code_scales, weight, scales, bias, output, tiling,
+        spreads=spreads, adds=adds, magnitudes=magnitudes, counters=counters,
+    )  # fmt: skip
 
 
 def launch_fp8_linear(
@@ -139,28 +202,34 @@ def launch_fp8_linear(
     *,
     spreads: bool,
     adds: bool,
+    magnitudes: torch.Tensor | None = None,
+    counters: torch.Tensor | None = None,
 ) -> None:
     """spreads: whether each chunk of a tile has its own program, if there are several. The chunks'
-    sums are then written and read again as float32. adds: whether to add to what `output` holds."""
+    sums are then written and read again as float32. adds: whether to add to what `output` holds.
+    magnitudes: of SwiGLU's parts, one for each tile of outputs; None: without SwiGLU. SwiGLU of
+    chunks that have programs needs `counters`."""
     from tllm_spec.kernels.gemm.batch_invariant_linear import add_chunks_kernel
 
     (num_rows, in_features), out_features = codes.shape, weight.shape[0]
-    _check(codes, code_scales, weight, scales, output)
+    _check(codes, code_scales, weight, scales)
+    assert output.shape == (num_rows, out_features // (1 if magnitudes is None else 2))
     chunk, pdl = chunk_of(out_features, in_features), programmatic_launch(codes.device)
     num_chunks, in_blocks = -(-in_features // chunk), len(code_scales) > 1
     spreads = spreads and num_chunks > 1
-    parts = output
+    out_tiles = -(-out_features // tiling.outputs)
+    tiles, parts = -(-num_rows // tiling.rows) * out_tiles, None
     if spreads:
         shape = (num_chunks, num_rows, out_features)
         parts = torch.empty(shape, dtype=torch.float32, device=codes.device)
-    tiles = -(-num_rows // tiling.rows) * -(-out_features // tiling.outputs)
+        assert tiles <= NUM_COUNTERS if counters is not None else magnitudes is None
     fp8_linear_kernel[(tiles, num_chunks if spreads else 1)](
         *(codes, code_scales, code_scales.stride(0), weight, scales, *scales.stride()),
-        *(None if spreads else bias, parts, parts.stride(-2), num_rows, in_features),
+        *(bias, output, output.stride(0), magnitudes, parts, counters if spreads else None),
+        *(num_rows, in_features),
         IN=in_features,
         OUT=out_features,
-        SPREADS=spreads,
-        ADDS=adds and not spreads,
+        ADDS=adds,
         X_BLOCKS=in_blocks,
         W_BLOCKS=scales.shape[1] > 1,
         WIDEN=codes.device.type == "cpu",  # the interpreter cannot multiply FP8
@@ -174,7 +243,7 @@ def launch_fp8_linear(
         num_stages=tiling.num_stages,
         **pdl,
     )
-    if spreads:
+    if spreads and counters is None:
         add_chunks_kernel[(num_rows, -(-out_features // OUTPUTS_ADDED))](
             parts, None if in_blocks else code_scales, bias, output, output.stride(0), num_rows,
             OUT=out_features, CHUNKS=num_chunks, ADDS=adds, BLOCK=OUTPUTS_ADDED, **pdl, ROUNDS=True,
@@ -186,17 +255,16 @@ def _check(
     code_scales: torch.Tensor,
     weight: torch.Tensor,
     scales: torch.Tensor,
-    output: torch.Tensor,
 ) -> None:
     """Asserts what `launch_fp8_linear` needs."""
     (num_rows, in_features), num_blocks = codes.shape, -(-codes.shape[1] // BLOCK)
     assert weight.dtype == codes.dtype == torch.float8_e4m3fn
     assert scales.dtype == code_scales.dtype == torch.float32
-    assert weight.shape[1] == in_features and output.shape == (num_rows, len(weight))
+    assert weight.shape[1] == in_features
     assert code_scales.shape in ((1, num_rows), (num_blocks, num_rows))
     assert scales.shape in ((len(weight), 1), (len(weight), num_blocks))
     assert codes.is_contiguous() and weight.is_contiguous()
-    assert output.stride(1) == 1 and (code_scales.stride(1) == 1 or num_rows <= 1)
+    assert code_scales.stride(1) == 1 or num_rows <= 1
 
 
 # A tile is `[outputs, rows]`, W x^T, as in scaled_linear.py; both operands go from shared
@@ -205,25 +273,34 @@ def _check(
 
 
 @triton.jit
+def _tile_of_program(
+    num_rows: tl.tensor, OUT: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr,
+    IS_GATED: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
+    """Rows and outputs of the program's tile, also past the edges; and the weight's rows, which
+    wrap around, so that loads of weights need no mask. Half of a gated tile are gates, and the
+    other half what they multiply."""
+    rows, outs = tile_of_program(num_rows, OUT, BLOCK_ROWS, BLOCK_OUT)
+    weight_rows = outs % OUT
+    if IS_GATED:
+        HALF: tl.constexpr = BLOCK_OUT // 2
+        pair = outs // BLOCK_OUT * HALF + outs % HALF
+        weight_rows = pair % (OUT // 2) + outs // HALF % 2 * (OUT // 2)
+    return rows, outs, weight_rows
+
+
+@triton.jit
 def _fetch_weights(
     weight: tl.tensor, num_rows: tl.tensor, IN: tl.constexpr, OUT: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK: tl.constexpr,
-    FETCHED: tl.constexpr,
+    FETCHED: tl.constexpr, IS_GATED: tl.constexpr,
 ) -> None:  # fmt: skip
     """Fetch the first blocks of the program's weights into the L2 cache. They do not depend on the
     previous kernel, so they are read while it runs."""
-    _, outs = tile_of_program(num_rows, OUT, BLOCK_ROWS, BLOCK_OUT)
+    _, _, weight_rows = _tile_of_program(num_rows, OUT, BLOCK_ROWS, BLOCK_OUT, IS_GATED)
     inputs = tl.program_id(1) * CHUNK + tl.arange(0, FETCHED) * BLOCK
-    rows = weight + (outs % OUT).to(tl.int64)[:, None] * IN
-    pointers = rows + tl.minimum(inputs, IN - 1)[None, :]
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-        "=r,l",
-        [pointers.to(tl.int64)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
+    rows = weight + weight_rows.to(tl.int64)[:, None] * IN
+    fetch(rows + tl.minimum(inputs, IN - 1)[None, :])
 
 
 @triton.jit
@@ -251,6 +328,7 @@ def sum_codes(
     """`[BLOCK_OUT, BLOCK_ROWS]` float32: sum over inputs `first` to `first + CHUNK`, in order.
     ADDED: inputs that tensor cores add (fp8_linear.py)."""
     total = tl.zeros([BLOCK_OUT, BLOCK_ROWS], tl.float32)
+    row_scale = _scale(w_scale_rows, None, not W_BLOCKS)
     # Scales are read a block ahead, so that no product waits for them.
     block, last = first // BLOCK, tl.cdiv(num_inputs, BLOCK) - 1
     w_scale = _scale(w_scale_rows + block * w_scale_stride, None, W_BLOCKS)
@@ -272,145 +350,106 @@ def sum_codes(
             total = tl.fma(product, w_scale[:, None] * x_scale[None, :], total)
         w_scale, x_scale = next_w, next_x
     if not W_BLOCKS:
-        total = scaled(total, tl.load(w_scale_rows)[:, None])
+        total = scaled(total, row_scale[:, None])
     return total
+
+
+@triton.jit
+def _added(
+    places: tl.tensor, step: tl.tensor, real: tl.tensor, BLOCK_OUT: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, CHUNKS: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """All chunks' sums, in order. They are in the L2 cache, where other programs have put them."""
+    total = tl.zeros([BLOCK_OUT, BLOCK_ROWS], tl.float32)
+    for chunk in tl.static_range(CHUNKS):
+        total += tl.load(places + chunk * step, mask=real, other=0.0, cache_modifier=".cg")
+    return total
+
+
+@triton.jit
+def _put(
+    total: tl.tensor, x_scale: tl.tensor, bias: tl.tensor, output: tl.tensor,
+    output_stride: tl.tensor, magnitudes: tl.tensor, rows: tl.tensor, real_row: tl.tensor,
+    outs: tl.tensor, weight_rows: tl.tensor, OUT: tl.constexpr, ADDS: tl.constexpr,
+    X_BLOCKS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr,
+) -> None:  # fmt: skip
+    """Scale the sums of all inputs, add the bias, round, and write them or SwiGLU of them."""
+    if not X_BLOCKS:
+        total = scaled(total, x_scale[None, :])
+    if bias is not None:
+        total += tl.load(bias + weight_rows).to(tl.float32)[:, None]
+    total = total.to(output.dtype.element_ty).to(tl.float32)
+    output_rows = output + rows.to(tl.int64)[None, :] * output_stride
+    if magnitudes is None:
+        real = real_row[None, :] & (outs < OUT)[:, None]
+        if ADDS:
+            total += tl.load(output_rows + outs[:, None], mask=real, other=0.0).to(tl.float32)
+        tl.store(output_rows + outs[:, None], total.to(output.dtype.element_ty), mask=real)
+    else:
+        pairs = tl.permute(tl.reshape(total, [2, BLOCK_OUT // 2, BLOCK_ROWS]), (1, 2, 0))
+        gate, up = tl.split(pairs)
+        activated = swiglu(gate, up).to(output.dtype.element_ty)
+        tile = tl.min(outs, 0) // BLOCK_OUT
+        pair = tile * (BLOCK_OUT // 2) + tl.arange(0, BLOCK_OUT // 2)
+        real = real_row[None, :] & (pair < OUT // 2)[:, None]
+        tl.store(output_rows + pair[:, None], activated, mask=real)
+        largest = tl.max(tl.where(real, tl.abs(activated.to(tl.float32)), 0.0), 0)
+        parts = magnitudes + rows * tl.cdiv(OUT, BLOCK_OUT) + tile
+        tl.store(parts, largest, mask=real_row)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_inputs", "x_scales_stride"])
 def fp8_linear_kernel(
     x: tl.tensor, x_scales: tl.tensor, x_scales_stride: tl.tensor, weight: tl.tensor,
     scales: tl.tensor, scales_stride: tl.tensor, scales_block_stride: tl.tensor, bias: tl.tensor,
-    output: tl.tensor, output_stride: tl.tensor, num_rows: tl.tensor, num_inputs: tl.tensor,
-    IN: tl.constexpr, OUT: tl.constexpr, SPREADS: tl.constexpr, ADDS: tl.constexpr,
-    X_BLOCKS: tl.constexpr, W_BLOCKS: tl.constexpr, WIDEN: tl.constexpr, ADDED: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK: tl.constexpr,
-    FETCHED: tl.constexpr, PDL: tl.constexpr,
+    output: tl.tensor, output_stride: tl.tensor, magnitudes: tl.tensor, parts: tl.tensor,
+    counters: tl.tensor, num_rows: tl.tensor, num_inputs: tl.tensor, IN: tl.constexpr,
+    OUT: tl.constexpr, ADDS: tl.constexpr, X_BLOCKS: tl.constexpr, W_BLOCKS: tl.constexpr,
+    WIDEN: tl.constexpr, ADDED: tl.constexpr, CHUNK: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    BLOCK_OUT: tl.constexpr, BLOCK: tl.constexpr, FETCHED: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Grid (tiles, chunks or 1). With SPREADS the output is `[chunks, T, N]` float32, without bias
-    and scales of whole rows of x. With ADDS the rounded result is added to what the output holds.
-    X_BLOCKS, W_BLOCKS: whether a scale belongs to BLOCK inputs of a row, not to the row."""
+    """Grid (tiles, chunks or 1). parts: `[chunks, T, N]` float32 for the sums of chunks that have
+    programs; None: a program adds all. With ADDS the rounded result is added to what the output
+    holds. X_BLOCKS, W_BLOCKS: whether a scale belongs to BLOCK inputs of a row, not to the row."""
+    IS_GATED: tl.constexpr = magnitudes is not None
     if PDL:
-        _fetch_weights(weight, num_rows, IN, OUT, CHUNK, BLOCK_ROWS, BLOCK_OUT, BLOCK, FETCHED)
+        _fetch_weights(
+            weight, num_rows, IN, OUT, CHUNK, BLOCK_ROWS, BLOCK_OUT, BLOCK, FETCHED, IS_GATED
+        )
     wait_for_previous(PDL)
     launch_dependents(PDL)
-    rows, outs = tile_of_program(num_rows, OUT, BLOCK_ROWS, BLOCK_OUT)
-    # Rows past the end are not read: few rows would read as much of x as of the weight. Outputs
-    # past the edge wrap around and are not stored, so that loads of weights need no mask.
-    real_row, weight_row = rows < num_rows, (outs % OUT).to(tl.int64)
+    rows, outs, weight_rows = _tile_of_program(num_rows, OUT, BLOCK_ROWS, BLOCK_OUT, IS_GATED)
+    # Rows past the end are not read: few rows would read as much of x as of the weight.
+    real_row, long_rows = rows < num_rows, weight_rows.to(tl.int64)
     x_rows, x_scale_rows = x + rows.to(tl.int64)[None, :] * IN, x_scales + rows
-    w_rows, w_scale_rows = weight + weight_row[:, None] * IN, scales + weight_row * scales_stride
+    w_rows, w_scale_rows = weight + long_rows[:, None] * IN, scales + long_rows * scales_stride
+    if ADDS and PDL and counters is not None:  # what is added to was written long ago
+        own_rows = output + tl.minimum(rows, num_rows - 1).to(tl.int64) * output_stride
+        fetch(own_rows + tl.min(outs, 0))
+    x_scale = _scale(x_scale_rows, real_row, not X_BLOCKS)
     begin = tl.program_id(1) * CHUNK
     total = tl.zeros([BLOCK_OUT, BLOCK_ROWS], tl.float32)
-    for first in tl.range(begin, begin + CHUNK if SPREADS else num_inputs, CHUNK):
+    for first in tl.range(begin, num_inputs if parts is None else begin + CHUNK, CHUNK):
         total += sum_codes(
             x_rows, x_scale_rows, x_scales_stride, real_row, w_rows, w_scale_rows,
             scales_block_stride, first, num_inputs,
             IN, X_BLOCKS, W_BLOCKS, WIDEN, ADDED, CHUNK, BLOCK_ROWS, BLOCK_OUT, BLOCK,
         )  # fmt: skip
-    if SPREADS:
-        output += tl.program_id(1).to(tl.int64) * num_rows * OUT
-    elif not X_BLOCKS:
-        total = scaled(total, tl.load(x_scale_rows, mask=real_row, other=0.0)[None, :])
-    if bias is not None:
-        total += tl.load(bias + outs % OUT).to(tl.float32)[:, None]
-    real = real_row[None, :] & (outs < OUT)[:, None]
-    pointers = output + rows.to(tl.int64)[None, :] * output_stride + outs[:, None]
-    if ADDS:
-        total = total.to(output.dtype.element_ty).to(tl.float32)
-        total += tl.load(pointers, mask=real, other=0.0).to(tl.float32)
-    tl.store(pointers, total.to(output.dtype.element_ty), mask=real)
-
-
-# FP8 activations by an FP8 weight with cuBLASLt: the inputs and outputs of fp8_linear.py, where
-# the library is faster than the kernel. The order of sums depends on the number of rows, and the
-# library adds each 128 inputs in float32.
-
-
-TILE = 128  # outputs that share a scale with Scaling.TILES
-# On an H100 the kernel is as fast with 128 rows of one scale each, and with 16 rows of blocks.
-MIN_ROWS, MIN_ROWS_OF_BLOCKS = 129, 17
-# From so many rows and elements of the output on scales of tiles are faster than those of BLOCKS.
-MIN_TILED_ROWS, MIN_TILED_OUTPUTS = 65, 1 << 20
-# From so many rows on CTAs that share outputs form clusters, which the library's first proposal for
-# scales of rows does not have: on an H100 an 8B model's layers take 0.89 to 0.98 of its time.
-MIN_CLUSTERED_ROWS, CLUSTER = 1024, (1, 2)
-
-
-def tile_scales(scales: torch.Tensor) -> torch.Tensor | None:
-    """The scales of tiles of 128 x 128, `[ceil(N / 128), G]` with a multiple of 4 columns, of
-    scales `[N, G]`; None if rows of a tile differ. Waits for the device."""
-    outputs, groups = scales.shape
-    if outputs % TILE:
-        return None
-    tiles = scales.reshape(-1, TILE, groups)
-    if not torch.equal(tiles, tiles[:, :1].expand_as(tiles)):
-        return None
-    return torch.nn.functional.pad(tiles[:, 0], (0, -groups % 4)).contiguous()
-
-
-@dataclass(frozen=True)
-class Fp8Gemms:
-    """The library. All GEMMs share a workspace, so they must run on one stream."""
-
-    lt: CublasLt
-    _prepared: dict[Sizes, tuple[Plan, bytes] | None] = field(default_factory=dict)
-
-    def run(
-        self,
-        codes: torch.Tensor,
-        code_scales: torch.Tensor,
-        weight: torch.Tensor,
-        scales: torch.Tensor,
-        tiles: torch.Tensor | None,
-        bias: torch.Tensor | None,
-        output: torch.Tensor,
-        *,
-        adds: bool,
-    ) -> bool:
-        """Whether the library serves these operands and is faster; if so, the output `[T, N]` is
-        written, or with `adds` added to. scales: in memory `[N]` or `[ceil(K / 128), N]`; tiles: of
-        `tile_scales`. Codes and their scales are those of `quantise_rows`."""
-        rows, outputs = output.shape
-        in_blocks = len(code_scales) > 1
-        if in_blocks != (scales.shape[1] > 1) or output.dtype not in DATA_TYPES:
-            return False
-        if rows < (MIN_ROWS_OF_BLOCKS if in_blocks else MIN_ROWS):
-            return False
-        if not in_blocks:
-            scaling = Scaling.ROWS
-        elif tiles is not None and rows >= MIN_TILED_ROWS and rows * outputs >= MIN_TILED_OUTPUTS:
-            scaling, scales = Scaling.TILES, tiles
-        else:
-            scaling = Scaling.BLOCKS
-        short = -rows % ROWS_TOGETHER if in_blocks else 0
-        target = output
-        if short:  # the rows that follow in memory have no meaning
-            target = output.new_empty(rows + short, outputs)
-            if adds:
-                target[:rows] = output
-        prepared = self._plan(target, codes.shape[1], bias is not None, adds, scaling)
-        if prepared is None:
-            return False
-        plan, algorithm = prepared
-        plan.run(algorithm, codes, weight, target, bias=bias, scales=(scales, code_scales))
-        if short:
-            output.copy_(target[:rows])
-        return True
-
-    def _plan(
-        self, output: torch.Tensor, inputs: int, has_bias: bool, adds: bool, scaling: Scaling
-    ) -> tuple[Plan, bytes] | None:
-        """None if rows are not aligned, or the library has no algorithm."""
-        (rows, outputs), stride, size = output.shape, output.stride(0), output.element_size()
-        address = output.data_ptr()
-        if any(each % ALIGNMENT for each in (inputs, outputs * size, stride * size, address)):
-            return None
-        forms = output.dtype, has_bias, adds, scaling
-        sizes = Sizes(rows, inputs, outputs, inputs, stride, *forms)
-        if sizes not in self._prepared:
-            plan = Plan(self.lt, sizes)
-            found = plan.algorithms(1)
-            if found and scaling is Scaling.ROWS and rows >= MIN_CLUSTERED_ROWS:
-                found = [plan.variant(found[0], 1, CLUSTER) or found[0]]
-            self._prepared[sizes] = (plan, found[0]) if found else None
-        return self._prepared[sizes]
+    if parts is None:
+        _put(
+            total, x_scale, bias, output, output_stride, magnitudes, rows, real_row, outs,
+            weight_rows, OUT, ADDS, X_BLOCKS, BLOCK_ROWS, BLOCK_OUT,
+        )  # fmt: skip
+    else:
+        places = parts + rows.to(tl.int64)[None, :] * OUT + weight_rows[:, None]
+        step, real = num_rows.to(tl.int64) * OUT, real_row[None, :]
+        tl.store(places + tl.program_id(1) * step, total, mask=real)
+        if counters is not None:
+            tl.debug_barrier()  # all of the program's sums are written before it is counted
+            if tl.atomic_add(counters + tl.program_id(0), 1) == tl.num_programs(1) - 1:
+                tl.store(counters + tl.program_id(0), 0)
+                total = _added(places, step, real, BLOCK_OUT, BLOCK_ROWS, (IN + CHUNK - 1) // CHUNK)
+                _put(
+                    total, x_scale, bias, output, output_stride, magnitudes, rows, real_row, outs,
+                    weight_rows, OUT, ADDS, X_BLOCKS, BLOCK_ROWS, BLOCK_OUT,
+                )  # fmt: skip

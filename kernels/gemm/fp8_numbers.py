@@ -5,7 +5,13 @@ import torch
 
 from tllm_spec.kernels.dispatch import tl, triton, with_kernel
 from tllm_spec.kernels.gemm.norms import NormWeight, rms_norm, silu_and_mul
-from tllm_spec.kernels.launch import begin, programmatic_launch
+from tllm_spec.kernels.launch import (
+    begin,
+    fetch,
+    launch_dependents,
+    programmatic_launch,
+    wait_for_previous,
+)
 
 # Activations in FP8: an optional RMSNorm, or SwiGLU, rounded to the rows' type as if it were a
 # layer of its own, then codes and scales. A Triton kernel if Triton is available, otherwise the
@@ -15,6 +21,8 @@ from tllm_spec.kernels.launch import begin, programmatic_launch
 
 LARGEST = 448.0  # of E4M3
 SMALLEST_SCALE = 2.0**-96  # of zeros, too: neither 0 nor subnormal
+# Up to so many rows, a tile of fp8_linear.py, GEMMs add chunks and activate themselves.
+FUSED_ROWS = 16
 ROWS_TOGETHER = 4  # whose scales of a block cuBLASLt reads in 16 bytes
 
 
@@ -71,6 +79,7 @@ def quantise_rows(
 
 
 _ELEMENTS_PER_WARP = 512  # two 16-byte loads of 2-byte elements per thread
+_LINE = tl.constexpr(64)  # 2-byte elements of a cache line, 128 bytes
 _PART = 1024  # columns per program, where a program need not have the whole row
 # More rows keep the device busy with a program each, which reads a row once.
 _MAX_SPLIT_ROWS = 256
@@ -121,6 +130,7 @@ def quantise_rows_triton(
             POWER=triton.next_power_of_2(num_magnitudes),
             LARGEST=LARGEST,
             SMALLEST_SCALE=SMALLEST_SCALE,
+            AFTER_GEMM=num_rows <= FUSED_ROWS and (norm is not None or magnitudes is not None),
             BLOCK=block,
             **programmatic_launch(x.device),
             num_warps=max(1, min(block // _ELEMENTS_PER_WARP, 16)),
@@ -159,12 +169,17 @@ def on_grid(values: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
+def swiglu(gate: tl.tensor, up: tl.tensor) -> tl.tensor:
+    """`silu(gate) * up` of float32 values, as silu_and_mul_triton.py."""
+    return gate / (1.0 + tl.exp(-gate)) * up
+
+
+@triton.jit
 def _swiglu(gates: tl.tensor, real: tl.tensor, SIZE: tl.constexpr) -> tl.tensor:
     """float32, rounded to the type of `gates`, after which what they multiply follows."""
     gate = tl.load(gates, mask=real, other=0.0).to(tl.float32)
     up = tl.load(gates + SIZE, mask=real, other=0.0).to(tl.float32)
-    activated = gate / (1.0 + tl.exp(-gate)) * up  # as silu_and_mul_triton.py
-    return activated.to(gates.dtype.element_ty).to(tl.float32)
+    return swiglu(gate, up).to(gates.dtype.element_ty).to(tl.float32)
 
 
 @triton.jit
@@ -183,17 +198,32 @@ def activate_kernel(
     tl.store(magnitudes + row * tl.num_programs(1) + tl.program_id(1), largest)
 
 
+@triton.jit
+def _fetch_weights(norm_weight: tl.tensor, SIZE: tl.constexpr, BLOCK: tl.constexpr) -> None:
+    """Fetch the norm's weight into the L2 cache while the previous kernel runs."""
+    lines = tl.arange(0, BLOCK // _LINE) * _LINE
+    fetch(norm_weight + tl.minimum(lines, SIZE - 1))
+
+
 @triton.jit(do_not_specialize=["scales_stride"])
 def quantise_rows_kernel(
     x: tl.tensor, x_stride: tl.tensor, norm_weight: tl.tensor, eps: tl.tensor,
     static_scale: tl.tensor, magnitudes: tl.tensor, bound: tl.tensor, codes: tl.tensor,
     scales: tl.tensor, scales_stride: tl.tensor, SIZE: tl.constexpr, GATED: tl.constexpr,
     SCALE_OF_ROW: tl.constexpr, GROUP: tl.constexpr, MAGNITUDES: tl.constexpr, POWER: tl.constexpr,
-    LARGEST: tl.constexpr, SMALLEST_SCALE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    LARGEST: tl.constexpr, SMALLEST_SCALE: tl.constexpr, AFTER_GEMM: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """Grid (rows, parts of them). GROUP inputs of a part share a scale. A norm, and scales that are
-    made here of whole rows, have one part. POWER: of two, at least MAGNITUDES."""
-    begin(PDL)
+    made here of whole rows, have one part. POWER: of two, at least MAGNITUDES. AFTER_GEMM: whether
+    it follows the GEMM of a few rows."""
+    if not AFTER_GEMM:
+        launch_dependents(PDL)
+    elif PDL and norm_weight is not None:
+        _fetch_weights(norm_weight, SIZE, BLOCK)
+    wait_for_previous(PDL)
+    if AFTER_GEMM:  # the next GEMM would fetch weights that this one's push out of the cache
+        launch_dependents(PDL)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     real = columns < SIZE

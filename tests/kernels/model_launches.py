@@ -100,6 +100,10 @@ def fp8_linears() -> None:
             own = scales_of(weight) if in_blocks else float32(outputs, 1)
             operands = codes, scales, weight, own, x.dtype
             fp8_linear.fp8_linear(*operands, bias=empty(outputs))
+            if rows <= quantise_rows.FUSED_ROWS:
+                counters = int32(fp8_linear.NUM_COUNTERS)
+                fp8_linear.fp8_swiglu(*operands, counters=counters)
+                fp8_linear.fp8_linear(*operands, add_to=empty(rows, outputs), counters=counters)
 
 
 # Experts, experts of a token, hidden size, inner size: Qwen3-30B-A3B, DeepSeek V2 Lite, Mixtral.

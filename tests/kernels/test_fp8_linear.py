@@ -19,14 +19,16 @@ from tests.kernels.interpreter import (
 )
 from tllm_spec.kernels.dispatch import has_kernels
 from tllm_spec.kernels.gemm.cublas_lt import CublasLt, Plan, Scaling, Sizes, shared_library
+from tllm_spec.kernels.gemm.fp8_gemms import Fp8Gemms, tile_scales
 from tllm_spec.kernels.gemm.fp8_linear import (
-    Fp8Gemms,
+    NUM_COUNTERS,
     fp8_linear,
+    fp8_swiglu,
     launch_fp8_linear,
-    tile_scales,
     tiling_of,
 )
-from tllm_spec.kernels.gemm.fp8_numbers import BLOCK, quantise_rows
+from tllm_spec.kernels.gemm.fp8_numbers import BLOCK, FUSED_ROWS, quantise_rows
+from tllm_spec.kernels.gemm.norms import silu_and_mul
 
 FP8 = torch.float8_e4m3fn
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -49,8 +51,8 @@ class Problem:
     bias: torch.Tensor
     total: torch.Tensor
 
-    def run(self, rows: slice = slice(None), **options: Any) -> torch.Tensor:
-        return fp8_linear(
+    def run(self, rows: slice = slice(None), operation: Any = fp8_linear, **options: Any) -> Any:
+        return operation(
             self.codes[rows], self.code_scales[:, rows].contiguous(), self.weight, self.scales,
             self.bias.dtype, **options,
         )  # fmt: skip
@@ -177,6 +179,43 @@ def test_spreading_chunks_over_programs_changes_no_bit(
         assert torch.equal(*found)
 
 
+def counters_on(device: str) -> torch.Tensor:
+    return torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=device)
+
+
+@on_each_kernel_device
+def test_the_last_program_of_a_tile_adds_the_chunks_and_leaves_its_counter_zero(
+    device: str,
+) -> None:
+    p, counters = problem(5, (2120, 70), torch.float32, device), counters_on(device)
+    expected = p.run(bias=p.bias)
+    for _ in range(2):
+        assert torch.equal(p.run(bias=p.bias, counters=counters), expected)
+        assert not counters.any()
+
+
+@on_each_kernel_device
+@pytest.mark.parametrize(
+    ("shape", "dtype", "in_blocks"),
+    list(zip(SHAPES[::-1], DTYPES, (BLOCKS[0], BLOCKS[2], BLOCKS[1]), strict=True)),
+    ids=str,
+)
+def test_swiglu_in_the_gemm_changes_no_bit_and_finds_the_largest_magnitudes(
+    shape: tuple[int, int], dtype: torch.dtype, in_blocks: tuple[bool, bool], device: str
+) -> None:
+    """With incomplete tiles, and with chunks that have programs."""
+    counters = counters_on(device)
+    for num_rows in (1, 9):
+        p = problem(num_rows, (shape[0], shape[1] // 2 * 2), dtype, device, in_blocks)
+        for bias in (p.bias, None):
+            activated, magnitudes = p.run(operation=fp8_swiglu, bias=bias, counters=counters)
+            expected = silu_and_mul(p.run(bias=bias))
+            assert torch.equal(activated, expected)
+            assert torch.equal(magnitudes.amax(1), expected.float().abs().amax(1))
+    none, _ = p.run(slice(0, 0), fp8_swiglu, counters=counters)
+    assert none.shape == (0, shape[1] // 2)
+
+
 @on_each_kernel_device
 def test_a_row_has_the_same_bits_alone_and_in_a_batch(device: str) -> None:
     p = problem(70, (1100, 70), torch.float32, device)
@@ -188,16 +227,21 @@ def test_a_row_has_the_same_bits_alone_and_in_a_batch(device: str) -> None:
 @only_with_the_compiler
 @pytest.mark.parametrize("in_blocks", [False, True])
 @pytest.mark.parametrize(
-    "num_rows",
-    [1, *(pytest.param(number, marks=pytest.mark.slow) for number in (17, 64, 512, 4096))],
+    ("num_rows", "is_fused"),
+    [
+        (1, False),
+        (1, True),
+        *(pytest.param(number, False, marks=pytest.mark.slow) for number in (17, 64, 512, 4096)),
+    ],
 )
 def test_every_tiling_fits_hopper_and_runs_on_fp8_tensor_cores(
-    num_rows: int, in_blocks: bool
+    num_rows: int, is_fused: bool, in_blocks: bool
 ) -> None:
+    """is_fused: with SwiGLU, and with chunks that the last program adds."""
     from tllm_spec.kernels.gemm.fp8_linear import fp8_linear_kernel
 
     tiling = tiling_of(num_rows, in_blocks)
-    constants: dict[str, Any] = {"IN": 4096, "OUT": 4096, "SPREADS": False, "ADDS": True}
+    constants: dict[str, Any] = {"IN": 4096, "OUT": 4096, "ADDS": not is_fused}
     constants |= {
         "WIDEN": False,
         "ADDED": BLOCK,
@@ -210,6 +254,10 @@ def test_every_tiling_fits_hopper_and_runs_on_fp8_tensor_cores(
     constants |= {"X_BLOCKS": in_blocks, "W_BLOCKS": in_blocks}
     types = {"x": "*fp8e4nv", "weight": "*fp8e4nv", "scales": "*fp32", "output": "*bf16"}
     types["x_scales"] = "*fp32"
+    if is_fused:
+        types |= {"magnitudes": "*fp32", "parts": "*fp32", "counters": "*i32"}
+    else:
+        constants |= dict.fromkeys(("magnitudes", "parts", "counters"))
     options = {"num_warps": tiling.num_warps, "num_stages": tiling.num_stages}
     strides = ("scales_block_stride", "output_stride")
     code = compiled_for_hopper(fp8_linear_kernel, types, constants, strides, **options)
@@ -219,6 +267,8 @@ def test_every_tiling_fits_hopper_and_runs_on_fp8_tensor_cores(
     assert code.metadata.shared <= 227 << 10 and ".local" not in ptx
     # Each block's product starts at 0, and is added to the float32 sum outside the tensor cores.
     assert ("fma.rn.f32" if in_blocks else "add.f32") in ptx
+    # All of a program's sums are written before it is counted.
+    assert bool(re.search(r"bar\.sync[^}]*?atom\.global\.gpu\.acq_rel\.add", ptx)) == is_fused
 
 
 @pytest.mark.gpu
@@ -235,6 +285,26 @@ def test_the_number_of_rows_changes_no_bit_of_a_row(
         first = 37 * number % (4096 - number)  # other positions in other tiles
         rows = slice(first, first + number)
         assert torch.equal(p.run(rows, bias=p.bias), expected[rows]), number
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(INTERPRETED, reason="needs tensor cores")
+@pytest.mark.parametrize("shape", [(4096, 6144), (4096, 28672), (14336, 4096), (2120, 70)], ids=str)
+@pytest.mark.parametrize("in_blocks", [BLOCKS[0], BLOCKS[2]], ids=str)
+def test_few_rows_whose_gemms_do_more_have_the_bits_of_many(
+    shape: tuple[int, int], in_blocks: tuple[bool, bool]
+) -> None:
+    p, counters = problem(1000, shape, torch.bfloat16, "cuda", in_blocks), counters_on("cuda")
+    expected, total = p.run(bias=p.bias), p.total.clone()
+    p.run(add_to=total)
+    for number in (*range(1, FUSED_ROWS + 1), 1):
+        rows = slice(37 * number, 38 * number)
+        assert torch.equal(p.run(rows, bias=p.bias, counters=counters), expected[rows]), number
+        added = p.total[rows].clone()
+        assert torch.equal(p.run(rows, add_to=added, counters=counters), total[rows]), number
+        activated, magnitudes = p.run(rows, fp8_swiglu, bias=p.bias, counters=counters)
+        assert torch.equal(activated, silu_and_mul(expected[rows])), number
+        assert torch.equal(magnitudes.amax(1), activated.float().abs().amax(1)), number
 
 
 OF_ROWS, MIXED, OF_BLOCKS = BLOCKS[:3]

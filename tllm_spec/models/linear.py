@@ -16,7 +16,7 @@ from torch import nn
 from tllm_spec.distributed.communicator import SINGLE, Communicator, VocabShard
 from tllm_spec.kernels.disk_cache import cache_folder
 from tllm_spec.kernels.gemm.cublas_lt import ALGORITHM_BYTES, DATA_TYPES, CublasLt, shared_library
-from tllm_spec.kernels.gemm.fp8_linear import Fp8Gemms
+from tllm_spec.kernels.gemm.fp8_gemms import Fp8Gemms
 from tllm_spec.kernels.gemm.tuned_linear import (
     GemmGroup,
     TunedGemms,

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from tllm_spec.kernels.dispatch import has_kernels
-from tllm_spec.kernels.gemm.fp8_linear import Fp8Gemms, fp8_linear, tile_scales
-from tllm_spec.kernels.gemm.fp8_numbers import BLOCK, dequantised, quantise_rows
+from tllm_spec.kernels.gemm.fp8_gemms import Fp8Gemms, tile_scales
+from tllm_spec.kernels.gemm.fp8_linear import NUM_COUNTERS, fp8_linear, fp8_swiglu
+from tllm_spec.kernels.gemm.fp8_numbers import BLOCK, FUSED_ROWS, dequantised, quantise_rows
 from tllm_spec.kernels.gemm.norms import silu_and_mul
 from tllm_spec.kernels.gemm.scaled_linear import scaled_linear
 from tllm_spec.models.formats.weight_format import FewRowsFormat, Part, Rows, WeightFormat
@@ -141,6 +142,7 @@ class QuantisedActivations(ScaledWeight):
         # In memory `[..., columns, N]`, as the kernels read it.
         scales = torch.empty(*number, columns, out_features, device=placement.device).mT
         self.scales = nn.Parameter(scales, requires_grad=False)
+        self.counters = torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=placement.device)
         assert placement.quantised.activations is not None
         self.activations, self.communicator = placement.quantised.activations, None
         if self.activations.shared_by == "tensor":
@@ -175,6 +177,8 @@ class QuantisedActivations(ScaledWeight):
         return self._product(*self.quantised(x, norm))
 
     def gated(self, x: torch.Tensor, norm: RMSNorm | None = None) -> torch.Tensor:
+        if len(x) <= FUSED_ROWS:
+            return self._activated(x, norm)[0]
         return silu_and_mul(self.forward(x, norm))
 
     def add_to(self, total: torch.Tensor, x: torch.Tensor) -> None:
@@ -183,7 +187,19 @@ class QuantisedActivations(ScaledWeight):
     def add_gated_to(
         self, total: torch.Tensor, gate_up: WeightFormat, x: torch.Tensor, norm: RMSNorm | None
     ) -> None:
-        self._product(*self.quantised(gate_up.forward(x, norm), gated=True), total)
+        if len(x) <= FUSED_ROWS and isinstance(gate_up, QuantisedActivations):
+            activated, magnitudes = gate_up._activated(x, norm)
+            quantised = self.quantised(activated, magnitudes=magnitudes)
+        else:
+            quantised = self.quantised(gate_up.forward(x, norm), gated=True)
+        self._product(*quantised, total)
+
+    def _activated(
+        self, x: torch.Tensor, norm: RMSNorm | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `fp8_swiglu`."""
+        operands = *self.quantised(x, norm), self.weight, self.scales
+        return fp8_swiglu(*operands, self.dtype, self.bias, counters=self.counters)
 
     def _product(
         self, codes: torch.Tensor, code_scales: torch.Tensor, add_to: torch.Tensor | None = None
@@ -196,7 +212,8 @@ class QuantisedActivations(ScaledWeight):
             adds = add_to is not None
             if self.gemms.run(*operands, self.tiles, self.bias, output, adds=adds):
                 return output
-        return fp8_linear(*operands, self.dtype, self.bias, add_to=add_to)
+        counters = self.counters if len(codes) <= FUSED_ROWS else None
+        return fp8_linear(*operands, self.dtype, self.bias, add_to=add_to, counters=counters)
 
     def quantised(
         self,
@@ -204,11 +221,13 @@ class QuantisedActivations(ScaledWeight):
         norm: RMSNorm | None = None,
         *,
         gated: bool = False,
+        magnitudes: torch.Tensor | None = None,
         experts: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Codes and scales. Ranks with slices of the inputs share the largest magnitude. experts:
-        of each row, where each has a static scale of its own."""
-        magnitudes, scale = None, self.input_scale
+        """Codes and scales. magnitudes: the largest of each row's parts, `[T, parts]`, where they
+        are known. Ranks with slices of the inputs share the largest magnitude. experts: of each
+        row, where each has a static scale of its own."""
+        scale, in_blocks = self.input_scale, self.activations.shared_by == "block"
         if self.communicator is not None:
             own = x.abs().amax(1, keepdim=True).float()
             magnitudes = self.communicator.all_gather(own)
@@ -216,9 +235,9 @@ class QuantisedActivations(ScaledWeight):
             x,
             None if norm is None else norm.kernel_weight,
             gated=gated,
-            in_blocks=self.activations.shared_by == "block",
+            in_blocks=in_blocks,
             scale=scale if scale is None or experts is None else scale[experts],
-            magnitudes=magnitudes,
+            magnitudes=None if in_blocks else magnitudes,
             bound=self.activations.bound,
         )
 
