@@ -83,7 +83,10 @@ class TritonAttention(VanillaAttention):
             self.write(
                 layer, qkv[:first], rotary.first(first), AttentionPlan(plan.kv_slots[:first]), norm
             )
-        q, kv = self.split(qkv)
+        if self.writes(qkv):
+            q, kv = self.split(qkv)
+        else:
+            q, kv = qkv, self.stored(layer, plan.kv_slots[:first], qkv.dtype)
         outputs = [self._run_context(layer, q, kv, context, sinks) for context in plan.contexts]
         if plan.tiled_chunks is not None:
             outputs.append(
@@ -128,5 +131,6 @@ class TritonAttention(VanillaAttention):
         assert windows is not None
         inputs = qkv[first:], rotary.cos_sin[first:], self._layers[layer], windows
         options = norm, self.pool.scales[layer], sinks
+        options += (self.writes(qkv),)
         call = WindowCall(*inputs, self.geometry.scale, self._workspace, *options)
         return window_attention(call)

@@ -113,7 +113,7 @@ class Gemma3Model(DecoderModel):
         super().add_tables(config, max_positions, placement)
         assert config.local_rope is not None
         self.local_cos_sin = cos_sin_table(
-            config.local_rope, config.rope_dim, max_positions, placement
+            config.local_rope, config.head_dim, max_positions, placement
         )
         # In transformers the factor is a tensor of the weights' dtype.
         self.embedding_scale = torch.tensor(config.hidden_size**0.5, dtype=placement.dtype).item()

@@ -1,0 +1,68 @@
+"""Random checkpoints of Gemma 4, as transformers writes them."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+ROPES: dict[str, Any] = {
+    SLIDING: {"rope_type": "default", "rope_theta": 1e4},
+    FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+}
+SIZES: dict[str, Any] = {
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "layer_types": [SLIDING, FULL],
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "global_head_dim": 16,
+    "max_position_embeddings": 128,
+    "sliding_window": 4,
+    "vocab_size_per_layer_input": 32,
+    "hidden_size_per_layer_input": 0,
+    "rope_parameters": ROPES,
+    "final_logit_softcapping": 30.0,
+}
+# The kinds of published models: 31B, E2B and E4B, and 26B-A4B.
+KINDS: dict[str, dict[str, Any]] = {
+    "dense": {"attention_k_eq_v": True, "num_global_key_value_heads": 1},
+    "per layer": {
+        "num_hidden_layers": 4,
+        "layer_types": [SLIDING, FULL] * 2,
+        "hidden_size_per_layer_input": 6,
+        "num_kv_shared_layers": 2,
+        "use_double_wide_mlp": True,
+    },
+    "experts": {
+        "enable_moe_block": True,
+        "num_experts": 4,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 12,
+    },
+}
+ONES = ("norm.weight", "norm_1.weight", "norm_2.weight", "_scalar", "router.scale", "expert_scale")
+
+
+def fill(model: Any, seed: int = 1234) -> None:
+    """Tensors by name: 0.2 times a normal number, and 1 more for factors."""
+    generator, tensors = torch.Generator().manual_seed(seed), model.state_dict()
+    with torch.no_grad():
+        for name in sorted(tensors):
+            noise = 0.2 * torch.randn(tensors[name].shape, generator=generator)
+            is_factor = name.endswith(ONES) or "layernorm" in name
+            tensors[name].copy_(noise + 1 if is_factor else noise)
+
+
+def save_gemma4(folder: Path, kind: str = "dense", *, seed: int = 1234, **config: Any) -> Any:
+    """Write a random text model to `folder`; returns it."""
+    settings = transformers.Gemma4TextConfig(**(SIZES | KINDS[kind] | config))
+    settings._attn_implementation = "eager"
+    model = transformers.Gemma4ForCausalLM(settings).float().eval()
+    fill(model, seed)
+    model.save_pretrained(folder)
+    return model
