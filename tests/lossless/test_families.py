@@ -31,6 +31,7 @@ from tests.lossless.small_models import (
 from tests.lossless.test_adaptive import EVERY_ROUND
 from tests.models import mtp_reference, qwen3_next
 from tests.models.deepseek import save_deepseek
+from tests.models.gemma4 import save_larger
 from tests.models.gpt_oss import in_mxfp4, save_gpt_oss
 from tests.models.helpers import VOCAB_SIZE, random_tokens, save_checkpoint
 from tests.models.test_gemma3 import save_gemma3
@@ -150,6 +151,11 @@ FAMILIES: dict[str, Family] = {
     "gemma3": Family(
         partial(save_gemma3, **LONG), SETTINGS | TRITON, COMMON | draft_models() | heads()
     ),
+    "gemma4": Family(save_larger, WAYS, COMMON | draft_models(ALL_WAYS) | heads()),
+    "gemma4, per layer": Family(
+        partial(save_larger, kind="per layer"), WAYS, COMMON | draft_models() | heads()
+    ),
+    "gemma4, experts": Family(partial(save_larger, kind="experts"), WAYS, NONE | draft_models()),
     "gpt-oss": Family(
         lambda path: in_mxfp4(path, save_gpt_oss(path, **LONG)),
         *(WAYS, COMMON | draft_models() | heads()),
@@ -202,6 +208,13 @@ QUICK = [
     *(("qwen3-next", "none", setting) for setting in ("undisturbed", "chunks", "no_overlap")),
     ("gemma3", "ngram", "undisturbed"),
     ("gpt-oss", "ngram", "undisturbed"),
+    ("gemma4", "ngram", "triton"),
+    ("gemma4", "draft model, dynamic, one-model", "prefix_reuse"),
+    ("gemma4", "head, chain, two-model", "preemption"),
+    ("gemma4, per layer", "sa", "chunks"),
+    ("gemma4, per layer", "draft model, chain, one-model", "preemption"),
+    ("gemma4, per layer", "head, dynamic, one-model", "triton"),
+    ("gemma4, experts", "draft model, static, two-model", "chunks"),
     ("phi3", "ngram", "undisturbed"),
     ("glm", "mtp, chain, one-model", "undisturbed"),
     ("Llama4", "none", "preemption"),
@@ -344,7 +357,16 @@ def test_dummy_weights_need_only_the_config(models: Models) -> None:
     assert speculated == plain and all(len(set(tokens)) > 1 for tokens in plain)
 
 
-BORDERS = ("gemma3", "gpt-oss", "Llama4", "Mistral", "Qwen2", "qwen3-next")
+BORDERS = (
+    "gemma3",
+    "gemma4",
+    "gemma4, per layer",
+    "gpt-oss",
+    "Llama4",
+    "Mistral",
+    "Qwen2",
+    "qwen3-next",
+)
 
 
 @pytest.mark.gpu

@@ -66,3 +66,29 @@ def save_gemma4(folder: Path, kind: str = "dense", *, seed: int = 1234, **config
     fill(model, seed)
     model.save_pretrained(folder)
     return model
+
+
+# As the models of helpers.py.
+LARGER: dict[str, Any] = {
+    "vocab_size": 128,
+    "vocab_size_per_layer_input": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "layer_types": [SLIDING, FULL, SLIDING, FULL],
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "sliding_window": 7,
+}
+LARGER_KINDS: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "per layer": {
+        "num_hidden_layers": 5,
+        "layer_types": [SLIDING, FULL, SLIDING, SLIDING, FULL],
+    },
+    "experts": {},
+}
+
+
+def save_larger(folder: Path, kind: str = "dense", **config: Any) -> Any:
+    return save_gemma4(folder, kind, **(LARGER | LARGER_KINDS[kind] | config))

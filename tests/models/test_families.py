@@ -13,6 +13,7 @@ import transformers
 
 from tests.distributed.thread_ranks import ThreadGroup
 from tests.models.fp8_checkpoint import quantise
+from tests.models.gemma4 import KINDS, save_larger
 from tests.models.glm4_moe import SIZES as GLM
 from tests.models.gpt_oss import save_gpt_oss
 from tests.models.helpers import (
@@ -69,6 +70,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "Gemma3",
         {"attention_bias": True, "tie_word_embeddings": False},
     ),
+    **{f"Gemma 4, {kind}": ("Gemma4", {"kind": kind}) for kind in KINDS},
     "gpt-oss, windows in every second layer": ("GptOss", {}),
     "gpt-oss, all layers see all keys": ("GptOss", {"layer_types": ["full_attention"] * 4}),
     "gpt-oss, no biases of attention": ("GptOss", {"attention_bias": False}),
@@ -77,6 +79,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 SAVE: dict[str, Callable[..., Any]] = {
     "Gemma3": save_gemma3,
+    "Gemma4": save_larger,
     "Glm4Moe": partial(save_checkpoint, architecture="Glm4Moe", **GLM),
     "GptOss": save_gpt_oss,
     "Llama4": save_llama4,

@@ -1,7 +1,6 @@
 """Gemma 4's text model: logits, and folders as published."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch

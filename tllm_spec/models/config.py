@@ -311,8 +311,9 @@ class ModelConfig:
         if parts is None:
             return self
         if layer not in self.local_layers:
-            heads = {"head_dim": parts.global_head_dim, "num_kv_heads": parts.num_global_kv_heads}
-            own = replace(own, **heads)
+            own = replace(
+                own, head_dim=parts.global_head_dim, num_kv_heads=parts.num_global_kv_heads
+            )
         if parts.is_double_wide and self.kv_layer(layer) != layer:
             own = replace(own, intermediate_size=2 * own.intermediate_size)
         return own

@@ -162,11 +162,9 @@ class Gemma4HeadNorm(HeadNorm):
 
     def normed(self, heads: torch.Tensor) -> tuple[torch.Tensor, HeadWeights | None]:
         """heads: q, k and, unless they are the keys, v."""
-        num_kept, size = len(self.weight), heads.shape[2]
-        values = heads[:, self.num_heads - num_kept :]
-        ones = values.new_ones(size)
-        rows = rms_norm(values.reshape(-1, size), ones, self.head_weights.eps).view_as(values)
-        return torch.cat((heads[:, :num_kept], rows), 1), self.head_weights
+        num_kept, eps = len(self.weight), self.head_weights.eps
+        values = F.rms_norm(heads[:, self.num_heads - num_kept :], heads.shape[2:], eps=eps)
+        return torch.cat((heads[:, :num_kept], values), 1), self.head_weights
 
 
 class Gemma4Attention(Attention):
