@@ -193,7 +193,7 @@ def attention_kernel(
     kv_head, dims, width = tile % KV_HEADS, tl.arange(0, BLOCK_D), num_own if RAGGED else WINDOW
     rows = tile // KV_HEADS * BLOCK_M + tl.arange(0, BLOCK_M)
     first_row = tl.load(offsets + request) if RAGGED else request * WINDOW
-    real_rows = rows < width * GROUP
+    real_rows, table = rows < width * GROUP, block_tables + request * table_stride
     tokens, heads = first_row + rows // GROUP, kv_head * GROUP + rows % GROUP
     queries = _rotated(
         qkv, cos_sin, norm_weights, eps, tokens, heads, real_rows,
@@ -214,7 +214,6 @@ def attention_kernel(
             )
             tl.debug_barrier()  # all threads of the program see what was written
         end = tl.minimum(kv_len, max_len)
-    table = block_tables + request * table_stride
     pool = (layer, value_offset, table, kv_head, log2_scale, KV_HEADS, HEAD_DIM, PAGE_SIZE)
     top, total, mixed = _attend_to_split(
         queries, sinks, heads, (ends, bits, first_keys), pool, first, end, lowest, num_old, is_last,

@@ -331,6 +331,8 @@ def test_adaptive_tiers_leave_the_text_alone(drafter: str, models: Models) -> No
         pytest.param("Mistral", "ngram", "preemption", marks=pytest.mark.slow),
         pytest.param("Qwen2", "ngram", "triton", marks=pytest.mark.slow),
         ("gpt-oss", "ngram tree", "preemption"),
+        ("gemma4", "head, chain, one-model", "chunks"),
+        ("gemma4, per layer", "ngram", "triton"),
         *(
             pytest.param(
                 "gpt-oss", f"{name}, chain, one-model", "preemption", marks=pytest.mark.slow

@@ -1,10 +1,12 @@
 """Random checkpoints of Gemma 4, as transformers writes them."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 ROPES: dict[str, Any] = {
@@ -92,3 +94,30 @@ LARGER_KINDS: dict[str, dict[str, Any]] = {
 
 def save_larger(folder: Path, kind: str = "dense", **config: Any) -> Any:
     return save_gemma4(folder, kind, **(LARGER | LARGER_KINDS[kind] | config))
+
+
+# Of published models that also see and hear: what their other tensors begin with.
+TOWERS = {
+    "Gemma4ForConditionalGeneration": ("vision_tower", "audio_tower", "embed_vision"),
+    "Gemma4UnifiedForConditionalGeneration": ("vision_embedder", "embed_vision", "embed_audio"),
+}
+
+
+def save_with_towers(folder: Path, architecture: str, kind: str) -> Any:
+    """Write a random model that also sees and hears to `folder`; returns its text model. Layers
+    without keys of their own have some in the file, as in published ones."""
+    model = save_larger(folder, kind)
+    stored = load_file(folder / "model.safetensors")
+    tensors = {f"model.language_model.{name[6:]}": stored[name] for name in stored}
+    tensors |= {f"model.{tower}.0.weight": torch.ones(8) for tower in TOWERS[architecture]}
+    if kind == "per layer":
+        for name in ("k_proj", "v_proj", "k_norm"):
+            tensors[f"model.language_model.layers.4.self_attn.{name}.weight"] = torch.ones(8)
+    save_file(tensors, folder / "model.safetensors")
+    text = model.config.to_dict()
+    heads = text.pop("per_layer_config")["1"]  # files before transformers 5.24 have these keys
+    text["global_head_dim"] = heads["head_dim"]
+    text["num_global_key_value_heads"] = heads.get("num_key_value_heads")
+    whole = {"architectures": [architecture], "text_config": text, "tie_word_embeddings": True}
+    (folder / "config.json").write_text(json.dumps(whole))
+    return model

@@ -89,6 +89,7 @@ SAVE: dict[str, Callable[..., Any]] = {
 # Without the key no further layers are in the file.
 DEFAULTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "Glm4Moe": ({"head_dim": 128}, {"num_nextn_predict_layers": 0}),
+    "Gemma4": ({"num_hidden_layers": 12}, {}),
     "GptOss": ({}, {"eos_token_id": None}),
     "Llama4": (
         {"vocab_size": 202048, "hidden_size": 5120, "num_hidden_layers": 5}
@@ -118,7 +119,7 @@ def test_logits_beyond_windows_and_chunks_equal_transformers(
 def test_a_missing_key_has_the_default_of_transformers(family: str) -> None:
     given, absent = DEFAULTS[family]
     own = given | {"architectures": [f"{family}ForCausalLM"]}
-    kind = f"{family}Text" if family == "Llama4" else family
+    kind = f"{family}Text" if family in ("Llama4", "Gemma4") else family
     theirs = getattr(transformers, f"{kind}Config")(**given).to_dict() | own
     assert model_config_of(own) == model_config_of(theirs | absent | {"dtype": None})
 

@@ -36,8 +36,8 @@ class TritonPlan(VanillaPlan):
     windows: WindowTables | None
     """Tensors are views of the metadata."""
     tiled_chunks: tuple[torch.Tensor, QueryTiles] | None
-    """Instead of VANILLA's chunks, if the pool has codes, or heads have sinks or are wide: the pages
-    of all requests, `[C + B, P]` int32, and the tiles of all chunks."""
+    """Instead of VANILLA's chunks, if the pool has codes, or heads have sinks or are wide: the
+    pages of all requests, `[C + B, P]` int32, and the tiles of all chunks."""
     prefill: Any = None
     """FLASHINFER's plan of at least one chunk, instead of both."""
     page_list: tuple[torch.Tensor, torch.Tensor | None] | None = None

@@ -373,7 +373,7 @@ class ModelConfig:
         )
 
     def _geometry(self, mapping: Mapping, span: KeySpan | None) -> AttentionGeometry:
-        """Of one layer."""
+        """One layer's."""
         return AttentionGeometry(
             num_layers=1,
             num_heads=mapping.shard(self.num_heads, "num_attention_heads"),

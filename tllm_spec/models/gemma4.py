@@ -109,9 +109,9 @@ def _parts(flat: dict[str, Any], types: list[str]) -> Gemma4Parts:
     if keys_are_values and flat.get("num_global_key_value_heads"):
         heads["num_key_value_heads"] = flat["num_global_key_value_heads"]
     if (of_layers := flat.get("per_layer_config")) is not None:  # as transformers 5.24 writes it
-        full = [str(layer) for layer, kind in enumerate(types) if kind == FULL]
-        found = [of_layers.get(layer) for layer in full]
-        if sorted(of_layers) != sorted(full) or any(each != found[0] for each in found):
+        full = {layer for layer, kind in enumerate(types) if kind == FULL}
+        found = [*of_layers.values()]
+        if {*map(int, of_layers)} != full or any(each != found[0] for each in found):
             raise ValueError(
                 "per_layer_config is served where all layers of full_attention, and no others, "
                 "have the same heads."

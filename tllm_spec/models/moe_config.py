@@ -59,7 +59,7 @@ class MoEConfig:
     swiglu_limit: float | None = None
     """gpt-oss: the limit of its SwiGLU (kernels/experts/grouped_gemm.py)."""
     activation: Activation = "silu"
-    """Of the gates, without a limit."""
+    """What the gates have without a limit."""
     float32_router: bool = False
     """DeepSeek: a model in 16 bits computes its router's logits in float32."""
     names: MoENames = MoENames()
