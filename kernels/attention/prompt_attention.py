@@ -11,7 +11,6 @@ import math
 import torch
 
 from tllm_spec.kernels.attention.batch_invariant_attention import (
-    TILE_ROWS,
     QueryTiles,
     batch_invariant_attention,
 )
@@ -19,8 +18,29 @@ from tllm_spec.kernels.attention.kv_codes import UNSCALED, KVScales, widened
 from tllm_spec.kernels.attention.visible_keys import KeySpan, first_key
 from tllm_spec.kernels.attention.window_splits import add_keys, power_of_two
 from tllm_spec.kernels.dispatch import tl, triton, with_kernel
+from tllm_spec.kernels.launch import shared_memory_bytes
 
-BLOCK_N, VALUE_D, NUM_WARPS, NUM_STAGES = 32, 512, 8, 2
+# Rows of a tile, and keys of a block: the first that fit into shared memory. Measured on an H200:
+# two programs that compute all scores and half of the results each are faster than one.
+BLOCKS = (128, 64), (64, 32), (32, 16), (16, 16)
+VALUE_D = 256
+
+
+def prompt_blocks(q: torch.Tensor, head_dim: int) -> tuple[int, int]:
+    """Rows and keys for heads of q's type and device."""
+    size, room = q.element_size(), shared_memory_bytes(q.device)
+    width, value_d = power_of_two(head_dim), min(VALUE_D, power_of_two(head_dim))
+    fitting = (
+        (rows, keys)
+        for rows, keys in BLOCKS
+        if size * (rows * width + keys * (width + value_d)) <= room
+    )
+    return next(fitting, BLOCKS[-1])
+
+
+def prompt_tokens_per_tile(q: torch.Tensor, head_dim: int, group: int) -> int:
+    """group: query heads per KV head."""
+    return max(1, prompt_blocks(q, head_dim)[0] // group)
 
 
 @with_kernel("launch_prompts")
@@ -33,7 +53,8 @@ def prompt_attention(
     span: KeySpan | None = None,
     scales: KVScales = UNSCALED,
 ) -> torch.Tensor:
-    """As `batch_invariant_attention` without trees and sinks. Returns `[T, Hq * D]`."""
+    """As `batch_invariant_attention` without trees and sinks, in tiles of at most
+    `prompt_tokens_per_tile`. Returns `[T, Hq * D]`."""
     return batch_invariant_attention.reference(
         q, layer, block_tables, tiles, scale, None, span, scales
     )
@@ -56,6 +77,7 @@ def launch_prompts(
     value_d = min(VALUE_D, block_d)
     output = q.new_empty(num_rows, heads * head_dim)
     num_tiles = tiles.table.shape[1]
+    block_m, block_n = prompt_blocks(q, head_dim)
     grid = (kv_heads * -(-head_dim // value_d), num_tiles)
     prompt_kernel[grid](
         *(q, layer, block_tables, tiles.table, output, scale * scales.key * math.log2(math.e)),
@@ -66,12 +88,12 @@ def launch_prompts(
         PAGE_SIZE=page_size,
         SPAN=span.code if span else 0,
         WIDEN=q.device.type == "cpu",  # the interpreter cannot multiply bfloat16
-        BLOCK_M=max(TILE_ROWS, power_of_two(group)),
-        BLOCK_N=BLOCK_N,
+        BLOCK_M=max(block_m, power_of_two(group)),
+        BLOCK_N=block_n,
         BLOCK_D=block_d,
         VALUE_D=value_d,
-        num_warps=NUM_WARPS,
-        num_stages=NUM_STAGES,
+        num_warps=8,
+        num_stages=1,
         enable_fp_fusion=False,  # it may depend on the surrounding code, so on the rows of a chunk
     )
     return output

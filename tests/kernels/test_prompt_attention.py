@@ -7,7 +7,10 @@ import torch
 from tests.kernels.interpreter import on_each_kernel_device
 from tests.kernels.test_batch_invariant_attention import LENGTH, Cache, Heads, check
 from tllm_spec.kernels.attention.batch_invariant_attention import QueryTiles
-from tllm_spec.kernels.attention.prompt_attention import prompt_attention
+from tllm_spec.kernels.attention.prompt_attention import (
+    prompt_attention,
+    prompt_tokens_per_tile,
+)
 from tllm_spec.kernels.attention.visible_keys import KeySpan
 from tllm_spec.kernels.dispatch import has_kernels
 
@@ -23,9 +26,10 @@ PARTS = ((0, 3), (0, 90), (70, 1), (LENGTH - 40, 40))
 
 def attended(cache: Cache, parts: tuple[tuple[int, int], ...]) -> torch.Tensor:
     """Results of chunks of the second request in one launch."""
-    tiles, row = [], 0
+    tiles, row, heads = [], 0, cache.heads
+    size = prompt_tokens_per_tile(cache.q, heads.head_dim, heads.group)
     for start, length in parts:
-        tiles.append(QueryTiles.of_chunk(row, start, length, 1, cache.size, cache.device))
+        tiles.append(QueryTiles.of_chunk(row, start, length, 1, size, cache.device))
         row += length
     q = torch.cat([cache.q[1, start : start + length] for start, length in parts])
     own = cache.layer, cache.tables, QueryTiles.joined(tiles), cache.scale

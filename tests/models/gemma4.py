@@ -55,6 +55,8 @@ def fill(model: Any, seed: int = 1234) -> None:
     generator, tensors = torch.Generator().manual_seed(seed), model.state_dict()
     with torch.no_grad():
         for name in sorted(tensors):
+            if not tensors[name].is_floating_point():
+                continue
             noise = 0.2 * torch.randn(tensors[name].shape, generator=generator)
             is_factor = name.endswith(ONES) or "layernorm" in name
             tensors[name].copy_(noise + 1 if is_factor else noise)
@@ -120,4 +122,33 @@ def save_with_towers(folder: Path, architecture: str, kind: str) -> Any:
     text["num_global_key_value_heads"] = heads.get("num_key_value_heads")
     whole = {"architectures": [architecture], "text_config": text, "tie_word_embeddings": True}
     (folder / "config.json").write_text(json.dumps(whole))
+    return model
+
+
+def save_assistant(
+    folder: Path, target: Any, *, ordered: bool = False, seed: int = 1234, **text: Any
+) -> Any:
+    """Write a random assistant for a text model of transformers to `folder`; returns it."""
+    own = target.config
+    sizes = {"vocab_size": own.vocab_size, "hidden_size": 12, "vocab_size_per_layer_input": 0}
+    sizes |= {"head_dim": own.per_layer_config[0].head_dim, "final_logit_softcapping": None}
+    sizes |= {"num_kv_shared_layers": 2, "sliding_window": own.sliding_window}
+    full = own.per_layer_config[1]
+    sizes |= {"global_head_dim": full.head_dim, "attention_k_eq_v": own.attention_k_eq_v}
+    sizes |= {"num_global_key_value_heads": full.num_key_value_heads}
+    settings = transformers.Gemma4AssistantConfig(
+        text_config=transformers.Gemma4TextConfig(**(SIZES | sizes | text)),
+        backbone_hidden_size=own.hidden_size,
+        use_ordered_embeddings=ordered,
+        num_centroids=8,
+        centroid_intermediate_top_k=2,
+    )
+    settings._attn_implementation = "eager"
+    model = transformers.Gemma4AssistantForCausalLM(settings).float().eval()
+    fill(model, seed)
+    if ordered:
+        number = own.vocab_size
+        order = [(7 * place + 3) % number for place in range(number)]
+        model.masked_embedding.token_ordering.copy_(torch.tensor(order))
+    model.save_pretrained(folder)
     return model

@@ -19,7 +19,10 @@ from tllm_spec.kernels.attention.batch_invariant_attention import (
     batch_invariant_attention,
     tokens_per_tile,
 )
-from tllm_spec.kernels.attention.prompt_attention import prompt_attention
+from tllm_spec.kernels.attention.prompt_attention import (
+    prompt_attention,
+    prompt_tokens_per_tile,
+)
 from tllm_spec.kernels.attention.rotary_write import HeadWeights, Rotary
 from tllm_spec.kernels.attention.visible_keys import KeySpans
 from tllm_spec.kernels.attention.window_attention import WindowCall, WindowTables, window_attention
@@ -53,6 +56,7 @@ class TritonAttention(VanillaAttention):
     def __init__(self, geometry: AttentionGeometry, pool: KVPool) -> None:
         super().__init__(geometry, pool)
         self._layers = pool.data.unbind(0)
+        self._has_wide_tiles = geometry.head_dim > MAX_SDPA_DIM and not geometry.has_sinks
         self._workspace = WindowWorkspace.allocate(geometry.head_dim, pool.data.device)
 
     @classmethod
@@ -62,9 +66,12 @@ class TritonAttention(VanillaAttention):
     def plan(self, metadata: AttentionMetadata) -> TritonPlan:
         windows = self._plan_windows(metadata)
         is_tiled = self.pool.kv_format.scales is not None or self.geometry.has_sinks
-        is_tiled |= self.geometry.head_dim > MAX_SDPA_DIM
+        is_tiled |= self._has_wide_tiles
         if metadata.context_lens and is_tiled:
             lens, size = metadata.context_lens, tokens_per_tile(self._group)
+            if self._has_wide_tiles:
+                own = self.pool.data.new_empty(0, dtype=self.pool.kv_format.dtype)
+                size = prompt_tokens_per_tile(own, self.geometry.head_dim, self._group)
             tiles = QueryTiles.of_chunks(
                 lens, metadata.context_kv_lens, size, metadata.kv_slots.device
             )
@@ -108,7 +115,7 @@ class TritonAttention(VanillaAttention):
     ) -> torch.Tensor:
         geometry, scales = self.geometry, self.pool.scales[layer]
         own = q, self._layers[layer], *chunks, geometry.scale
-        if geometry.head_dim > MAX_SDPA_DIM and sinks is None:
+        if self._has_wide_tiles:
             return prompt_attention(*own, geometry.span, scales)
         return batch_invariant_attention(*own, None, geometry.span, scales, sinks)
 

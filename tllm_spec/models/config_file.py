@@ -61,7 +61,7 @@ _KEYS: tuple[tuple[_Kind, str], ...] = (
         qk_nope_head_dim qk_rope_head_dim v_head_dim moe_intermediate_size num_local_experts
         num_experts interleave_moe_layer_step no_rope_layer_interval full_attention_interval
         linear_num_key_heads linear_num_value_heads linear_key_head_dim linear_value_head_dim
-        linear_conv_kernel_dim vocab_size_per_layer_input
+        linear_conv_kernel_dim backbone_hidden_size num_centroids centroid_intermediate_top_k
         """,
     ),
     (
@@ -88,7 +88,8 @@ _KEYS: tuple[tuple[_Kind, str], ...] = (
     ),
     (
         _Kind(f"an integer from 0 to {MAX_SIZE}", _is_int(0, MAX_SIZE), is_nullable=False),
-        "num_experts_per_tok shared_expert_intermediate_size hidden_size_per_layer_input",
+        "num_experts_per_tok shared_expert_intermediate_size "
+        "hidden_size_per_layer_input vocab_size_per_layer_input",
     ),
     (
         _Kind(f"an integer from 0 to {MAX_INT}", _COUNT),
@@ -126,7 +127,7 @@ _KEYS: tuple[tuple[_Kind, str], ...] = (
         tie_word_embeddings attention_bias mlp_bias qkv_bias bias use_qk_norm use_sliding_window
         norm_topk_prob rope_interleave attn_temperature_tuning truncate norm_before_fc fc_norm
         use_aux_norm norm_before_residual norm_output attn_output_gate attention_k_eq_v
-        enable_moe_block use_double_wide_mlp
+        enable_moe_block use_double_wide_mlp use_ordered_embeddings
         """,
     ),
     (
