@@ -15,7 +15,7 @@ from tests.distributed.world import EXCHANGES
 from tests.distributed.worlds import run_world
 
 pytest.importorskip("mpi4py")
-DRAFTERS = {"dflash", "eagle", "eagle3", "eagle3-latent", "other-tokenizer"}
+DRAFTERS = {"dflash", "eagle", "eagle3", "eagle3-latent", "gemma4-assistant", "other-tokenizer"}
 LONG = (
     "adaptive-draft-model",
     "adaptive-trees",
@@ -32,6 +32,7 @@ LONG = (
     "fp8-parts",
     "gemma3",
     "gemma4",
+    "gemma4-assistant",
     "gemma4-experts",
     "gemma4-experts-parts",
     "latent-head",
