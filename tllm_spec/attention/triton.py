@@ -70,8 +70,8 @@ class TritonAttention(VanillaAttention):
         if metadata.context_lens and is_tiled:
             lens, size = metadata.context_lens, tokens_per_tile(self._group)
             if self._has_wide_tiles:
-                own = self.pool.data.new_empty(0, dtype=self.pool.kv_format.dtype)
-                size = prompt_tokens_per_tile(own, self.geometry.head_dim, self._group)
+                q = self.pool.data.new_empty(0, dtype=self.pool.kv_format.dtype)
+                size = prompt_tokens_per_tile(q, self.geometry.head_dim, self._group)
             tiles = QueryTiles.of_chunks(
                 lens, metadata.context_kv_lens, size, metadata.kv_slots.device
             )
