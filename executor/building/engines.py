@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import monotonic
 from typing import Any, TypeVar
@@ -55,6 +55,7 @@ from tllm_spec.executor.target_weights import TargetWeights
 from tllm_spec.kernels.attention.visible_keys import KeySpan
 from tllm_spec.models.checkpoint import checkpoint_names
 from tllm_spec.models.draft_head import HeadSource
+from tllm_spec.models.gemma4_assistant import Gemma4Assistant
 from tllm_spec.models.llama import CausalLM
 from tllm_spec.models.mtp import NextnModules
 from tllm_spec.models.registry import LoadFormat, load_model, model_config
@@ -158,7 +159,7 @@ def load_draft(
         folder, target, load_format, plan.max_len, plan.communicator, args.fp8_activations
     )
     loaded = load_head(draft, source, tokens, args.max_num_tokens)
-    if isinstance(loaded.model, NextnModules):  # they have the target's windows
+    if isinstance(loaded.model, (NextnModules, Gemma4Assistant)):  # with the target's windows
         return loaded
     loaded = loaded.windowed(plan.max_seq_len)
     return loaded if draft.backend == "torch" else load_head_network(plan, loaded)
@@ -217,6 +218,9 @@ def _plan_groups(
     groups = own_groups(target.config.layer_groups(plan.mapping), kv_format)
     if draft is None:
         return groups, []
+    if draft.plan.is_assistant:  # it sees two keys more before the next token than the target
+        spans = [own.span and replace(own.span, size=own.span.size + 2) for own in groups]
+        return [replace(own, span=span) for own, span in zip(groups, spans, strict=True)], []
     layers = draft.model.config.layer_groups(plan.mapping)
     of_draft = draft_group(layers, draft_format(plan, draft, kv_format))
     if not draft.plan.shares_pages:
@@ -294,7 +298,7 @@ def _build_target(
         lookahead=0 if net is None else net.lookahead,
         num_host_pages=num_host_pages,
         extra_kv_tokens=0 if net is None else plan.extra_kv_tokens,
-        has_draft_layers=net is not None,
+        has_draft_layers=net is not None and net.has_keys,
         states=states,
     )
     groups = []
@@ -322,10 +326,17 @@ def _recurrent_memory(plan: BuildPlan, target: CausalLM) -> RecurrentMemory | No
 
 
 def _draft_net(plan: BuildPlan, draft: LoadedDraft, memory: list[_Memory]) -> DraftNet:
-    """A draft network with the last pools of the group that keeps all, whose pages they share."""
+    """A draft network with the last pools of the group that keeps all, whose pages they share, or
+    with the target's own ones."""
     place = next(own for own in memory if own.span is None)
     model, vocab_size = draft.model, plan.config.vocab_size
     groups = model.config.layer_groups(plan.mapping)
+    if draft.plan.is_assistant:
+        paged = [
+            PagedGroup(create_backend(plan.attention, own.geometry, each.pools[0]), each.rows)
+            for own, each in zip(groups, memory, strict=True)
+        ]
+        return draft.net(AttentionGroups(paged), vocab_size)
     pools = place.pools[-len(groups) :]
     if isinstance(model, ExternalDraft) and draft.spec is not None:
         return ExternalHeadNet(model, draft.spec, pools[0], place.rows)

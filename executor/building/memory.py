@@ -32,6 +32,9 @@ def reserved_bytes(plan: BuildPlan, draft: LoadedDraft | None, groups: Sequence[
         for group in groups
         for geometry, kv_format in group.pools
     )
+    if draft is not None and draft.plan.is_assistant:  # backends of its own over the same pools
+        for group, own in zip(groups, draft.model.config.layer_groups(plan.mapping), strict=True):
+            num_bytes += workspace_bytes(plan.attention, own.geometry, group.pools[0][1])
     if (recurrent := plan.recurrent) is not None:
         num_bytes += (plan.slots.dummy_slot + 1) * recurrent.slot_bytes(plan.dtype)
         num_bytes += plan.num_snapshots * recurrent.snapshot_bytes(plan.dtype)
@@ -91,7 +94,8 @@ def _bytes_with_table(plan: BuildPlan, model: CausalLM) -> int:
 def _slot_bytes(plan: BuildPlan, draft: LoadedDraft) -> int:
     """Bytes that a draft network keeps for all slots."""
     num_slots, captured = plan.slots.dummy_slot + 1, draft.spec.captured(1) if draft.spec else None
-    num_bytes = DraftBacklog.num_bytes(num_slots, captured) if draft.plan.shares_pages else 0
+    reads = draft.plan.shares_pages and not draft.plan.is_assistant
+    num_bytes = DraftBacklog.num_bytes(num_slots, captured) if reads else 0
     if plan.spec is not None and plan.spec.use_rejection_sampling and not plan.shapes.has_trees:
         num_rows = num_slots * plan.max_draft_len
         num_bytes += num_rows * plan.config.vocab_size * torch.float32.itemsize

@@ -152,7 +152,7 @@ class BuildPlan:
         those of every step), or on pages of its own, where accepted tokens may be others than it
         has drafted."""
         plan, longest = self.draft_plan, self.shapes.longest
-        if plan is None:
+        if plan is None or plan.is_assistant:
             return 0
         if plan.shares_pages:
             return longest.num_read + plan.rows_before

@@ -29,7 +29,10 @@ from tllm_spec.executor.speculative.drafting.drafter import Drafter, When
 from tllm_spec.executor.speculative.drafting.heads import DraftPlan
 from tllm_spec.executor.speculative.drafting.host_drafter import HostDrafter
 from tllm_spec.executor.speculative.drafting.model_drafter import DraftKVManager, ModelDrafter
-from tllm_spec.executor.speculative.drafting.network_drafter import NetworkDrafter
+from tllm_spec.executor.speculative.drafting.network_drafter import (
+    KeyReadingDrafter,
+    NetworkDrafter,
+)
 from tllm_spec.executor.speculative.drafting.suffix_match import DraftChoice, SuffixMatch
 from tllm_spec.models.draft_kind import ACCEPTED, HeadKind
 
@@ -101,7 +104,8 @@ def _build_network(config: DecodingBaseConfig, around: Surroundings) -> Drafter:
         model = ModelDrafter(*parts, choice)
         model.resources = [kv, *texts]
         return model
-    drafter = NetworkDrafter(net, slots, sampling, max_num_tokens, draft.when, choice)
+    kind = NetworkDrafter if net.has_keys else KeyReadingDrafter
+    drafter = kind(net, slots, sampling, max_num_tokens, draft.when, choice)
     # Forced text has no draft probabilities to accept against.
     drafter.knows_forced_text = not config.use_rejection_sampling
     drafter.resources = texts
@@ -139,7 +143,7 @@ _MODES: dict[type[DecodingBaseConfig], Mode] = {
     # TensorRT-LLM serves EAGLE-3 heads under both names.
     EagleDecodingConfig: Mode(_build_network, ACCEPTED["Eagle"], "eagle3_one_model"),
     SADecodingConfig: Mode(_build_suffix_match),
-    MTPDecodingConfig: Mode(_build_network, ("MTP",), "mtp_eagle_one_model"),
+    MTPDecodingConfig: Mode(_build_network, ("MTP", "Gemma 4 assistant"), "mtp_eagle_one_model"),
 }
 
 

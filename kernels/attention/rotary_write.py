@@ -65,7 +65,7 @@ def rotary_write(
     qkv: torch.Tensor,
     rotary: Rotary,
     kv_slots: torch.Tensor,
-    layer: torch.Tensor,
+    layer: torch.Tensor | None,
     norm: HeadWeights | None = None,
     scales: KVScales = UNSCALED,
 ) -> None:
@@ -76,10 +76,13 @@ def rotary_write(
         rotary: of these rows.
         kv_slots: `[T]` int64: page * page_size + offset.
         layer: `[2, pages, page_size, Hkv, D]`, contiguous, of qkv's dtype or CODES; keys at 0,
-            values at 1.
+            values at 1. None: there are heads of q only.
         norm: before the rotation, or None.
         scales: of codes.
     """
+    if layer is None:
+        plain_rotate(qkv, rotary, norm)
+        return
     num_rows, num_heads, head_dim = qkv.shape
     kv_heads = layer.shape[3]
     plain_rotate(qkv[:, : num_heads - kv_heads], rotary, norm)
@@ -132,17 +135,21 @@ def rotary_write_triton(
     qkv: torch.Tensor,
     rotary: Rotary,
     kv_slots: torch.Tensor,
-    layer: torch.Tensor,
+    layer: torch.Tensor | None,
     norm: HeadWeights | None = None,
     scales: KVScales = UNSCALED,
 ) -> None:
     """See `rotary_write`."""
     table, positions = rotary.table, rotary.positions
     norm_weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
-    (num_rows, num_heads, head_dim), kv_heads = qkv.shape, layer.shape[3]
+    (num_rows, num_heads, head_dim), kv_heads = qkv.shape, 0
+    if layer is None:
+        layer = qkv  # nothing is written
+    else:
+        kv_heads = layer.shape[3]
     assert (
         head_dim % 2 == 0
-        and layer.shape[4] == table.shape[3] == head_dim
+        and layer.shape[-1] == table.shape[3] == head_dim
         and layer.dtype in (qkv.dtype, CODES)
     )
     for tensor in (qkv, table, positions, kv_slots, layer):

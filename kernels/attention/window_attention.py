@@ -74,7 +74,8 @@ class WindowCall:
     """The arguments of `window_attention`."""
 
     qkv: torch.Tensor
-    """`[T, Hq + 2 * Hkv, D]`, contiguous, D even, as projected; may be overwritten."""
+    """`[T, Hq + 2 * Hkv, D]`, contiguous, D even, as projected; may be overwritten. Or `[T, Hq,
+    D]`: the pool has the windows' keys and values already."""
     cos_sin: torch.Tensor
     """`[T, 2, 1, D]`, contiguous: rows of the rotary table (`Rotary.cos_sin`)."""
     layer: torch.Tensor
@@ -92,6 +93,8 @@ class WindowCall:
     sinks: torch.Tensor | None = None
     """`[Hq]` float32, contiguous: one more score of each head, which has no value; None: no
     sinks."""
+    writes: bool = True
+    """Whether qkv has keys and values."""
 
     @property
     def device(self) -> torch.device:
@@ -117,7 +120,8 @@ class WindowCall:
     def windows(self) -> WindowSizes:
         (_, all_heads, head_dim), (page_size, kv_heads) = self.qkv.shape, self.layer.shape[2:4]
         rows, max_len = self.tables.rows, self.tables.block_tables.shape[1] * page_size
-        sizes = all_heads // kv_heads - 2, kv_heads, head_dim, max_len
+        group = all_heads // kv_heads - (2 if self.writes else 0)
+        sizes = group, kv_heads, head_dim, max_len
         return WindowSizes(rows.num_requests, rows.window, *sizes, self.layer.dtype == CODES)
 
     def output(self, windows: WindowSizes) -> torch.Tensor:
@@ -139,8 +143,9 @@ def window_attention(call: WindowCall) -> torch.Tensor:
     Returns `[T, Hq * D]`."""
     qkv, layer, tables = call.qkv, call.layer, call.tables
     rotary = Rotary(call.cos_sin, torch.arange(len(call.cos_sin), device=call.device))
-    rotary_write.reference(qkv, rotary, tables.kv_slots, layer, call.norm, call.scales)
-    q = qkv[:, : qkv.shape[1] - 2 * layer.shape[3]]
+    pages = layer if call.writes else None
+    rotary_write.reference(qkv, rotary, tables.kv_slots, pages, call.norm, call.scales)
+    q = qkv[:, : qkv.shape[1] - 2 * layer.shape[3]] if call.writes else qkv
     lengths, masks = (tables.block_tables, tables.kv_lens), (tables.tree, tables.spans)
     options = call.scales, call.sinks
     return plain_window_attention(q, layer, tables.rows, *lengths, call.scale, *masks, *options)
@@ -165,7 +170,7 @@ def launch_window_attention(call: WindowCall) -> torch.Tensor:
     assert tables.spans is None or tables.spans.positions.is_contiguous()
     assert sinks is None or (sinks.dtype == torch.float32 and sinks.is_contiguous())
     windows, layout = call.windows(), None
-    if tables.spans is None and serves(qkv, cos_sin, call.weights[0], layer):
+    if call.writes and tables.spans is None and serves(qkv, cos_sin, call.weights[0], layer):
         layout = layout_of(windows, workspace.num_processors, len(workspace.outputs))
     return _launch_triton(call, windows) if layout is None else _launch_cuda(call, windows, layout)
 
@@ -218,6 +223,7 @@ def _launch_triton(call: WindowCall, windows: WindowSizes) -> torch.Tensor:
         PADDED=tables.num_padding is not None,
         RAGGED=tables.rows.offsets is not None,
         HAS_NORM=call.norm is not None,
+        WRITES=call.writes,
         SPLITS=splits.number > 1,
         WINDOW=windows.window,
         GROUP=windows.group,

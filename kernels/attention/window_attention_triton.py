@@ -171,10 +171,10 @@ def attention_kernel(
     min_keys: tl.tensor, num_padding: tl.tensor, tree_bits: tl.tensor, offset: tl.tensor,
     positions: tl.tensor, offsets: tl.tensor, key_inverse: tl.tensor, value_inverse: tl.tensor,
     value_scale: tl.tensor, SPAN: tl.constexpr, TREE: tl.constexpr, HAS_OFFSET: tl.constexpr,
-    PADDED: tl.constexpr, RAGGED: tl.constexpr, HAS_NORM: tl.constexpr, SPLITS: tl.constexpr,
-    WINDOW: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr,
-    BLOCK_D: tl.constexpr, WIDEN: tl.constexpr, PDL: tl.constexpr,
+    PADDED: tl.constexpr, RAGGED: tl.constexpr, HAS_NORM: tl.constexpr, WRITES: tl.constexpr,
+    SPLITS: tl.constexpr, WINDOW: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_W: tl.constexpr, BLOCK_D: tl.constexpr, WIDEN: tl.constexpr, PDL: tl.constexpr,
 ) -> None:
     """Grid (KV heads * tiles of rows, requests, splits): adjacent programs read the heads of the
     same keys, and splits that may have no keys come last."""
@@ -193,11 +193,11 @@ def attention_kernel(
     kv_head, dims, width = tile % KV_HEADS, tl.arange(0, BLOCK_D), num_own if RAGGED else WINDOW
     rows = tile // KV_HEADS * BLOCK_M + tl.arange(0, BLOCK_M)
     first_row = tl.load(offsets + request) if RAGGED else request * WINDOW
-    real_rows = rows < width * GROUP
+    real_rows, table = rows < width * GROUP, block_tables + request * table_stride
     tokens, heads = first_row + rows // GROUP, kv_head * GROUP + rows % GROUP
     queries = _rotated(
         qkv, cos_sin, norm_weights, eps, tokens, heads, real_rows,
-        HAS_NORM, KV_HEADS * (GROUP + 2), HEAD_DIM, BLOCK_D,
+        HAS_NORM, KV_HEADS * (GROUP + 2 if WRITES else GROUP), HEAD_DIM, BLOCK_D,
     ).to(dot_type)
     bits = tl.load(tree_bits + tokens, mask=real_rows, other=0) if TREE else 0
     first_keys = _first_keys(positions + tokens, real_rows, SPAN) if SPAN else 0
@@ -206,14 +206,14 @@ def attention_kernel(
     # Rows of trees see by their bits, and no key after the end.
     ends = tl.zeros([BLOCK_M], tl.int32) + max_len if TREE else kv_len - width + rows // GROUP + 1
     if is_last:
-        _write_window(
-            qkv, cos_sin, norm_weights, eps, layer, value_offset, kv_slots, num_own, first_row,
-            width, kv_head, key_inverse, value_inverse, HAS_NORM, GROUP, KV_HEADS, HEAD_DIM,
-            BLOCK_W, BLOCK_D,
-        )
-        tl.debug_barrier()  # all threads of the program see what was written
+        if WRITES:
+            _write_window(
+                qkv, cos_sin, norm_weights, eps, layer, value_offset, kv_slots, num_own, first_row,
+                width, kv_head, key_inverse, value_inverse, HAS_NORM, GROUP, KV_HEADS, HEAD_DIM,
+                BLOCK_W, BLOCK_D,
+            )
+            tl.debug_barrier()  # all threads of the program see what was written
         end = tl.minimum(kv_len, max_len)
-    table = block_tables + request * table_stride
     pool = (layer, value_offset, table, kv_head, log2_scale, KV_HEADS, HEAD_DIM, PAGE_SIZE)
     top, total, mixed = _attend_to_split(
         queries, sinks, heads, (ends, bits, first_keys), pool, first, end, lowest, num_old, is_last,

@@ -24,6 +24,7 @@ from tllm_spec.kernels.gemm.int4_weights import (
     num_sums,
     unpacked,
 )
+from tllm_spec.kernels.gemm.norms import Activation, silu_and_mul
 from tllm_spec.kernels.gemm.scaled_linear import check_scaled, dequantised
 from tllm_spec.kernels.launch import (
     HOPPER_BYTES,
@@ -200,6 +201,7 @@ def gate_up_silu(
     input_weights: torch.Tensor | None = None,
     *,
     limit: float | None = None,
+    activation: Activation = "silu",
     code_scales: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
@@ -213,6 +215,7 @@ def gate_up_silu(
             no bias.
         limit: of gpt-oss's SwiGLU, `(up + 1) * gate * sigmoid(1.702 * gate)`, where gates are at
             most the limit, and ups at least its negative, too; None: `up * gate * sigmoid(gate)`.
+        activation: of the gates without a limit; another one than SiLU makes it GeGLU.
         code_scales: `[1, T]` of rows or `[ceil(H / 128), T]` of blocks, float32, any stride between
             blocks.
         dtype: of the output of codes.
@@ -224,15 +227,15 @@ def gate_up_silu(
         gate_up = _product(x, tokens, weights, expert, code_scales)
         if input_weights is not None:
             gate_up = gate_up.mul_(input_weights.flatten()[assignments, None])
-        output[first:end] = _swiglu(gate_up, limit)
+        output[first:end] = _swiglu(gate_up, limit, activation)
     return output
 
 
-def _swiglu(gate_up: torch.Tensor, limit: float | None) -> torch.Tensor:
+def _swiglu(gate_up: torch.Tensor, limit: float | None, activation: Activation) -> torch.Tensor:
     """float32 `[T, I]` of `[T, 2 * I]`."""
-    gate, up = gate_up.float().chunk(2, -1)
     if limit is None:
-        return torch.nn.functional.silu(gate) * up
+        return silu_and_mul.reference(gate_up.float(), activation)
+    gate, up = gate_up.float().chunk(2, -1)
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     return (up + 1) * gate * (GATE_SLOPE * gate).sigmoid()
 
@@ -244,12 +247,14 @@ def tiled_gate_up_silu(
     input_weights: torch.Tensor | None = None,
     *,
     limit: float | None = None,
+    activation: Activation = "silu",
     code_scales: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """The kernel of `gate_up_silu`."""
     output = x.new_empty(len(rows.order), weights.weight.shape[1] // 2, dtype=dtype or x.dtype)
-    _launch(x, weights, rows, output, code_scales, input_weights, limit, gated=True)
+    gates = limit, activation
+    _launch(x, weights, rows, output, code_scales, input_weights, *gates, gated=True)
     return output
 
 
@@ -290,7 +295,7 @@ def tiled_down(
 ) -> torch.Tensor:
     """The kernel of `down`."""
     output = x.new_empty(len(rows.order), weights.weight.shape[1], dtype=dtype or x.dtype)
-    _launch(x, weights, rows, output, code_scales, None, None, gated=False)
+    _launch(x, weights, rows, output, code_scales, None, None, "silu", gated=False)
     return output
 
 
@@ -302,6 +307,7 @@ def _launch(
     code_scales: torch.Tensor | None,
     input_weights: torch.Tensor | None,
     limit: float | None,
+    activation: Activation,
     *,
     gated: bool,
 ) -> None:
@@ -318,6 +324,7 @@ def _launch(
     tiles = -(-features // (tiling.outputs // 2 if gated else tiling.outputs))
     if form == "tiles" and tiling.rows == MOST_ROWS[form]:
         assert code_scales is not None and input_weights is None and limit is None
+        assert activation == "silu"
         _launch_tiles(x, code_scales, weights, rows, output, tiling, room * tiles, gated=gated)
         return
     grouped_gemm_kernel[(room * tiles,)](
@@ -329,6 +336,7 @@ def _launch(
         TOP_K=rows.top_k,
         GATED=gated,
         LIMIT=limit,
+        IS_GELU=activation != "silu",
         SLOPE=GATE_SLOPE,
         GROUP=weights.group,
         X_BLOCKS=code_scales is not None and len(code_scales) > 1,

@@ -10,13 +10,14 @@ import triton.language as tl
 
 from tllm_spec.kernels.gemm.batch_invariant_linear import sum_inputs
 from tllm_spec.kernels.gemm.fp8_linear import scaled, sum_codes
+from tllm_spec.kernels.gemm.norms import activation_slope
 from tllm_spec.kernels.launch import begin
 
 
 @triton.jit
 def _swiglu(
-    gate_up: tl.tensor, factor: tl.tensor, LIMIT: tl.constexpr, SLOPE: tl.constexpr,
-    HALF: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    gate_up: tl.tensor, factor: tl.tensor, LIMIT: tl.constexpr, IS_GELU: tl.constexpr,
+    SLOPE: tl.constexpr, HALF: tl.constexpr, BLOCK_ROWS: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """`[2 * HALF, BLOCK_ROWS]`, gates first, to `[HALF, BLOCK_ROWS]`; `factor` multiplies both."""
     pairs = tl.reshape(gate_up, [2, HALF, BLOCK_ROWS])
@@ -24,7 +25,7 @@ def _swiglu(
     gate, up = gate * factor, up * factor
     # exp(-gate) is infinite for gates below -88; the quotient is then -0, the right limit.
     if LIMIT is None:
-        activated = gate / (1.0 + tl.exp(-gate)) * up
+        activated = gate / (1.0 + tl.exp(-activation_slope(gate, IS_GELU))) * up
     else:
         gate, up = tl.minimum(gate, LIMIT), tl.clamp(up, -LIMIT, LIMIT)
         activated = gate / (1.0 + tl.exp(-SLOPE * gate)) * (up + 1.0)
@@ -86,7 +87,7 @@ def grouped_gemm_kernel(
     order: tl.tensor, blocks: tl.tensor, num_blocks: tl.tensor,
     room: tl.tensor, num_inputs: tl.tensor,
     IN: tl.constexpr, OUT: tl.constexpr, TOP_K: tl.constexpr,
-    GATED: tl.constexpr, LIMIT: tl.constexpr, SLOPE: tl.constexpr,
+    GATED: tl.constexpr, LIMIT: tl.constexpr, IS_GELU: tl.constexpr, SLOPE: tl.constexpr,
     GROUP: tl.constexpr, X_BLOCKS: tl.constexpr, W_BLOCKS: tl.constexpr, WIDEN: tl.constexpr,
     ADDED: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr,
     PDL: tl.constexpr,
@@ -120,7 +121,7 @@ def grouped_gemm_kernel(
     columns, output_row = first_out + tl.arange(0, WIDTH), assignment
     if GATED:
         factor = 1.0 if input_weights is None else tl.load(input_weights + assignment)[None, :]
-        total, output_row = _swiglu(total, factor, LIMIT, SLOPE, WIDTH, BLOCK_ROWS), row
+        total, output_row = _swiglu(total, factor, LIMIT, IS_GELU, SLOPE, WIDTH, BLOCK_ROWS), row
     pointers = output + output_row.to(tl.int64)[None, :] * OUT + columns[:, None]
     real = real_row[None, :] & (columns < OUT)[:, None]
     tl.store(pointers, total.to(output.dtype.element_ty), mask=real)

@@ -157,6 +157,15 @@ def silu_and_mul_triton(gate_up: torch.Tensor, activation: Activation = "silu") 
 
 
 @triton.jit
+def activation_slope(gate: tl.tensor, IS_GELU: tl.constexpr) -> tl.tensor:
+    """The activation of `gate` is `gate * sigmoid(slope)`."""
+    slope = gate
+    if IS_GELU:
+        slope = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)  # 2 * sqrt(2 / pi)
+    return slope
+
+
+@triton.jit
 def silu_and_mul_kernel(
     gate_up: tl.tensor, row_stride: tl.tensor, output: tl.tensor, IS_GELU: tl.constexpr,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
@@ -169,9 +178,6 @@ def silu_and_mul_kernel(
     gates = gate_up + row * row_stride + columns
     gate = tl.load(gates, mask=real, other=0.0).to(tl.float32)
     up = tl.load(gates + SIZE, mask=real, other=0.0).to(tl.float32)
-    slope = gate
-    if IS_GELU:
-        slope = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)  # 2 * sqrt(2 / pi)
     # exp(-gate) is infinite for gates below -88; the quotient is then -0, the right limit.
-    activated = gate / (1.0 + tl.exp(-slope)) * up
+    activated = gate / (1.0 + tl.exp(-activation_slope(gate, IS_GELU))) * up
     tl.store(output + row * SIZE + columns, activated.to(output.dtype.element_ty), mask=real)

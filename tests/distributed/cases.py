@@ -197,6 +197,7 @@ def speculating(name: str, **options: Any) -> Case:
 
 EP = {"moe_expert_parallel_size": 2}
 MTP = {"decoding_type": "MTP", "max_draft_len": 3}
+ASSISTANT = MTP | {"speculative_model": "{folder}/gemma4-assistant"}
 RELAXED = {
     "use_relaxed_acceptance_for_thinking": True,
     "relaxed_topk": 3,
@@ -254,6 +255,11 @@ CASES: dict[str, Case] = {
     ),
     "llama4-parts": Case("llama4", EP | {"speculative_config": NGRAM}),
     "gemma3": Case("gemma3", SMALL_PAGES | {"speculative_config": TINY_EAGLE3}, generate_twice),
+    "gemma4": Case("gemma4", {"speculative_config": TINY_EAGLE3}, generate_twice),
+    "gemma4-assistant": Case("gemma4", {"speculative_config": ASSISTANT}, generate_twice),
+    "gemma4-per-layer": Case("gemma4-per-layer", SMALL_PAGES | {"speculative_config": NGRAM}),
+    "gemma4-experts": Case("gemma4-experts", {"speculative_config": NGRAM}),
+    "gemma4-experts-parts": Case("gemma4-experts", EP | {"speculative_config": NGRAM}),
     "latent-head": Case("gemma3", {"speculative_config": LATENT_HEAD}, generate_twice),
     "latent-head-of-latents": Case("deepseek-v3", {"speculative_config": LATENT_HEAD}),
     "phi3": Case("phi3", {"speculative_config": NGRAM}),

@@ -131,7 +131,17 @@ def test_a_process_is_a_rank_of_one_model_at_a_time(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(
-    "family", ["qwen2-moe", "qwen3-moe", "mixtral", "llama4", "gemma3", "gpt-oss", "deepseek-v3"]
+    "family",
+    [
+        "qwen2-moe",
+        "qwen3-moe",
+        "mixtral",
+        "llama4",
+        "gemma3",
+        "gemma4-experts",
+        "gpt-oss",
+        "deepseek-v3",
+    ],
 )
 def test_the_sizes_of_every_family_are_checked_without_its_weights(
     family: str, tmp_path: Path

@@ -15,7 +15,7 @@ from tests.distributed.world import EXCHANGES
 from tests.distributed.worlds import run_world
 
 pytest.importorskip("mpi4py")
-DRAFTERS = {"dflash", "eagle", "eagle3", "eagle3-latent", "other-tokenizer"}
+DRAFTERS = {"dflash", "eagle", "eagle3", "eagle3-latent", "gemma4-assistant", "other-tokenizer"}
 LONG = (
     "adaptive-draft-model",
     "adaptive-trees",
@@ -31,6 +31,10 @@ LONG = (
     "fp8-experts-by-token",
     "fp8-parts",
     "gemma3",
+    "gemma4",
+    "gemma4-assistant",
+    "gemma4-experts",
+    "gemma4-experts-parts",
     "latent-head",
     "latent-head-of-latents",
     "llama4-parts",

@@ -12,6 +12,7 @@ from tests.lossless.other_tokenizer import write_draft_with_another_tokenizer
 from tests.models import tiny_dflash as dflash
 from tests.models.deepseek import save_deepseek
 from tests.models.fp8_checkpoint import quantise
+from tests.models.gemma4 import save_assistant, save_larger
 from tests.models.gpt_oss import in_mxfp4, save_gpt_oss
 from tests.models.helpers import save_checkpoint
 from tests.models.mtp_reference import save_predictable
@@ -100,6 +101,12 @@ SAVERS = {
     "mixtral": lambda folder: save_checkpoint(folder, "Mixtral", num_local_experts=4),
     "llama4": lambda folder: save_llama4(folder, **LLAMA4),
     "gemma3": save_gemma3,
+    "gemma4": save_larger,
+    "gemma4-per-layer": lambda folder: save_larger(folder, "per layer"),
+    "gemma4-assistant": lambda folder: save_assistant(
+        folder, save_larger(folder / "target"), ordered=True
+    ),
+    "gemma4-experts": lambda folder: save_larger(folder, "experts"),
     "gpt-oss": save_gpt_oss,
     "gpt-oss-mxfp4": lambda folder: in_mxfp4(folder, save_gpt_oss(folder, intermediate_size=64)),
     "phi3": save_phi3,

@@ -14,6 +14,7 @@ from tests.kernels.window_problem import TOLERANCE, Case, Problem
 from tllm_spec.kernels.attention.kv_codes import CODES, KVScales
 from tllm_spec.kernels.attention.rotary_write import plain_write_kv
 from tllm_spec.kernels.attention.visible_keys import KeySpan
+from tllm_spec.kernels.attention.window_attention import WindowCall, window_attention
 from tllm_spec.kernels.attention.window_splits import (
     MAX_LONG_SPLITS,
     MAX_PARTIAL_ROWS,
@@ -54,6 +55,8 @@ CASES = {
     "bfloat16, heads of 96": Case(
         (3, 600), 3, 2, 96, 32, padding=(2,), num_programs=32, dtype=torch.bfloat16
     ),
+    "bfloat16, heads of 512": Case((3, 300), 3, 2, 512, 32, num_programs=32, dtype=torch.bfloat16),
+    "bfloat16, heads of 512 in a full tile": Case((9, 70), 8, 8, 512, 16, kv_heads=1, dtype=BF16),
     "float16": Case((8, 33), 8, 4, 32, 1, num_programs=64, spare_pages=500, dtype=torch.float16),
     "a sliding window": Case((1, 16, 17, 40, 48), 1, 3, 16, 4, span=KeySpan(16, slides=True)),
     "windows longer than the sliding window": Case(
@@ -124,6 +127,33 @@ def test_the_kernel_equals_the_formula_and_its_reference(name: str, device: str)
     real = len(problem.kv)  # all padding rows write to the same page
     expected = problem.attend_plainly()[:real]
     torch.testing.assert_close(output[:real], expected, rtol=tolerance, atol=tolerance)
+
+
+QUERIES = ("splits", "bfloat16, heads of 512", "a sliding window", "splits of codes")
+
+
+@on_each_kernel_device
+@pytest.mark.parametrize("name", QUERIES)
+def test_queries_alone_attend_to_what_the_pool_has(name: str, device: str) -> None:
+    """The pool has the windows' keys after a call with them."""
+    problem = Problem(CASES[name], device)
+    problem.rotate(normed=True)
+    heads, rows = problem.num_heads, len(problem.kv) * problem.case.window
+    assert problem.norm is not None
+    queries = problem.qkv.flatten(0, 1)[:, :heads].contiguous()
+    expected = problem.attend().flatten(0, 1)[:rows]
+    layer = problem.layer.clone()
+    norm = replace(problem.norm, weight=problem.norm.weight[:heads].contiguous())
+    call = WindowCall(
+        *(queries, problem.cos_sin, problem.layer, problem.tables, problem.scale),
+        *(problem.workspace(), norm, problem.case.scales),
+        writes=False,
+    )
+    for attend in (window_attention, window_attention.reference):
+        found = attend(replace(call, qkv=queries.clone()))[:rows]
+        tolerance = 10 * TOLERANCE[problem.case.dtype]
+        torch.testing.assert_close(found, expected.view_as(found), rtol=tolerance, atol=tolerance)
+    assert torch.equal(problem.layer.view(torch.uint8), layer.view(torch.uint8))
 
 
 @pytest.mark.thinned

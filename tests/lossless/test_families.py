@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from tests.lossless.drafters import AdversarialDrafter, AdversarialTreeDrafter
 from tests.lossless.small_models import (
@@ -31,6 +32,7 @@ from tests.lossless.small_models import (
 from tests.lossless.test_adaptive import EVERY_ROUND
 from tests.models import mtp_reference, qwen3_next
 from tests.models.deepseek import save_deepseek
+from tests.models.gemma4 import save_assistant, save_larger
 from tests.models.gpt_oss import in_mxfp4, save_gpt_oss
 from tests.models.helpers import VOCAB_SIZE, random_tokens, save_checkpoint
 from tests.models.test_gemma3 import save_gemma3
@@ -80,6 +82,11 @@ def modules(shapes: dict[str, dict[str, Any]], floor: float, name: str = "mtp") 
     return drafters(name, spec, "mtp_eagle_one_model", floor, ways, shapes)
 
 
+def assistants(shapes: dict[str, dict[str, Any]]) -> Drafters:
+    """They were not trained."""
+    return modules(shapes, 1.0, "assistant")
+
+
 NONE: Drafters = {"none": (None, 1.0), "ngram": (NGRAM, 1.1)}
 KNOWN: dict[str, Any] = {"decoding_type": "User_Provided", "max_draft_len": 4}
 COMMON: Drafters = NONE | {
@@ -105,6 +112,11 @@ OF_STATES = {
     "shared rows": {"max_draft_len": 3, "verify_budget": 2},
     "matches": MATCHES,
     **TREES,
+}
+
+OF_ASSISTANTS = OF_STATES | {
+    "rejection sampling": {"max_draft_len": 3, "use_rejection_sampling": True},
+    "tree with matches": TREES["dynamic"] | {"sa_config": {"threshold": 1}},
 }
 
 NO_OVERLAP = {"no_overlap": SETTINGS["prefix_reuse"] | {"disable_overlap_scheduler": True}}
@@ -150,6 +162,14 @@ FAMILIES: dict[str, Family] = {
     "gemma3": Family(
         partial(save_gemma3, **LONG), SETTINGS | TRITON, COMMON | draft_models() | heads()
     ),
+    "gemma4": Family(
+        save_larger, WAYS, COMMON | draft_models(ALL_WAYS) | heads() | assistants(OF_ASSISTANTS)
+    ),
+    "gemma4, per layer": Family(
+        partial(save_larger, kind="per layer"),
+        *(WAYS, COMMON | draft_models() | heads() | assistants({"chain": SHAPES["chain"]})),
+    ),
+    "gemma4, experts": Family(partial(save_larger, kind="experts"), WAYS, NONE | draft_models()),
     "gpt-oss": Family(
         lambda path: in_mxfp4(path, save_gpt_oss(path, **LONG)),
         *(WAYS, COMMON | draft_models() | heads()),
@@ -202,6 +222,17 @@ QUICK = [
     *(("qwen3-next", "none", setting) for setting in ("undisturbed", "chunks", "no_overlap")),
     ("gemma3", "ngram", "undisturbed"),
     ("gpt-oss", "ngram", "undisturbed"),
+    ("gemma4", "ngram", "triton"),
+    ("gemma4", "draft model, dynamic, one-model", "prefix_reuse"),
+    ("gemma4", "head, chain, two-model", "preemption"),
+    ("gemma4", "assistant, dynamic, one-model", "prefix_reuse"),
+    ("gemma4", "assistant, matches, two-model", "chunks"),
+    ("gemma4", "assistant, rejection sampling, one-model", "preemption"),
+    ("gemma4, per layer", "assistant, chain, one-model", "triton"),
+    ("gemma4, per layer", "sa", "chunks"),
+    ("gemma4, per layer", "draft model, chain, one-model", "preemption"),
+    ("gemma4, per layer", "head, dynamic, one-model", "triton"),
+    ("gemma4, experts", "draft model, static, two-model", "chunks"),
     ("phi3", "ngram", "undisturbed"),
     ("glm", "mtp, chain, one-model", "undisturbed"),
     ("Llama4", "none", "preemption"),
@@ -243,12 +274,19 @@ class Models:
         self.make_folder = make_folder
         self.folder = cache(self.saved)
         self.plain = cache(lambda family: plain_texts(self.folder(family)))
+        self.assistant = cache(self.saved_assistant)
         self.head = cache(lambda latent: write_head(make_folder("head"), latent=latent))
 
     def saved(self, family: str) -> Path:
         path = self.make_folder("model")
         FAMILIES[family].save(path)
         return path
+
+    def saved_assistant(self, family: str) -> Path:
+        path = self.folder(family)
+        target = transformers.Gemma4ForCausalLM.from_pretrained(path)
+        save_assistant(path / "assistant", target)
+        return path / "assistant"
 
     def config(self, family: str, drafter: str) -> dict[str, Any] | None:
         """What makes the drafts: the family's own model, a head, or a drafter that knows texts."""
@@ -259,6 +297,8 @@ class Models:
             head = self.head(drafter.startswith("latent"))
             layers = [*FAMILIES[family].layers]
             own = {"speculative_model": str(head), "eagle3_layers_to_capture": layers}
+        elif drafter.startswith("assistant"):
+            own = {"speculative_model": str(self.assistant(family))}
         elif kind == "Draft_Target":  # a model with states is no draft model
             model = "Llama" if family == "qwen3-next" else family
             own = {"speculative_model": str(self.folder(model))}
@@ -318,6 +358,9 @@ def test_adaptive_tiers_leave_the_text_alone(drafter: str, models: Models) -> No
         pytest.param("Mistral", "ngram", "preemption", marks=pytest.mark.slow),
         pytest.param("Qwen2", "ngram", "triton", marks=pytest.mark.slow),
         ("gpt-oss", "ngram tree", "preemption"),
+        ("gemma4", "head, chain, one-model", "chunks"),
+        ("gemma4, per layer", "ngram", "triton"),
+        ("gemma4", "assistant, chain, one-model", "triton"),
         *(
             pytest.param(
                 "gpt-oss", f"{name}, chain, one-model", "preemption", marks=pytest.mark.slow
@@ -344,7 +387,16 @@ def test_dummy_weights_need_only_the_config(models: Models) -> None:
     assert speculated == plain and all(len(set(tokens)) > 1 for tokens in plain)
 
 
-BORDERS = ("gemma3", "gpt-oss", "Llama4", "Mistral", "Qwen2", "qwen3-next")
+BORDERS = (
+    "gemma3",
+    "gemma4",
+    "gemma4, per layer",
+    "gpt-oss",
+    "Llama4",
+    "Mistral",
+    "Qwen2",
+    "qwen3-next",
+)
 
 
 @pytest.mark.gpu

@@ -13,6 +13,7 @@ import transformers
 
 from tests.distributed.thread_ranks import ThreadGroup
 from tests.models.fp8_checkpoint import quantise
+from tests.models.gemma4 import KINDS, save_larger
 from tests.models.glm4_moe import SIZES as GLM
 from tests.models.gpt_oss import save_gpt_oss
 from tests.models.helpers import (
@@ -69,6 +70,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "Gemma3",
         {"attention_bias": True, "tie_word_embeddings": False},
     ),
+    **{f"Gemma 4, {kind}": ("Gemma4", {"kind": kind}) for kind in KINDS},
     "gpt-oss, windows in every second layer": ("GptOss", {}),
     "gpt-oss, all layers see all keys": ("GptOss", {"layer_types": ["full_attention"] * 4}),
     "gpt-oss, no biases of attention": ("GptOss", {"attention_bias": False}),
@@ -77,6 +79,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 SAVE: dict[str, Callable[..., Any]] = {
     "Gemma3": save_gemma3,
+    "Gemma4": save_larger,
     "Glm4Moe": partial(save_checkpoint, architecture="Glm4Moe", **GLM),
     "GptOss": save_gpt_oss,
     "Llama4": save_llama4,
@@ -86,6 +89,7 @@ SAVE: dict[str, Callable[..., Any]] = {
 # Without the key no further layers are in the file.
 DEFAULTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "Glm4Moe": ({"head_dim": 128}, {"num_nextn_predict_layers": 0}),
+    "Gemma4": ({"num_hidden_layers": 12}, {}),
     "GptOss": ({}, {"eos_token_id": None}),
     "Llama4": (
         {"vocab_size": 202048, "hidden_size": 5120, "num_hidden_layers": 5}
@@ -115,7 +119,7 @@ def test_logits_beyond_windows_and_chunks_equal_transformers(
 def test_a_missing_key_has_the_default_of_transformers(family: str) -> None:
     given, absent = DEFAULTS[family]
     own = given | {"architectures": [f"{family}ForCausalLM"]}
-    kind = f"{family}Text" if family == "Llama4" else family
+    kind = f"{family}Text" if family in ("Llama4", "Gemma4") else family
     theirs = getattr(transformers, f"{kind}Config")(**given).to_dict() | own
     assert model_config_of(own) == model_config_of(theirs | absent | {"dtype": None})
 

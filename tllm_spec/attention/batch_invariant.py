@@ -83,7 +83,7 @@ class BatchInvariantAttention(HeadsBackend):
     ) -> torch.Tensor:
         assert isinstance(plan, BatchInvariantPlan)
         self.write(layer, qkv, rotary, plan, norm)
-        q, _ = self.split(qkv)
+        q = qkv[:, : self.geometry.num_heads]
         outputs = [
             batch_invariant_attention(
                 q[rows],

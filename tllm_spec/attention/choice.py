@@ -17,7 +17,7 @@ from tllm_spec.attention.geometry import (
 )
 from tllm_spec.attention.interface import AttentionBackend, HeadsBackend
 from tllm_spec.attention.latent import LatentBackend, TritonLatent, VanillaLatent
-from tllm_spec.attention.triton import TritonAttention
+from tllm_spec.attention.triton import MAX_SDPA_DIM, TritonAttention
 from tllm_spec.attention.vanilla import VanillaAttention
 
 logger = logging.getLogger(__name__)
@@ -70,6 +70,8 @@ def create_backend(kind: type[HeadsBackend], geometry: Geometry, pool: KVPool) -
             geometry.span,
         )
         kind = TritonAttention
+    if geometry.head_dim > MAX_SDPA_DIM and kind is FlashInferAttention:
+        kind = TritonAttention  # with a kernel of its own for prompts
     if kind is not FlashInferAttention:
         return kind(geometry, pool)
     dtype = str(pool.kv_format.dtype).removeprefix("torch.")
@@ -107,7 +109,8 @@ def workspace_bytes(kind: type[HeadsBackend], geometry: Geometry, kv_format: KVF
     if isinstance(geometry, LatentGeometry):
         return _latent_kind(kind).workspace_bytes(geometry, kv_format.dtype)
     assert isinstance(geometry, AttentionGeometry)
-    is_triton = _is_chunked(geometry) and kind is FlashInferAttention
+    is_triton = _is_chunked(geometry) or geometry.head_dim > MAX_SDPA_DIM
+    is_triton &= kind is FlashInferAttention
     return (TritonAttention if is_triton else kind).workspace_bytes(geometry, kv_format)
 
 

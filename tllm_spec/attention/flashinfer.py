@@ -137,7 +137,7 @@ class FlashInferAttention(TritonAttention):
             assert plan.page_list is not None
             self._wide.fill(keys_and_values, *plan.page_list)
             keys_and_values = self._wide.layer
-        q, _ = self.split(qkv)
+        q = qkv[:, : self.geometry.num_heads]
         output = q.new_empty(q.shape)
         self._prefill.run(
             *(plan.prefill, q[:num_rows], keys_and_values, output[:num_rows]),

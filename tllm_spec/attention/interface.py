@@ -178,6 +178,10 @@ class HeadsBackend(AttentionBackend):
         """Device memory that each instance allocates besides the pool, for memory planning."""
         return 0
 
+    def writes(self, qkv: torch.Tensor) -> bool:
+        """Whether `[T, N, D]` has keys and values to be written."""
+        return qkv.shape[1] > self.geometry.num_heads
+
     def split(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Views of `[T, Hq + 2 * Hkv, D]`: q `[T, Hq, D]` and kv `[T, 2, Hkv, D]`."""
         geometry = self.geometry
@@ -200,7 +204,8 @@ class HeadsBackend(AttentionBackend):
 
         Args:
             layer: index into the pool's layers.
-            qkv: `[T, Hq + 2 * Hkv, D]`, contiguous, as projected; q and k may be overwritten.
+            qkv: `[T, Hq + 2 * Hkv, D]`, contiguous, as projected; q and k may be overwritten. Or
+                `[T, Hq, D]`: the rows' K and V are in the pool already, written by another layer.
             rotary: of this forward's positions.
             plan: of this forward.
             norm: of each head of q and k, before the rotation; None: none.
@@ -220,8 +225,8 @@ class HeadsBackend(AttentionBackend):
     ) -> None:
         """The part of `run` before attention, with the same arguments: for rows whose outputs are
         not needed."""
-        scales = self.pool.scales[layer]
-        rotary_write(qkv, rotary, plan.kv_slots, self.pool.data[layer], norm, scales)
+        pages = self.pool.data[layer] if self.writes(qkv) else None
+        rotary_write(qkv, rotary, plan.kv_slots, pages, norm, self.pool.scales[layer])
 
 
 # The attention of a layer group in one forward.

@@ -1,5 +1,6 @@
 """TRITON: generation windows run a kernel that reads lengths and block tables from the device;
-context chunks run as in VANILLA, or over FP8 codes and with sinks in the batch-invariant kernel.
+context chunks run as in VANILLA, over FP8 codes and with sinks in the batch-invariant kernel, and
+with wide heads in a kernel of their own.
 Without Triton the kernels' plain-torch references run.
 
 A plan without context chunks depends on no length, so a CUDA graph can hold its forward. Before a
@@ -18,11 +19,17 @@ from tllm_spec.kernels.attention.batch_invariant_attention import (
     batch_invariant_attention,
     tokens_per_tile,
 )
+from tllm_spec.kernels.attention.prompt_attention import (
+    prompt_attention,
+    prompt_tokens_per_tile,
+)
 from tllm_spec.kernels.attention.rotary_write import HeadWeights, Rotary
 from tllm_spec.kernels.attention.visible_keys import KeySpans
 from tllm_spec.kernels.attention.window_attention import WindowCall, WindowTables, window_attention
 from tllm_spec.kernels.attention.window_splits import MAX_PARTIAL_ROWS, WindowWorkspace
 from tllm_spec.kernels.slots.round_rows import RoundRows
+
+MAX_SDPA_DIM = 256  # torch has fused kernels for heads up to this size
 
 
 @dataclass(frozen=True)
@@ -32,8 +39,8 @@ class TritonPlan(VanillaPlan):
     windows: WindowTables | None
     """Tensors are views of the metadata."""
     tiled_chunks: tuple[torch.Tensor, QueryTiles] | None
-    """Instead of VANILLA's chunks, if the pool has codes or heads have sinks: the pages of all
-    requests, `[C + B, P]` int32, and the tiles of all chunks."""
+    """Instead of VANILLA's chunks, if the pool has codes, or heads have sinks or are wide: the
+    pages of all requests, `[C + B, P]` int32, and the tiles of all chunks."""
     prefill: Any = None
     """FLASHINFER's plan of at least one chunk, instead of both."""
     page_list: tuple[torch.Tensor, torch.Tensor | None] | None = None
@@ -49,6 +56,7 @@ class TritonAttention(VanillaAttention):
     def __init__(self, geometry: AttentionGeometry, pool: KVPool) -> None:
         super().__init__(geometry, pool)
         self._layers = pool.data.unbind(0)
+        self._has_wide_tiles = geometry.head_dim > MAX_SDPA_DIM and not geometry.has_sinks
         self._workspace = WindowWorkspace.allocate(geometry.head_dim, pool.data.device)
 
     @classmethod
@@ -58,8 +66,12 @@ class TritonAttention(VanillaAttention):
     def plan(self, metadata: AttentionMetadata) -> TritonPlan:
         windows = self._plan_windows(metadata)
         is_tiled = self.pool.kv_format.scales is not None or self.geometry.has_sinks
+        is_tiled |= self._has_wide_tiles
         if metadata.context_lens and is_tiled:
             lens, size = metadata.context_lens, tokens_per_tile(self._group)
+            if self._has_wide_tiles:
+                q = self.pool.data.new_empty(0, dtype=self.pool.kv_format.dtype)
+                size = prompt_tokens_per_tile(q, self.geometry.head_dim, self._group)
             tiles = QueryTiles.of_chunks(
                 lens, metadata.context_kv_lens, size, metadata.kv_slots.device
             )
@@ -83,18 +95,29 @@ class TritonAttention(VanillaAttention):
             self.write(
                 layer, qkv[:first], rotary.first(first), AttentionPlan(plan.kv_slots[:first]), norm
             )
-        q, kv = self.split(qkv)
+        if self.writes(qkv):
+            q, kv = self.split(qkv)
+        else:
+            q, kv = qkv, self.stored(layer, plan.kv_slots[:first], qkv.dtype)
         outputs = [self._run_context(layer, q, kv, context, sinks) for context in plan.contexts]
         if plan.tiled_chunks is not None:
-            outputs.append(
-                batch_invariant_attention(
-                    *(q[:first], self._layers[layer], *plan.tiled_chunks, self.geometry.scale),
-                    *(None, self.geometry.span, self.pool.scales[layer], sinks),
-                )
-            )
+            outputs.append(self._run_tiles(layer, q[:first], plan.tiled_chunks, sinks))
         if plan.windows is not None:
             outputs.append(self._run_windows(layer, qkv, rotary, plan, norm, sinks))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def _run_tiles(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        chunks: tuple[torch.Tensor, QueryTiles],
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        geometry, scales = self.geometry, self.pool.scales[layer]
+        own = q, self._layers[layer], *chunks, geometry.scale
+        if self._has_wide_tiles:
+            return prompt_attention(*own, geometry.span, scales)
+        return batch_invariant_attention(*own, None, geometry.span, scales, sinks)
 
     def _plan_windows(self, metadata: AttentionMetadata) -> WindowTables | None:
         batch = metadata.rows.num_requests
@@ -127,6 +150,6 @@ class TritonAttention(VanillaAttention):
         first, windows = plan.first, plan.windows
         assert windows is not None
         inputs = qkv[first:], rotary.cos_sin[first:], self._layers[layer], windows
-        options = norm, self.pool.scales[layer], sinks
+        options = norm, self.pool.scales[layer], sinks, self.writes(qkv)
         call = WindowCall(*inputs, self.geometry.scale, self._workspace, *options)
         return window_attention(call)

@@ -24,7 +24,7 @@ from tllm_spec.attention.interface import (
     additive_mask,
     slots_of,
 )
-from tllm_spec.kernels.attention.kv_codes import times
+from tllm_spec.kernels.attention.kv_codes import movable, times
 from tllm_spec.kernels.attention.rotary_write import (
     HeadWeights,
     Rotary,
@@ -108,6 +108,31 @@ class VanillaAttention(HeadsBackend):
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         assert isinstance(plan, VanillaPlan)
+        if self.writes(qkv):
+            q, kv = self._write_rows(layer, qkv, rotary, plan, norm)
+        else:
+            plain_rotate(qkv, rotary, norm)
+            q, kv = qkv, self.stored(layer, plan.kv_slots, qkv.dtype)
+        outputs = [self._run_context(layer, q, kv, context, sinks) for context in plan.contexts]
+        if plan.generation is not None:
+            outputs.append(self._run_generation(layer, q[plan.first :], plan.generation, sinks))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def stored(self, layer: int, kv_slots: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """What the pool has in slots `[T]`, as numbers, `[T, 2, Hkv, D]`."""
+        pages = movable(self.pool.data[layer]).flatten(1, 2)
+        found = pages.index_select(1, kv_slots).view(self.pool.data.dtype)
+        return found.to(dtype).transpose(0, 1)
+
+    def _write_rows(
+        self,
+        layer: int,
+        qkv: torch.Tensor,
+        rotary: Rotary,
+        plan: VanillaPlan,
+        norm: HeadWeights | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """q, and what the pool then has, as `stored`."""
         plain_rotate(qkv[:, : -self.geometry.num_kv_heads], rotary, norm)
         q, kv = self.split(qkv)
         if plan.generation is not None and plan.generation.rows.window > 1:
@@ -116,11 +141,7 @@ class VanillaAttention(HeadsBackend):
             kv[plan.first :].nan_to_num_(nan=0.0, posinf=torch.inf, neginf=-torch.inf)
         scales = self.pool.scales[layer]
         stored = plain_write_kv(kv, plan.kv_slots, self.pool.data[layer], scales)
-        kv = stored.to(q.dtype).transpose(0, 1)
-        outputs = [self._run_context(layer, q, kv, context, sinks) for context in plan.contexts]
-        if plan.generation is not None:
-            outputs.append(self._run_generation(layer, q[plan.first :], plan.generation, sinks))
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        return q, stored.to(q.dtype).transpose(0, 1)
 
     def _plan_contexts(
         self, metadata: AttentionMetadata, request: int, rows: slice

@@ -146,8 +146,8 @@ class MTPDecodingConfig(DraftTreeDecodingConfig):
     """Draft tokens of a request in one round, at most. The default is one, the number of modules in
     most checkpoints."""
     speculative_model: PathText | None = None
-    """Folder that has the modules only, as SGLang exports them (NextN). null, or the target's own
-    folder: they are in the target's checkpoint."""
+    """Folder that has the modules only, as SGLang exports them (NextN), or Gemma 4's assistant.
+    null, or the target's own folder: they are in the target's checkpoint."""
     mtp_eagle_one_model: bool = True
     """True runs the module inside the target's forward: a round is one CUDA graph. False runs it in
     launches of its own after the forward. Rounds overlap either way."""

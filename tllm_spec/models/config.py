@@ -74,10 +74,17 @@ class TextPart:
 
 
 _PROJECTOR = "multi_modal_projector."
+_GEMMA4 = ("embed_vision.", "embed_audio.")
 _QWEN3_VL: dict[str, Any] = {"max_position_embeddings": 128000, "rope_theta": 5e5}
 WITH_IMAGES: dict[str, TextPart] = {
     "Llama4ForConditionalGeneration": TextPart("Llama4ForCausalLM", ("vision_model.", _PROJECTOR)),
     "Gemma3ForConditionalGeneration": TextPart("Gemma3ForCausalLM", ("vision_tower.", _PROJECTOR)),
+    "Gemma4ForConditionalGeneration": TextPart(
+        "Gemma4ForCausalLM", ("vision_tower.", "audio_tower.", *_GEMMA4)
+    ),
+    "Gemma4UnifiedForConditionalGeneration": TextPart(
+        "Gemma4UnifiedForCausalLM", ("vision_embedder.", *_GEMMA4)
+    ),
     "Qwen3_5ForConditionalGeneration": TextPart("Qwen3_5ForCausalLM", ("visual.",)),
     # Without images transformers writes the experts one by one.
     "Qwen3_5MoeForConditionalGeneration": TextPart(
@@ -176,6 +183,24 @@ class Temperature:
     attn_scale: float
 
 
+@dataclass(frozen=True)
+class Gemma4Parts:
+    """What Gemma 4 has beyond Gemma 3."""
+
+    global_head_dim: int
+    """Elements of a head in the layers that are not local."""
+    num_global_kv_heads: int
+    keys_are_values: bool
+    """Whether the values of those layers are the projected keys."""
+    num_shared_layers: int
+    """The last layers, which have no keys and values of their own: they read those of the last
+    other layer of their kind."""
+    is_double_wide: bool
+    """Whether the MLPs of those layers have twice the width."""
+    per_layer_size: int
+    """Elements of each layer's own embedding of a token; 0: there is none."""
+
+
 Shape = TypeVar("Shape", bound="ModelConfig")
 
 
@@ -225,6 +250,11 @@ class ModelConfig:
     local_rope: RopeConfig | None = None
     """Another rotary embedding of the `local_layers`, which also have the window (Gemma 3)."""
     local_layers: frozenset[int] = frozenset()
+    gemma4: Gemma4Parts | None = None
+    softcap: float | None = None
+    """A logit x of the output layer becomes softcap * tanh(x / softcap)."""
+    suppressed_tokens: tuple[int, ...] = ()
+    """Tokens that never follow (`suppress_tokens` of generation_config.json)."""
     mla: MLAConfig | None = None
     """Latent attention instead of heads with keys and values of their own."""
     delta: DeltaConfig | None = None
@@ -241,8 +271,12 @@ class ModelConfig:
     @property
     def mlp_row_elements(self) -> int:
         """Elements that a token's largest MLP has at a time in addition to hidden states."""
-        dense = 4 * self.intermediate_size
-        return dense if self.moe is None else max(dense, self.moe.row_elements)
+        dense = 4 * self.of_layer(self.num_layers - 1).intermediate_size
+        experts = 0 if self.moe is None else self.moe.row_elements
+        if self.gemma4 is None:
+            return max(dense, experts)
+        # A layer has both, and all layers' embeddings are kept, while they are made three times.
+        return dense + experts + 3 * self.num_layers * self.gemma4.per_layer_size
 
     @property
     def max_positions(self) -> int:
@@ -266,8 +300,31 @@ class ModelConfig:
 
     @property
     def rope_dim(self) -> int:
-        """Elements of a key that are rotated."""
+        """Elements of a key that `rope` rotates."""
+        if self.gemma4 is not None:
+            return self.gemma4.global_head_dim
         return self.head_dim if self.mla is None else self.mla.rope_dim
+
+    def of_layer(self: Shape, layer: int) -> Shape:
+        """The same with the sizes that the layer has."""
+        own, parts = self, self.gemma4
+        if parts is None:
+            return self
+        if layer not in self.local_layers:
+            own = replace(
+                own, head_dim=parts.global_head_dim, num_kv_heads=parts.num_global_kv_heads
+            )
+        if parts.is_double_wide and self.kv_layer(layer) != layer:
+            own = replace(own, intermediate_size=2 * own.intermediate_size)
+        return own
+
+    def kv_layer(self, layer: int) -> int:
+        """The layer whose keys and values the layer reads."""
+        end = self.num_layers - (self.gemma4.num_shared_layers if self.gemma4 else 0)
+        if layer < end:
+            return layer
+        is_local = layer in self.local_layers
+        return max(each for each in range(end) if (each in self.local_layers) == is_local)
 
     def within(self: Shape, max_positions: int) -> Shape:
         """The same for so many positions: without what changes attention after them only."""
@@ -304,21 +361,21 @@ class ModelConfig:
                 scale=mla.scale,
             )
             return (LayerGroup(tuple(range(self.num_layers)), latent),)
-        layers_of: dict[KeySpan | None, list[int]] = {}
+        layers_of: dict[AttentionGeometry, list[int]] = {}
         with_state = () if self.delta is None else self.delta.layers
         for layer in range(self.num_layers):
-            if layer not in with_state:
-                layers_of.setdefault(self._span(layer), []).append(layer)
+            if layer not in with_state and self.kv_layer(layer) == layer:
+                geometry = self.of_layer(layer)._geometry(mapping, self._span(layer))
+                layers_of.setdefault(geometry, []).append(layer)
         return tuple(
-            LayerGroup(tuple(layers), self._geometry(mapping, len(layers), span))
-            for span, layers in layers_of.items()
+            LayerGroup(tuple(layers), replace(geometry, num_layers=len(layers)))
+            for geometry, layers in layers_of.items()
         )
 
-    def _geometry(
-        self, mapping: Mapping, num_layers: int, span: KeySpan | None
-    ) -> AttentionGeometry:
+    def _geometry(self, mapping: Mapping, span: KeySpan | None) -> AttentionGeometry:
+        """One layer's."""
         return AttentionGeometry(
-            num_layers=num_layers,
+            num_layers=1,
             num_heads=mapping.shard(self.num_heads, "num_attention_heads"),
             num_kv_heads=mapping.shard_kv_heads(self.num_kv_heads),
             head_dim=self.head_dim,

@@ -61,7 +61,7 @@ _KEYS: tuple[tuple[_Kind, str], ...] = (
         qk_nope_head_dim qk_rope_head_dim v_head_dim moe_intermediate_size num_local_experts
         num_experts interleave_moe_layer_step no_rope_layer_interval full_attention_interval
         linear_num_key_heads linear_num_value_heads linear_key_head_dim linear_value_head_dim
-        linear_conv_kernel_dim
+        linear_conv_kernel_dim backbone_hidden_size num_centroids centroid_intermediate_top_k
         """,
     ),
     (
@@ -72,6 +72,7 @@ _KEYS: tuple[tuple[_Kind, str], ...] = (
         _Kind(f"{_SIZE}, or null", _is_int(1, MAX_SIZE)),
         """
         num_key_value_heads head_dim q_lora_rank target_hidden_size num_aux_hidden_states
+        global_head_dim num_global_key_value_heads top_k_experts
         """,
     ),
     (
@@ -87,7 +88,8 @@ _KEYS: tuple[tuple[_Kind, str], ...] = (
     ),
     (
         _Kind(f"an integer from 0 to {MAX_SIZE}", _is_int(0, MAX_SIZE), is_nullable=False),
-        "num_experts_per_tok shared_expert_intermediate_size",
+        "num_experts_per_tok shared_expert_intermediate_size "
+        "hidden_size_per_layer_input vocab_size_per_layer_input",
     ),
     (
         _Kind(f"an integer from 0 to {MAX_INT}", _COUNT),
@@ -99,7 +101,7 @@ _KEYS: tuple[tuple[_Kind, str], ...] = (
     ),
     (
         _Kind(f"an integer from 0 to {MAX_LAYERS}", _is_int(0, MAX_LAYERS), is_nullable=False),
-        "first_k_dense_replace",
+        "first_k_dense_replace num_kv_shared_layers",
     ),
     (
         _Kind(f"a number from 0 to {MAX_NUMBER}", _is_number(0), is_nullable=False),
@@ -124,8 +126,14 @@ _KEYS: tuple[tuple[_Kind, str], ...] = (
         """
         tie_word_embeddings attention_bias mlp_bias qkv_bias bias use_qk_norm use_sliding_window
         norm_topk_prob rope_interleave attn_temperature_tuning truncate norm_before_fc fc_norm
-        use_aux_norm norm_before_residual norm_output use_bidirectional_attention attn_output_gate
+        use_aux_norm norm_before_residual norm_output attn_output_gate attention_k_eq_v
+        enable_moe_block use_double_wide_mlp use_ordered_embeddings
         """,
+    ),
+    (
+        # Gemma 4 has a name for it.
+        _Kind("true, false or a name", lambda value: isinstance(value, (bool, int, str))),
+        "use_bidirectional_attention",
     ),
     (
         _Kind("a name", _is_text),
@@ -143,6 +151,7 @@ _KEYS: tuple[tuple[_Kind, str], ...] = (
         _Kind("a list of positive numbers", _is_list_of(_is_number(1e-6))),
         "short_factor long_factor",
     ),
+    (_Kind("a list of token ids", _is_list_of(_COUNT)), "suppress_tokens"),
     (_Kind("a list of 0 and 1", _is_list_of(lambda value: value in (0, 1))), "no_rope_layers"),
     (
         _Kind(
@@ -155,7 +164,7 @@ _KEYS: tuple[tuple[_Kind, str], ...] = (
         _OBJECT,
         """
         rope_parameters rope_scaling text_config transformer_layer_config eagle_config
-        full_attention sliding_attention
+        full_attention sliding_attention per_layer_config
         """,
     ),
 )

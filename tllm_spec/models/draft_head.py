@@ -172,6 +172,8 @@ class DraftHead(Module, ABC):
     """`[V_draft]` int64: the target's id of each of the head's tokens; None: the ids are equal."""
     masks: "Masks | None" = None
     """How the head drafts all tokens at once; None: it drafts one after the other."""
+    has_keys: ClassVar[bool] = True
+    """Whether it writes keys and values of its own; otherwise it reads the target's."""
     fills_in: ClassVar[bool] = False
     """Whether a mask row drafts the token at its own position, and its rows see each other."""
 

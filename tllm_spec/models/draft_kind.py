@@ -9,7 +9,7 @@ from typing import Any, Literal
 from tllm_spec.models.config_file import read_config, read_json
 from tllm_spec.zoo.registry import resolve_model
 
-HeadKind = Literal["EAGLE-1/2", "EAGLE-3", "DFlash", "MTP"]
+HeadKind = Literal["EAGLE-1/2", "EAGLE-3", "DFlash", "MTP", "Gemma 4 assistant"]
 # By decoding_type: the heads that it takes, the first one where a folder does not say; none: it
 # takes a language model.
 ACCEPTED: Mapping[str, tuple[HeadKind, ...]] = {
@@ -24,7 +24,9 @@ TYPES: Mapping[HeadKind, str] = {
     "EAGLE-3": "Eagle3",
     "DFlash": "DFlash",
     "MTP": "MTP",
+    "Gemma 4 assistant": "MTP",
 }
+ASSISTANT = "Gemma4AssistantForCausalLM"
 MODULES = "NextN"  # after the target's architecture, of exported MTP modules
 # Keys of config.json that only EAGLE-3 heads have.
 _EAGLE3_KEYS = frozenset({"draft_vocab_size", "eagle_config", "speculators_model_type"})
@@ -37,6 +39,8 @@ def kind_by(config: Mapping[str, Any], names: Callable[[], Iterable[str]]) -> He
     """The kind by config.json, or else by the names of the tensors. None: a language model, or
     neither says so."""
     architectures = [str(name).lower() for name in config.get("architectures") or []]
+    if architectures == [ASSISTANT.lower()]:
+        return "Gemma 4 assistant"
     kinds = [*architectures, _text(config, "speculators_model_type")]
     if "dflash_config" in config or any("dflash" in name for name in kinds):
         return "DFlash"

@@ -9,13 +9,14 @@ import torch
 
 from tllm_spec.attention.interface import ForwardContext
 from tllm_spec.kernels.attention.rotary_write import Rotary
+from tllm_spec.kernels.gemm.norms import Activation
 from tllm_spec.models.config import FULL, SLIDING, ModelConfig, decoder_config
 from tllm_spec.models.config_file import required, with_defaults
 from tllm_spec.models.layers import Placement
 from tllm_spec.models.llama import MLP, CausalLM, DecoderLayer, DecoderModel, layer_norm
 from tllm_spec.models.rotary import cos_sin_table, rope_config
 
-ACTIVATION = "gelu_pytorch_tanh"
+ACTIVATION: Activation = "gelu_pytorch_tanh"
 _DEFAULTS: dict[str, Any] = {
     "vocab_size": 262208,
     "hidden_size": 2304,
@@ -113,7 +114,7 @@ class Gemma3Model(DecoderModel):
         super().add_tables(config, max_positions, placement)
         assert config.local_rope is not None
         self.local_cos_sin = cos_sin_table(
-            config.local_rope, config.rope_dim, max_positions, placement
+            config.local_rope, config.head_dim, max_positions, placement
         )
         # In transformers the factor is a tensor of the weights' dtype.
         self.embedding_scale = torch.tensor(config.hidden_size**0.5, dtype=placement.dtype).item()

@@ -272,6 +272,8 @@ class HeadNorm(Module):
         k."""
         parts = self.weight[: self.num_heads], self.weight[self.num_heads :]
         for name, own in zip(("q_norm", "k_norm"), parts, strict=True):
+            if not len(own):  # the keys are another layer's
+                continue
             shape, module = (own.shape[-1],), sibling(path, name)
             slot = WeightSlot(own, shape, order=self.order, adds_one=self.is_offset)
             yield f"{module}.weight", slot

@@ -140,23 +140,27 @@ class Attention(Module):
     """`[Hq]` float32 of this rank's attention sinks (kernels/attention/attention_sinks.py)."""
     query_outputs = 1
     """Outputs of `q_proj` for each element of the queries."""
+    projections: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+    """Those that the checkpoint has."""
 
     def __init__(
         self, config: ModelConfig, layer: int, placement: Placement, input_size: int | None = None
     ) -> None:
         super().__init__()
         groups, mapping = config.layer_groups(placement.mapping), placement.mapping
-        self.group, self.layer = place_of(layer, groups)
+        self.group, self.layer = place_of(config.kv_layer(layer), groups)
         geometry = groups[self.group].geometry
         assert isinstance(geometry, AttentionGeometry)
+        config = config.of_layer(layer)
         self.num_heads, self.num_kv_heads = geometry.num_heads, geometry.num_kv_heads
         self.head_dim, self.mapping = config.head_dim, mapping
         q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         copies = mapping.copies_of_kv_heads(config.num_kv_heads)
         order = head_order(config.rope, config.head_dim)
+        sizes = {"q_proj": q_size * self.query_outputs, "k_proj": kv_size, "v_proj": kv_size}
         self.qkv_proj = ColumnLinear(
             input_size or config.hidden_size,
-            {"q_proj": q_size * self.query_outputs, "k_proj": kv_size, "v_proj": kv_size},
+            {name: sizes[name] for name in self.projections},
             bias=config.qkv_bias,
             placement=placement,
             copies={"k_proj": copies, "v_proj": copies},
@@ -165,7 +169,8 @@ class Attention(Module):
         )
         self.qk_norm = None
         if config.qk_norm:
-            heads = self.num_heads, self.num_kv_heads, config.head_dim
+            num_keys = self.num_kv_heads if "k_proj" in self.projections else 0
+            heads = self.num_heads, num_keys, config.head_dim
             is_offset, eps = config.offset_norms, config.rms_norm_eps
             self.qk_norm = self.head_norm(
                 *heads, eps, placement, is_offset=is_offset, order=order, kv_copies=copies
@@ -205,7 +210,7 @@ class Attention(Module):
     ) -> tuple[torch.Tensor, HeadWeights | None]:
         """q, k and v, `[T, Hq + 2 * Hkv, D]`, and the norm of heads that is left to do."""
         qkv = self.qkv_proj.forward(hidden, norm)
-        heads = qkv.view(-1, self.num_heads + 2 * self.num_kv_heads, self.head_dim)
+        heads = qkv.view(-1, qkv.shape[1] // self.head_dim, self.head_dim)
         return (heads, None) if self.qk_norm is None else self.qk_norm.normed(heads)
 
     def slots(self, path: str) -> Iterator[tuple[str, WeightSlot]]:
@@ -287,7 +292,7 @@ class DecoderLayer(Module):
         self.add_attention(config, layer, placement)
         self.post_attention_layernorm = layer_norm(config, placement)
         if config.moe is None or layer not in config.sparse_layers:
-            mlp: MLP | SparseMoE = MLP(config, placement)
+            mlp: MLP | SparseMoE = MLP(config.of_layer(layer), placement)
         else:
             mlp = SparseMoE(config.moe, placement)
         self.add_under("mlp" if config.moe is None else config.moe.names.layer, "mlp", mlp)
@@ -348,11 +353,16 @@ class DecoderModel(Module):
         """The residual stream before the first layer, `[T, H]`."""
         return self.embed_tokens.forward(input_ids)
 
+    def begin(
+        self, input_ids: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, Rotary]:
+        """What the first layer gets: the residual stream, `[T, H]`, and the rotary embedding."""
+        return self.embed(input_ids), self.rotary(positions)
+
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext
     ) -> torch.Tensor:
-        rotary = self.rotary(positions)
-        hidden = self.embed(input_ids)
+        hidden, rotary = self.begin(input_ids, positions)
         last, spec = len(self.layers) - 1, context.spec
         for layer_id, layer in enumerate(self.layers):
             wanted = context.wanted if layer_id == last else None
@@ -388,6 +398,14 @@ class CausalLM(Module):
         self.lm_head = OutputLinear(
             config.hidden_size, config.vocab_size, placement=placement, tied=tied
         )
+        self.suppressed = self._own_columns(config.suppressed_tokens)
+
+    def _own_columns(self, tokens: tuple[int, ...]) -> torch.Tensor | None:
+        """This rank's logits of the tokens, int64; None: it has none."""
+        shard = self.lm_head.shard
+        first, size = (0, self.config.vocab_size) if shard is None else (shard.first, shard.size)
+        own = [token - first for token in tokens if first <= token < first + size]
+        return torch.tensor(own, device=self.device) if own else None
 
     @classmethod
     def check_weights(cls, config: ModelConfig) -> None:
@@ -413,7 +431,7 @@ class CausalLM(Module):
     def keep_tokens(self, tokens: DraftTokens, placement: Placement) -> None:
         """Limits the logits to those of `tokens`."""
         self.lm_head = reduced_output(self.lm_head, tokens.rows, placement)
-        self.draft_to_target = tokens.ids.to(self.device)
+        self.draft_to_target, self.suppressed = tokens.ids.to(self.device), None
         if tokens.read_as is not None:
             self.read_as = tokens.read_as.to(self.device)
 
@@ -436,7 +454,12 @@ class CausalLM(Module):
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """`[R, H]` to `[R, vocab_size]`, in the model's dtype; the sampler converts to float32.
         Where the output layer is sharded, to this rank's columns, `lm_head.shard`."""
-        return self.lm_head.forward(hidden)
+        logits, softcap = self.lm_head.forward(hidden), self.config.softcap
+        if softcap is not None:
+            logits.div_(softcap).tanh_().mul_(softcap)
+        if self.suppressed is not None:
+            logits.index_fill_(1, self.suppressed, -torch.inf)
+        return logits
 
     @staticmethod
     def nextn_prefix(number: int) -> str:

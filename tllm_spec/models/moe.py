@@ -65,7 +65,7 @@ class Experts(Module):
         inner = self.mapping.shard_expert(config.intermediate_size)
         self.first = self.num_routed * self.mapping.ep_rank
         self.shape = number, hidden, inner
-        self.limit = config.swiglu_limit
+        self.gates = {"limit": config.swiglu_limit, "activation": config.activation}
         self.gate_up_bias = placement.parameter(number, 2 * inner) if config.has_bias else None
         self.down_bias = placement.parameter(number, hidden) if config.has_bias else None
         if self.down_bias is not None and self.mapping.moe_tp_rank > 0:
@@ -101,7 +101,7 @@ class Experts(Module):
         kind, num_sums = self.gate_up_weights.kind, self.gate_up_weights.operands.num_sums(x.dtype)
         block_rows = block_rows_of(experts.numel(), number, x.dtype, x.device, kind, num_sums)
         rows = moe_permute(experts, number, block_rows, first)
-        inner = self.gate_up_weights.gated(x, rows, input_weights, self.limit)
+        inner = self.gate_up_weights.gated(x, rows, input_weights, **self.gates)
         return self.down_weights.multiply(inner, rows)
 
     def own(self, experts: torch.Tensor) -> OwnExperts | None:

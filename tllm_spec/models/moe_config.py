@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tllm_spec.kernels.experts.routing import RoutingRule, Scoring
+from tllm_spec.kernels.gemm.norms import Activation
 from tllm_spec.models.config_file import required
 
 
@@ -57,6 +58,8 @@ class MoEConfig:
     """gpt-oss: the router and the experts have biases."""
     swiglu_limit: float | None = None
     """gpt-oss: the limit of its SwiGLU (kernels/experts/grouped_gemm.py)."""
+    activation: Activation = "silu"
+    """What the gates have without a limit."""
     float32_router: bool = False
     """DeepSeek: a model in 16 bits computes its router's logits in float32."""
     names: MoENames = MoENames()

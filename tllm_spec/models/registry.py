@@ -23,6 +23,7 @@ from tllm_spec.models.formats.quantised_layers import (
     with_quantised,
 )
 from tllm_spec.models.gemma3 import Gemma3ForCausalLM, read_gemma3
+from tllm_spec.models.gemma4 import Gemma4ForCausalLM, read_gemma4, read_gemma4_unified
 from tllm_spec.models.gpt_oss import GptOssForCausalLM, read_gpt_oss
 from tllm_spec.models.layers import Placement, specialize_for_cpu
 from tllm_spec.models.linear import Linear
@@ -65,6 +66,8 @@ MODELS: dict[str, Family] = {
     "Qwen3MoeForCausalLM": Family(CausalLM, read_qwen3_moe),
     "Llama4ForCausalLM": Family(Llama4ForCausalLM, read_llama4),
     "Gemma3ForCausalLM": Family(Gemma3ForCausalLM, read_gemma3),
+    "Gemma4ForCausalLM": Family(Gemma4ForCausalLM, read_gemma4),
+    "Gemma4UnifiedForCausalLM": Family(Gemma4ForCausalLM, read_gemma4_unified),
     "Phi3ForCausalLM": Family(CausalLM, read_phi3),
     "Olmo2ForCausalLM": Family(Olmo2ForCausalLM, read_olmo2),
     "GptOssForCausalLM": Family(GptOssForCausalLM, read_gpt_oss),
@@ -79,8 +82,8 @@ MODELS: dict[str, Family] = {
 
 
 def model_config(path: Path) -> ModelConfig:
-    """What `path/config.json` says, with further end tokens from `generation_config.json` if they
-    are there.
+    """What `path/config.json` says, with further end tokens, and tokens that never follow, from
+    `generation_config.json` if they are there.
 
     Raises:
         ValueError: the file is missing or unreadable, or asks for something that is not served.
@@ -89,8 +92,10 @@ def model_config(path: Path) -> ModelConfig:
     generation = path / "generation_config.json"
     if not generation.is_file():
         return config
-    more = token_ids_of(read_checked(generation).get("eos_token_id"))
-    return replace(config, eos_token_ids=tuple(dict.fromkeys(config.eos_token_ids + more)))
+    keys = read_checked(generation)
+    ends = dict.fromkeys(config.eos_token_ids + token_ids_of(keys.get("eos_token_id")))
+    never = tuple(keys.get("suppress_tokens") or ())
+    return replace(config, eos_token_ids=tuple(ends), suppressed_tokens=never)
 
 
 def model_config_of(raw: dict[str, Any], path: Path | None = None) -> ModelConfig:

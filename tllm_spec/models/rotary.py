@@ -26,6 +26,9 @@ _ROPE_NEEDS: dict[str, tuple[str, ...]] = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": (),
 }
+# Gemma 4: the pairs of a whole head's halves have its frequencies, of which only the first, a
+# share of `partial_factor`, are used.
+PROPORTIONAL = "proportional"
 _PHI3_NEEDS = {"default": (), "longrope": ("short_factor", "long_factor")}
 
 
@@ -131,8 +134,10 @@ def cos_sin_table(
     The sines of the first half are negated, so that the rotation needs a roll and no negation. The
     pairs at the end of both halves that are not rotated have the angle 0."""
     rotated = int(head_dim * rope.partial_factor)
-    inverse_frequencies, amplitude = _frequencies(rope, rotated)
-    angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), inverse_frequencies)
+    size = head_dim if rope.kind == PROPORTIONAL else rotated
+    inverse_frequencies, amplitude = _frequencies(rope, size)
+    positions = torch.arange(max_positions, dtype=torch.float32)
+    angles = torch.outer(positions, inverse_frequencies[: rotated // 2])
     cos, sin = angles.cos() * amplitude, angles.sin() * amplitude
     unrotated = (head_dim - rotated) // 2
     cos, sin = F.pad(cos, (0, unrotated), value=1.0), F.pad(sin, (0, unrotated))
@@ -146,7 +151,8 @@ def head_order(rope: RopeConfig, head_dim: int) -> torch.Tensor | None:
     kernels pair the halves of the whole head, so the other elements, whose angle is 0, are at the
     ends of both."""
     rotated = int(head_dim * rope.partial_factor)
-    if rotated == head_dim and not rope.is_interleaved:
+    is_whole = rotated == head_dim and not rope.is_interleaved
+    if is_whole or rope.kind == PROPORTIONAL:
         return None
     elements = torch.arange(rotated)
     halves = elements.view(-1, 2).t() if rope.is_interleaved else elements.view(2, -1)
@@ -157,7 +163,7 @@ def head_order(rope: RopeConfig, head_dim: int) -> torch.Tensor | None:
 def _frequencies(rope: RopeConfig, head_dim: int) -> tuple[torch.Tensor, float]:
     """Inverse frequencies `[D / 2]`, and the factor of cosines and sines."""
     inverse = 1.0 / rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
-    if rope.kind == "linear":
+    if rope.kind in ("linear", PROPORTIONAL):
         return inverse / rope.factor, 1.0
     if rope.kind == "llama3":
         return _llama3(rope, inverse), 1.0

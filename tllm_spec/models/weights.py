@@ -3,23 +3,28 @@
 Tensors are copied one at a time from the memory-mapped file into the (fused, sharded) parameter, so
 the host holds no second copy. `Module.slots` says where each tensor goes."""
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
 
 from tllm_spec.kernels.gemm.int4_weights import exponent_words, group_words
-from tllm_spec.models.checkpoint import EMBEDDING, OUTPUT, listed, stored_pair
+from tllm_spec.models.checkpoint import EMBEDDING, OUTPUT, checkpoint_names, listed, stored_pair
+from tllm_spec.models.config import TextPart
 from tllm_spec.models.formats.four_bit_packings import SYMMETRIC_ZERO
 from tllm_spec.models.layers import HeadNorm, Module, RMSNorm, StoredWeight, WeightSlot
 from tllm_spec.models.llama import CausalLM
 from tllm_spec.progress import Progress, progress
+
+logger = logging.getLogger(__name__)
 
 FP8_AT_ONCE = 1 << 26  # random elements
 # After the name of a quantised parameter.
 SCALES = "_scales"
 ORDER = "_order"
 INPUT_SCALE, DUMMY_INPUT_SCALE = "input_scale", 2.0**-6  # of activations up to 7
+FACTORS = ("scale", "scalar")  # of Gemma 4's layers and experts
 CODES_DEVIATION = 4.61  # of equally frequent codes of 4 bits
 E2M1_DEVIATION = 2.93  # of equally frequent numbers of MXFP4
 NO_REMEDIES: Mapping[str, str] = {}
@@ -49,10 +54,21 @@ def load_weights(model: CausalLM, path: Path, *, is_shown: bool = True) -> None:
         (EMBEDDING if name == only_output else parameter_name(name), tensor)
         for name, tensor in model.stored_tensors(path, model.config, wants)
     )
+    if is_shown:
+        _log_left_out(path, model.config.text_part)
     misfit = f"The checkpoint in {path} does not fit {model.config.architecture}"
     number = len(weight_table(model))
     with progress("weights", number, "tensors", every=5, is_shown=is_shown) as bar:
         fill(model, _counted(stored, bar), misfit, {OUTPUT: UNTIED})
+
+
+def _log_left_out(path: Path, part: TextPart) -> None:
+    """Names the tensors that are not the text model's by what they begin with."""
+    names = [name for name in checkpoint_names(path) if part.is_of_images(name)]
+    if names:
+        parts = sorted({name.removeprefix("model.").split(".")[0] for name in names})
+        message = "%s: only text is served: %d tensors are left out, of %s"
+        logger.info(message, path, len(names), ", ".join(parts))
 
 
 def _counted(
@@ -94,8 +110,8 @@ def _is_zero_bias(name: str, tensor: torch.Tensor | StoredWeight) -> bool:
 
 
 def fill_random(model: Module, seed: int = 0) -> None:
-    """Norms are 1. The rest is normal with a scale that keeps the size of activations, and depends
-    on the seed only."""
+    """Norms and factors are 1. The rest is normal with a scale that keeps the size of activations,
+    and depends on the seed only."""
     for module in model.modules():
         own = dict(module.named_parameters(recurse=False))
         for name, parameter in own.items():
@@ -103,6 +119,8 @@ def fill_random(model: Module, seed: int = 0) -> None:
                 parameter.fill_(1.0)
             elif name.endswith(INPUT_SCALE):
                 parameter.fill_(DUMMY_INPUT_SCALE)
+            elif name.endswith(FACTORS):
+                parameter.fill_(1.0)
             elif name.endswith(ORDER):
                 torch.arange(len(parameter), out=parameter)
             elif not name.endswith(SCALES):

@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 
 from tllm_spec.attention.geometry import KVPool
-from tllm_spec.attention.interface import ForwardContext, SpecMetadata
+from tllm_spec.attention.interface import AttentionMetadata, ForwardContext, SpecMetadata
 from tllm_spec.distributed.communicator import VocabShard
 from tllm_spec.draft_network.network import (
     LOGITS,
@@ -23,6 +23,7 @@ from tllm_spec.draft_network.network import (
 from tllm_spec.executor.device.transfer import to_device
 from tllm_spec.executor.engine.model_engine import PagedNetwork
 from tllm_spec.executor.engine.rows import AttentionGroups, ContextChunk, RowBuilder, Windows
+from tllm_spec.kernels.slots.round_rows import RoundRows
 from tllm_spec.kernels.slots.row_copies import gather_rows
 from tllm_spec.models.draft_head import DraftHead, Masks
 from tllm_spec.models.llama import CausalLM
@@ -57,6 +58,7 @@ class DraftNet:
     fills_in: bool = False
     # Windows are a rectangle: `Windows.part` is not served.
     reads_whole_windows: bool = False
+    has_keys: bool = True  # and values, of its own
     rows: RowBuilder  # with the block table
     attention: AttentionGroups
 
@@ -139,6 +141,43 @@ class HeadNet(DraftNet):
         self.shard, self.masks = head.output.shard, head.masks
         self.run = head.forward
         self.fuse, self.compute_logits = head.fuse, head.compute_logits
+
+
+class KeyReadingNet(HeadNet):
+    """A head whose layers attend to the target's keys before the newest token, in every step.
+    Windows say which tokens it reads; nothing is written where they begin."""
+
+    has_keys = False
+
+    def __init__(self, attention: AttentionGroups, head: DraftHead, spec: SpecMetadata) -> None:
+        super().__init__(attention, head, spec)
+        self.lookahead = 0  # the newest token has the position after the last key
+
+    def forward(
+        self,
+        chunks: list[ContextChunk],
+        windows: Windows | None,
+        state: torch.Tensor | None,
+        patched: tuple[list[int], torch.Tensor] | None = None,
+        wanted: torch.Tensor | None = None,
+        step: int = 0,
+    ) -> torch.Tensor:
+        """All rows of a window, also those of a tree, have the position of the newest token."""
+        assert windows is not None and not chunks
+        width = windows.token_ids.shape[1]
+        newest = windows.first - (step if windows.tree is None else 1)
+        slots, newest = (each.repeat_interleave(width) for each in (windows.slots, newest))
+        lens, longest = newest.clamp_min(1), min(windows.max_kv_len, self.rows.max_len)
+        planned = []
+        for group in self.attention.groups:
+            tables = group.rows.table.rows(slots, -(-longest // group.rows.page_size))
+            metadata = AttentionMetadata(
+                *((), (), RoundRows.rectangle(len(slots), 1), tables, lens.to(torch.int32)),
+                *(lens - 1, torch.zeros_like(slots), longest),
+            )
+            planned.append((group.backend, group.backend.plan(metadata)))
+        context = ForwardContext(tuple(planned))
+        return self.run(windows.token_ids.flatten(), newest.clamp_min(0), state, context, step)
 
 
 class CausalNet(DraftNet):

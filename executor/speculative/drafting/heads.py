@@ -16,12 +16,14 @@ from tllm_spec.attention.interface import default_capture_layers
 from tllm_spec.config.speculative_config import DecodingBaseConfig, DraftBackend
 from tllm_spec.executor.engine.rows import SinkWindow
 from tllm_spec.executor.speculative.drafting.drafter import When
+from tllm_spec.models.config_file import read_config
 from tllm_spec.models.dflash import DFlashConfig, DFlashHead, load_dflash_head
 from tllm_spec.models.draft_head import DraftHead, HeadSource, head_kind, target_modules
-from tllm_spec.models.draft_kind import HeadKind
+from tllm_spec.models.draft_kind import ASSISTANT, HeadKind
 from tllm_spec.models.eagle import EagleConfig, EagleHead, load_eagle_head
 from tllm_spec.models.eagle3 import Eagle3Head, load_eagle3_head
 from tllm_spec.models.eagle3_config import Eagle3Config
+from tllm_spec.models.gemma4_assistant import AssistantConfig, Gemma4Assistant, load_assistant
 from tllm_spec.models.layers import Placement
 from tllm_spec.models.llama import CausalLM
 from tllm_spec.models.mtp import NextnModules, exported_config, load_nextn
@@ -78,9 +80,16 @@ class DraftPlan:
     @property
     def num_modules(self) -> int:
         """MTP modules: one for all drafts or one for each; 0: the network is none."""
-        if self.kinds != ("MTP",):
+        if self.kinds[:1] != ("MTP",) or self.is_assistant:
             return 0
         return self.config.max_draft_len if self.option("use_mtp_vanilla") else 1
+
+    @property
+    def is_assistant(self) -> bool:
+        """Whether the folder has Gemma 4's assistant, which reads the target's keys."""
+        if "Gemma 4 assistant" not in self.kinds or self.path is None:
+            return False
+        return read_config(draft_folder(self)).get("architectures") == [ASSISTANT]
 
     @property
     def drafts_at_once(self) -> bool:
@@ -260,5 +269,13 @@ HEADS: Mapping[HeadKind, Head] = {
         layers=lambda _, __, num_layers: (num_layers,),
         load=_load_modules,
         blank=_blank_modules,
+    ),
+    "Gemma 4 assistant": Head(
+        read_config=lambda _, folder: AssistantConfig.from_pretrained(folder),
+        layers=lambda _, __, num_layers: (num_layers,),
+        load=lambda _, source, config, __: load_assistant(config, source),
+        blank=lambda _, target, config, *__: Gemma4Assistant(
+            config, target, 1, _placement_of(target)
+        ),
     ),
 }

@@ -11,7 +11,12 @@ from tllm_spec.attention.interface import SpecMetadata
 from tllm_spec.distributed.communicator import Communicator
 from tllm_spec.draft_network.network import ExternalDraft
 from tllm_spec.executor.engine.rows import AttentionGroups
-from tllm_spec.executor.speculative.drafting.draft_net import CausalNet, DraftNet, HeadNet
+from tllm_spec.executor.speculative.drafting.draft_net import (
+    CausalNet,
+    DraftNet,
+    HeadNet,
+    KeyReadingNet,
+)
 from tllm_spec.executor.speculative.drafting.heads import (
     HEADS,
     DraftPlan,
@@ -66,7 +71,8 @@ class LoadedDraft:
         """A network in torch on the pages of `attention`; `vocab_size` is the target's."""
         if self.kind is not None:
             assert self.spec is not None and isinstance(self.model, DraftHead)
-            return HeadNet(attention, self.model, self.spec)
+            kind = HeadNet if self.model.has_keys else KeyReadingNet
+            return kind(attention, self.model, self.spec)
         assert isinstance(self.model, CausalLM)
         return CausalNet(attention, self.model, vocab_size, mask_token(self.plan))
 
@@ -154,6 +160,11 @@ def check_draft(
         check_nextn(target, draft.num_modules, exported)
         return None
     folder = draft_folder(draft)
+    if draft.is_assistant and draft.option("use_mtp_vanilla"):
+        raise ValueError(
+            f"use_mtp_vanilla = True is refused: {draft.path} is one network for all drafts, not "
+            "a module for each"
+        )
     _check_kind(draft, folder)
     if draft.is_head:
         ids = _ids_of_head(draft, folder, target)
@@ -207,7 +218,7 @@ def _tokenizer_of(folder: Path) -> Tokenizer | None:
 def _check_kind(draft: DraftPlan, folder: Path) -> None:
     kind = head_kind(folder)
     check_kind(str(draft.path), kind, read_config(folder), draft.kinds)
-    if kind is not None and kind != draft.kinds[0]:
+    if kind is not None and TYPES[kind] != TYPES[draft.kinds[0]]:
         logger.warning(
             "decoding_type = %r is served as %s: the folder has an %s head",
             TYPES[draft.kinds[0]],

@@ -209,7 +209,8 @@ class NetworkDrafter(Drafter):
     ) -> None:
         self.net, self.reads_whole_windows = net, net.reads_whole_windows
         self.when = when
-        self._backlog = DraftBacklog(net, slots, max_num_tokens)
+        if net.has_keys:
+            self._backlog = DraftBacklog(net, slots, max_num_tokens)
         self._slots = slots
         self._choice = choice
         self._steps = DraftSteps(net, slots, sampling, choice)
@@ -372,3 +373,58 @@ class NetworkDrafter(Drafter):
         if contexts.first_tokens is None:
             return chunks, None, []
         return chunks, (last_rows, contexts.first_tokens.clamp_min(0)), last_rows
+
+
+class KeyReadingDrafter(NetworkDrafter):
+    """Drafts with a network that has no keys of its own. It reads the target's, so that no round
+    leaves anything for it to read."""
+
+    def prepare_draft_tokens(
+        self, scheduled_requests: ScheduledBatch, resource_manager: ResourceManager | None = None
+    ) -> None:
+        """Drafts are in the slots."""
+
+    def launched(self, batch: ScheduledBatch) -> None:
+        """Nothing is left unread."""
+
+    def capture_graphs(self, rounds: SlotGraphs[Any], keys: Iterable[GraphKey]) -> None:
+        """Its steps are in the graphs of rounds."""
+
+    def propose(
+        self,
+        contexts: ContextResult | None,
+        windows: WindowResult | None,
+        group: RowGroup,
+        shape: DraftShape,
+    ) -> Drafts | None:
+        if self._choice is not None:
+            self._choice.read(contexts, windows, group)
+        if shape == NO_DRAFTS or not len(group.slots):
+            return None
+        net, slots = self.net, self._slots
+        kv_lens = gather_rows(slots.kv_lens, group.slots)
+        rows, bound = self._newest_rows(contexts, windows)
+        newest = gather_rows(slots.window[:, 0], group.slots).unsqueeze(1)
+        first = Windows(group.slots, kv_lens, newest, bound)
+        states = net.forward([], first, net.state_of(rows))
+        return self._steps.draft(group, shape, kv_lens, states, bound)
+
+    def _newest_rows(
+        self, contexts: ContextResult | None, windows: WindowResult | None
+    ) -> tuple[torch.Tensor, int]:
+        """The rows of the target's forward that the newest tokens come from, `[N]`, and a bound of
+        the KV lengths after it."""
+        ended, num_rows, bound = list[int](), 0, 0
+        for chunk, following in (
+            zip(contexts.chunks, contexts.following, strict=True) if contexts else ()
+        ):
+            num_rows, bound = num_rows + len(chunk.tokens), max(bound, chunk.end)
+            if following is None:
+                ended.append(num_rows - 1)
+        if windows is None:
+            return self._drafted_from(ended, None, None, num_rows), bound
+        part = windows.windows.part if windows.sampled.rows is None else None
+        rows = self._drafted_from(ended, windows, part, num_rows)
+        captured = windows.captured_rows(num_rows)
+        rows = rows if captured is None else gather_rows(captured, rows)
+        return rows, max(bound, windows.windows.max_kv_len)

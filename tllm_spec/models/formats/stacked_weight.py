@@ -2,6 +2,7 @@
 with the GEMMs of experts (kernels/experts/grouped_gemm.py)."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -72,15 +73,16 @@ class StackedWeight:
         x: torch.Tensor,
         rows: ExpertRows,
         input_weights: torch.Tensor | None = None,
-        limit: float | None = None,
+        **gates: Any,
     ) -> torch.Tensor:
-        """See `gate_up_silu`, for x `[T, K]` of the model's dtype."""
+        """See `gate_up_silu`, for x `[T, K]` of the model's dtype. gates: `limit` and
+        `activation`."""
         form = self.form
         if not isinstance(form, QuantisedActivations):
-            return gate_up_silu(x, self.operands_for(x, rows), rows, input_weights, limit=limit)
+            return gate_up_silu(x, self.operands_for(x, rows), rows, input_weights, **gates)
         codes, code_scales = form.quantised(x)
         given = codes, self.operands, rows, input_weights
-        return gate_up_silu(*given, limit=limit, code_scales=code_scales, dtype=form.dtype)
+        return gate_up_silu(*given, **gates, code_scales=code_scales, dtype=form.dtype)
 
     def multiply(self, x: torch.Tensor, rows: ExpertRows) -> torch.Tensor:
         """See `down`, for x `[P, K]` of the model's dtype."""
