@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 
 from tllm_spec.kernels.dispatch import has_kernels, with_kernel
+from tllm_spec.kernels.experts.grouped_mxfp4 import grouped_mxfp4, serves_mxfp4
 from tllm_spec.kernels.experts.permute import ExpertRows
 from tllm_spec.kernels.gemm.fp8_linear import fp8_linear, inputs_added
 from tllm_spec.kernels.gemm.fp8_numbers import BLOCK
@@ -320,6 +321,11 @@ def _launch(
     assert tiling.rows == rows.block_rows and (input_weights is None or bias is None)
     room, features = rows.blocks.shape[1], output.shape[1]
     if not room:
+        return
+    if form == "mxfp4" and input_weights is None and serves_mxfp4(x, weight, rows, gated):
+        assert scales is not None
+        slope = 1.0 if limit is None else GATE_SLOPE
+        grouped_mxfp4(x, weight, scales, bias, rows, output, limit, slope, gated=gated)
         return
     tiles = -(-features // (tiling.outputs // 2 if gated else tiling.outputs))
     if form == "tiles" and tiling.rows == MOST_ROWS[form]:

@@ -78,10 +78,22 @@ __device__ inline u32 shared_address(const void* pointer) {
 }
 
 // Loads four blocks of 8 x 8 elements. Lanes 8 i to 8 i + 7 give the addresses of block i's rows.
-__device__ inline void load_blocks(u32 (&blocks)[4], const uint4* row) {
+__device__ inline void load_blocks(u32 (&blocks)[4], u32 row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-        : "=r"(blocks[0]), "=r"(blocks[1]), "=r"(blocks[2]), "=r"(blocks[3])
-        : "r"(shared_address(row)));
+        : "=r"(blocks[0]), "=r"(blocks[1]), "=r"(blocks[2]), "=r"(blocks[3]) : "r"(row));
+}
+__device__ inline void load_blocks(u32 (&blocks)[4], const uint4* row) {
+    load_blocks(blocks, shared_address(row));
+}
+__device__ inline u32 load_word(u32 address) {
+    u32 word;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(address));
+    return word;
+}
+__device__ inline uint2 load_pairs(u32 address) {
+    uint2 pairs;
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(pairs.x), "=r"(pairs.y) : "r"(address));
+    return pairs;
 }
 __device__ inline void load_transposed_blocks(u32 (&blocks)[4], const uint4* row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
