@@ -39,6 +39,7 @@ GGUF file in gguf_tensors.py.
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -154,7 +155,20 @@ class Quantisation:
             return False
         return self.targets is None or self.targets.has(module)
 
-    def row_scales(self, scale: torch.Tensor, shape: tuple[int, int], name: str) -> torch.Tensor:
+    def expert_scales(self, scale: torch.Tensor, shape: torch.Size, name: str) -> torch.Tensor:
+        """`row_scales` of all experts in one tensor, `[E, N, ceil(K / 128)]` for `[E, N, K]`. Blocks
+        are counted from the first gate, or those of ups from the first up."""
+        number, rows, columns = shape
+        if not scale.dim() or len(scale) != number:
+            raise ValueError(f"{name}{self.scale_suffix} has not the scales of {number} experts.")
+        halves = 2 * -(-rows // (2 * BLOCK))
+        is_halved = scale.shape[1:2] == (halves,) and halves != -(-rows // BLOCK)
+        parts = 2 if is_halved else 1
+        own = scale.unflatten(1, (2, -1)).flatten(0, 1) if is_halved else scale
+        size = rows // parts, columns
+        return torch.stack([self.row_scales(each, size, name) for each in own]).view(*shape[:2], -1)
+
+    def row_scales(self, scale: torch.Tensor, shape: Sequence[int], name: str) -> torch.Tensor:
         """The scales of a weight `[N, K]` for each row and each 128 inputs.
 
         Args:

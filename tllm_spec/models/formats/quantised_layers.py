@@ -13,7 +13,8 @@ from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.formats.four_bit_packings import PACKINGS
 from tllm_spec.models.formats.gguf_tensors import Q4_0, gguf_names
 from tllm_spec.models.formats.quantisation import BLOCK
-from tllm_spec.models.gpt_oss import has_codes
+from tllm_spec.models.formats.quantised_tensors import together
+from tllm_spec.models.gpt_oss import BLOCKS
 from tllm_spec.models.layers import Module, Placement, WeightSlot
 from tllm_spec.zoo.registry import is_gguf
 
@@ -132,13 +133,13 @@ def _quantised_modules(path: Path, config: ModelConfig, load_format: str) -> Cal
     if form.packing is not None:
         names = frozenset(map(parameter_name, checkpoint_names(path)))
         if form.packing == "mxfp4_experts":
-            return lambda module: has_codes(module, names)
+            return lambda module: together(module) + BLOCKS in names
         codes = PACKINGS[form.packing].codes
     if codes is not None and codes != "weight":
         return lambda module: f"{module}.{codes}" in names
     of_type = names_of_type(path, "F8_E4M3" if codes is None else "U8")
     stored = frozenset(map(parameter_name, of_type))
-    return lambda module: f"{module}.weight" in stored
+    return lambda module: f"{module}.weight" in stored or together(module) in stored
 
 
 def _widen_others(
@@ -147,10 +148,8 @@ def _widen_others(
     for path, module in model.named_modules():
         if not isinstance(module, Module):
             continue
-        slots = list(module.slots(path))
-        if any(slot.is_quantised for _, slot in slots) and not all(
-            is_stored(prefix + name) for name, _ in _weights(slots)
-        ):
+        weights = _weights(list(module.slots(path)))
+        if any(slot.is_quantised and not is_stored(prefix + name) for name, slot in weights):
             module.widen(placement)
 
 
