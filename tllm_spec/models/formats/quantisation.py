@@ -54,6 +54,8 @@ Granularity = Literal["tensor", "row", "block"]
 _NEVER_QUANTISED = frozenset(
     {"lm_head", "head", "embed_tokens", "gate", "router", "shared_expert_gate", "eh_proj"}
 )
+# What the name of an FP8 weight's scale adds to the weight's.
+SCALE_SUFFIXES = ("_scale_inv", "_scale")
 # Last parts of names: static scales of the activations that a linear layer reads.
 INPUT_SCALES = ("input_scale", "activation_scale")
 # Last parts of names: factors of quantised activations, attention and KV caches.
@@ -132,7 +134,7 @@ class Quantisation:
     packing: Packing | None = None
     """How the checkpoint stores weights of 4 bits."""
     scale_suffix: str = "_scale"
-    """What the name of an FP8 weight's scale adds to the weight's: `_scale` or `_scale_inv`."""
+    """The one of `SCALE_SUFFIXES` that errors name."""
     ignored: ModuleNames = ModuleNames()
     """Modules whose weights are not quantised."""
     targets: ModuleNames | None = None
@@ -156,7 +158,7 @@ class Quantisation:
         return self.targets is None or self.targets.has(module)
 
     def expert_scales(self, scale: torch.Tensor, shape: torch.Size, name: str) -> torch.Tensor:
-        """`row_scales` of all experts in one tensor, `[E, N, ceil(K / 128)]` for `[E, N, K]`. Blocks
+        """`row_scales` of experts in one tensor, `[E, N, ceil(K / 128)]` for `[E, N, K]`. Blocks
         are counted from the first gate, or those of ups from the first up."""
         number, rows, columns = shape
         if not scale.dim() or len(scale) != number:

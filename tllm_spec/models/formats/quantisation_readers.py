@@ -14,6 +14,7 @@ from tllm_spec.models.formats.gguf_tensors import Q4_0, Q4_0_GROUP, gguf_names
 from tllm_spec.models.formats.quantisation import (
     BLOCK,
     PLAIN,
+    SCALE_SUFFIXES,
     ActivationScales,
     FourBitGroups,
     Granularity,
@@ -123,7 +124,7 @@ def _scale_suffix(path: Path | None, default: str) -> str:
     """As the checkpoint has it: `weight_scale_inv` and `weight_scale` both occur with ModelOpt's
     blocks, with `quant_method: fp8` for a tensor, and in requantised copies of both."""
     for name in checkpoint_names(path) if path is not None else ():
-        for suffix in ("_scale_inv", "_scale"):
+        for suffix in SCALE_SUFFIXES:
             if name.endswith(f".weight{suffix}"):
                 return suffix
     return default

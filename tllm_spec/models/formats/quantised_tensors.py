@@ -23,6 +23,7 @@ from tllm_spec.models.formats.fp8 import Fp8Tensor
 from tllm_spec.models.formats.gguf_tensors import gguf_tensors
 from tllm_spec.models.formats.quantisation import (
     INPUT_SCALES,
+    SCALE_SUFFIXES,
     FourBitGroups,
     Packing,
     Quantisation,
@@ -113,11 +114,11 @@ def fp8_tensors(
         if tensor.dtype != torch.float8_e4m3fn:
             yield name, tensor
             continue
-        scale_name = name + form.scale_suffix
-        if scale_name not in scales:
-            raise ValueError(f"{path} has no {scale_name} for the FP8 tensor {name}.")
+        beside = [name + suffix for suffix in SCALE_SUFFIXES if name + suffix in scales]
+        if not beside:
+            raise ValueError(f"{path} has no {name}{form.scale_suffix} for the FP8 tensor {name}.")
         expanded = form.row_scales if tensor.dim() == 2 else form.expert_scales
-        scale = expanded(scales.pop(scale_name), tensor.shape, name)
+        scale = expanded(scales.pop(beside[0]), tensor.shape, name)
         yield name, Fp8Tensor(tensor, scale, input_scales.get(name.removesuffix(".weight")))
     if scales:
         raise ValueError(f"{path} has scales of tensors that are not FP8: {sorted(scales)[:10]}.")
