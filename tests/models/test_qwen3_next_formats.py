@@ -31,6 +31,7 @@ from tests.models.qwen3_next import (
     save_with_images,
     save_with_mtp,
 )
+from tests.models.test_fp8_activations import check_log_probabilities
 from tests.models.test_mtp import ModuleRunner
 from tllm_spec.models.mtp import load_nextn
 from tllm_spec.models.weights import weight_table
@@ -132,6 +133,18 @@ def test_logits_are_those_of_the_dequantised_weights(
     fused = "in_proj_" if "in_proj_z" in left_out else ","
     rest = {each for each in slots if wants(each)} - kept
     assert all(is_ordered in each or fused in each for each in rest)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("granularity", ["deepseek", "row"])
+@pytest.mark.thinned
+@torch.inference_mode()
+def test_activations_in_fp8_are_those_of_a_plain_transcription(
+    granularity: str, family: str, tmp_path: Path
+) -> None:
+    reference = save_qwen3_next(tmp_path, family=family, **SIZES)
+    quantise_fp8(tmp_path, is_published, granularity)
+    check_log_probabilities(reference, tmp_path, share=0.1)
 
 
 def in_one_tensor(experts: list[torch.Tensor], parts: int) -> tuple[torch.Tensor, ...]:
