@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable
 from copy import copy
 from math import gcd
 
+import torch
+
 from tllm_spec.attention.choice import choose_backend
 from tllm_spec.attention.recurrent import RecurrentGeometry
 from tllm_spec.config.draft_shape import DraftShapes, chain_of, draft_len_table
@@ -35,6 +37,13 @@ from tllm_spec.text.tokenizer import Tokenizer
 from tllm_spec.zoo.registry import resolve_model
 
 logger = logging.getLogger(__name__)
+
+STATE_DTYPES = {
+    "auto": torch.float32,
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
 
 
 class BuildPlan:
@@ -98,6 +107,12 @@ class BuildPlan:
                 f"kv_cache_config.state_snapshot_tokens = {every} must be a multiple of "
                 f"tokens_per_block, which is {self.page_size}"
             )
+        self.state_dtype = STATE_DTYPES[args.kv_cache_config.mamba_ssm_cache_dtype]
+        if self.config.delta is None and self.state_dtype != torch.float32:
+            raise ValueError(
+                f"kv_cache_config.mamba_ssm_cache_dtype is for models with recurrent states, and "
+                f"{args.model} is a {self.config.architecture}, which has none; leave it at 'auto'"
+            )
         corpus = search.corpus if search is not None else None
         self.corpus = rows_of(read_corpus(corpus, tokenizer, self.config.vocab_size))
         self._log()
@@ -137,7 +152,8 @@ class BuildPlan:
             block = gcd(block, reuse.state_snapshot_tokens)
         if self.args.deterministic:
             block = 0
-        return RecurrentGeometry(len(delta.layers), delta.shape(self.mapping), window, block)
+        own = delta.shape(self.mapping), window, block, self.state_dtype
+        return RecurrentGeometry(len(delta.layers), *own)
 
     @property
     def num_snapshots(self) -> int:
