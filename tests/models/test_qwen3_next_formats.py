@@ -225,6 +225,35 @@ def test_a_surplus_tensor_is_refused_by_name(name: str, tensor: str, tmp_path: P
         load(tmp_path)
 
 
+SPLIT = [f"{LAYER}.linear_attn.in_proj_{part}" for part in ("qkv", "z")]
+LISTS = {
+    "names": SPLIT,
+    "names in one": [f"{LAYER}.linear_attn.in_proj_qkvz"],
+    "images": [f"model.language_model.{LAYER[6:]}.linear_attn.in_proj_qkvz"],
+    "older images": [name.replace("model.", "language_model.model.", 1) for name in SPLIT],
+    "no prefix": ["re:layers.0.linear_attn.*"],
+    "expression": [r"re:^model\.language_model\.layers\.0\.linear_attn\.in_proj_(qkv|z)$"],
+    "what is not there": ["re:.*linear_attn.*", "re:visual.*", f"{LAYER}.linear_attn.in_proj_c"],
+    "stars": ["*linear_attn.in_proj_qkvz*"],
+}
+
+
+@pytest.mark.parametrize("family", ["Qwen3Next", "Qwen3_5"])
+@pytest.mark.parametrize("name", LISTS)
+def test_without_tensors_a_list_of_any_spelling_leaves_modules_out(
+    name: str, family: str, tmp_path: Path
+) -> None:
+    save_qwen3_next(tmp_path, family=family, **SIZES)
+    fp8 = {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK]}
+    configure(tmp_path, fp8 | {"modules_to_not_convert": LISTS[name]})
+    with keeping_fp8():
+        model = load(tmp_path, load_format="dummy", fp8_activations=False)
+    slots = weight_table(model)
+    wide = [name for name in slots if is_published(name) and not slots[name].is_quantised]
+    assert {f"{LAYER}.linear_attn.in_proj_"} <= {name[: name.rfind("_") + 1] for name in wide}
+    assert all(".linear_attn." in name for name in wide)
+
+
 # The layer that predicts a further token.
 
 

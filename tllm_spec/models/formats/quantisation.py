@@ -39,7 +39,7 @@ GGUF file in gguf_tensors.py.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -72,6 +72,10 @@ class ModuleNames:
     """They match from the start of a name."""
 
     def has(self, module: str) -> bool:
+        """Whether the list has the module under any of its names (`_spellings`)."""
+        return any(self._has(name) for name in _spellings(module))
+
+    def _has(self, module: str) -> bool:
         if self.names:
             parts = module.split(".")
             ends = range(1, len(parts) + 1)
@@ -79,6 +83,26 @@ class ModuleNames:
             if any(name in self.names for name in names):
                 return True
         return any(pattern.match(module) for pattern in self.patterns)
+
+
+# What the names of a text model's layers begin with, alone and next to what sees images.
+_OUTER = ("model.", "", "model.language_model.", "language_model.model.")
+# Last parts of names: layers in one, which a checkpoint or a list may have one by one.
+_IN_ONE = {
+    "in_proj_qkvz": ("in_proj_qkv", "in_proj_z"),
+    "in_proj_ba": ("in_proj_b", "in_proj_a"),
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+}
+_OTHERS = {part: (name,) for name, parts in _IN_ONE.items() for part in parts} | _IN_ONE
+
+
+def _spellings(module: str) -> Iterator[str]:
+    """The names that lists have for the module, its own first."""
+    path, dot, last = module.removeprefix("model.").rpartition(".")
+    for outer in _OUTER if module.startswith("model.") else ("",):
+        for name in (last, *_OTHERS.get(last, ())):
+            yield f"{outer}{path}{dot}{name}"
 
 
 def is_left_out(name: str) -> bool:
