@@ -229,4 +229,11 @@ class Quantisation:
         return scale.view(-1, 1).expand(rows, columns).contiguous()
 
 
+def granularity_of(scale: torch.Tensor, shape: Sequence[int]) -> Granularity:
+    """What shares a scale of a weight `[N, K]`, by the shape of its scales."""
+    if scale.numel() == 1:
+        return "tensor"
+    return "row" if scale.numel() == shape[0] else "block"
+
+
 PLAIN = Quantisation()

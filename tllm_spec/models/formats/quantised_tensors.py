@@ -27,6 +27,7 @@ from tllm_spec.models.formats.quantisation import (
     FourBitGroups,
     Packing,
     Quantisation,
+    granularity_of,
     is_left_out,
 )
 from tllm_spec.models.layers import StoredWeight
@@ -145,8 +146,9 @@ def _input_scales(
 
 def four_bit_tensors(
     path: Path, form: Quantisation, wants: Callable[[str], bool]
-) -> Iterator[tuple[str, torch.Tensor | FourBitTensor]]:
-    """As `checkpoint_tensors`, with one tensor `weight` for each module in 4 bits.
+) -> Iterator[tuple[str, torch.Tensor | StoredWeight]]:
+    """As `checkpoint_tensors`, with one tensor `weight` for each module in 4 bits, or in FP8 next
+    to such.
 
     Raises:
         ValueError: a tensor of a module is missing, surplus, or of a wrong shape or type.
@@ -168,11 +170,17 @@ def four_bit_tensors(
     for name, tensor in checkpoint_tensors(
         path, lambda name: _kind(name) not in kinds and is_wanted(name)
     ):
+        module = _module(name)
+        if tensor.dtype == torch.float8_e4m3fn and "weight_scale" in parts[module]:
+            scale = parts.pop(module)["weight_scale"]
+            granularity = granularity_of(scale, tensor.shape)
+            scales = Quantisation(granularity).row_scales(scale, tensor.shape, name)
+            yield name, Fp8Tensor(tensor, scales)
+            continue
         is_wide = packing.codes == "weight" and tensor.dtype != packing.dtype
         if _kind(name) != packing.codes or is_wide:
             yield name, tensor
             continue
-        module = _module(name)
         own = parts.pop(module, {}) | {packing.codes: tensor}
         for kind in (packing.scales, *packing.required):
             if kind not in own:
