@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from tests.models.fp8_checkpoint import BLOCK, keeping_fp8, keeping_int4, tiled
 from tests.models.fp8_checkpoint import quantise as quantise_fp8
 from tests.models.helpers import (
+    CPU,
     MAX_POSITIONS,
     PagedRunner,
     assert_close,
@@ -33,7 +34,9 @@ from tests.models.qwen3_next import (
 )
 from tests.models.test_fp8_activations import check_log_probabilities
 from tests.models.test_mtp import ModuleRunner
+from tllm_spec.distributed.communicator import SINGLE_RANK
 from tllm_spec.models.mtp import load_nextn
+from tllm_spec.models.registry import blank_model, weight_bytes
 from tllm_spec.models.weights import weight_table
 from tllm_spec.zoo.quantise import Style
 from tllm_spec.zoo.quantise import quantise as quantise_int4
@@ -162,6 +165,21 @@ def test_logits_are_those_of_the_dequantised_weights(
     in_fp8 = "linear_attn" if name == "modelopt, mixed" else ","
     rest = {each for each in slots if wants(each)} - kept
     assert all(is_ordered in each or fused in each or in_fp8 in each for each in rest)
+
+
+@pytest.mark.parametrize("left_out", [(), ("linear_attn",), ("in_proj_z", "mlp")])
+@pytest.mark.parametrize("name", ["fp8 blocks", "modelopt"])
+def test_the_memory_plan_counts_what_has_16_bits_as_such(
+    name: str, left_out: tuple[str, ...], tmp_path: Path
+) -> None:
+    saved(tmp_path, "Qwen3_5Moe", partial(FORMATS[name], wants=but(*left_out)))
+    with keeping_fp8(), keeping_int4():
+        dtype = torch.bfloat16
+        blank = blank_model(
+            tmp_path, dtype=dtype, device=CPU, mapping=SINGLE_RANK, fp8_activations=False
+        )
+        loaded = load(tmp_path, fp8_activations=False, dtype=dtype)
+    assert weight_bytes(blank, CPU) == sum(each.nbytes for each in loaded.parameters())
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -76,8 +76,8 @@ def prepare_quantised(
     load_format: str,
     placement: Placement,
 ) -> None:
-    """Called before loading. Layers of which not all weights are quantised get weights of the
-    placement's dtype. One line of the log names all quantised weights that are dequantised.
+    """Called before loading: `widen_others`. One line of the log names all quantised weights that
+    are dequantised.
 
     Args:
         parts: of a model, by what comes before their paths in the checkpoint.
@@ -88,11 +88,9 @@ def prepare_quantised(
     """
     if config.quantisation.is_plain:
         return
-    is_stored = _quantised_modules(path, config, load_format)
+    is_stored = widen_others(parts, path, config, load_format, placement)
     dequantised: list[tuple[Reason, str, torch.Tensor]] = []
     for prefix, part in parts.items():
-        if not placement.quantised.is_plain:
-            _widen_others(part, is_stored, placement, prefix)
         dequantised += _dequantised(part, is_stored, placement, prefix)
     _log(path, dequantised, *(("FP8", 1) if config.quantisation.four_bit is None else ("4-bit", 2)))
 
@@ -142,7 +140,23 @@ def _quantised_modules(path: Path, config: ModelConfig, load_format: str) -> Cal
     return lambda module: f"{module}.weight" in stored or together(module) in stored
 
 
-def _widen_others(
+def widen_others(
+    parts: Mapping[str, Module],
+    path: Path,
+    config: ModelConfig,
+    load_format: str,
+    placement: Placement,
+) -> Callable[[str], bool]:
+    """Layers of which not all weights are quantised get weights of the placement's dtype. The
+    arguments are those of `prepare_quantised`. Returns `_quantised_modules`."""
+    is_stored = _quantised_modules(path, config, load_format)
+    for prefix, part in parts.items():
+        if not placement.quantised.is_plain:
+            _widen(part, is_stored, placement, prefix)
+    return is_stored
+
+
+def _widen(
     model: Module, is_stored: Callable[[str], bool], placement: Placement, prefix: str
 ) -> None:
     for path, module in model.named_modules():
