@@ -101,18 +101,7 @@ class BuildPlan:
         )
         self.why_no_overlap = args.why_no_overlap
         self.page_size = args.kv_cache_config.tokens_per_block
-        every = args.kv_cache_config.state_snapshot_tokens
-        if self.config.delta is not None and every % self.page_size:
-            raise ValueError(
-                f"kv_cache_config.state_snapshot_tokens = {every} must be a multiple of "
-                f"tokens_per_block, which is {self.page_size}"
-            )
-        self.state_dtype = STATE_DTYPES[args.kv_cache_config.mamba_ssm_cache_dtype]
-        if self.config.delta is None and self.state_dtype != torch.float32:
-            raise ValueError(
-                f"kv_cache_config.mamba_ssm_cache_dtype is for models with recurrent states, and "
-                f"{args.model} is a {self.config.architecture}, which has none; leave it at 'auto'"
-            )
+        self.state_dtype = _state_dtype(args, self.config)
         corpus = search.corpus if search is not None else None
         self.corpus = rows_of(read_corpus(corpus, tokenizer, self.config.vocab_size))
         self._log()
@@ -266,6 +255,26 @@ def tiers_of_rounds(
     if spec is None or spec.why_no_overlap is None:
         return lambda batch_size: {0} | controller.tiers_at(batch_size)
     return lambda batch_size: set(range(max(controller.tiers_at(batch_size)) + 1))
+
+
+def _state_dtype(args: LlmArgs, config: ModelConfig) -> torch.dtype:
+    """The type of recurrent states. Raises ValueError for options of states that the model does not
+    have, or whose copies do not end with pages."""
+    cache = args.kv_cache_config
+    every, page_size = cache.state_snapshot_tokens, cache.tokens_per_block
+    if config.delta is not None and every % page_size:
+        raise ValueError(
+            f"kv_cache_config.state_snapshot_tokens = {every} must be a multiple of "
+            f"tokens_per_block, which is {page_size}"
+        )
+    dtype = STATE_DTYPES[cache.mamba_ssm_cache_dtype]
+    if config.delta is None and dtype != torch.float32:
+        raise ValueError(
+            f"kv_cache_config.mamba_ssm_cache_dtype = {cache.mamba_ssm_cache_dtype!r} is for "
+            f"models with recurrent states, and {args.model} is a {config.architecture}, which "
+            "has none; leave it at 'auto'"
+        )
+    return dtype
 
 
 def _max_seq_len(args: LlmArgs, config: ModelConfig) -> int:

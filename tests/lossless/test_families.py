@@ -192,7 +192,10 @@ FAMILIES: dict[str, Family] = {
     "qwen3-next": Family(qwen3_next.save_qwen3_next, STATES, ALL_OF_STATES),
     "qwen3-next, mtp": Family(qwen3_next.save_predictable, STATES, modules(OF_STATES, 1.1)),
     **{
-        name: Family(predictable(name), STATES, NONE | modules({"chain": SHAPES["chain"]}, 1.1))
+        name: Family(
+            predictable(name),
+            *(STATES, NONE | modules({"chain": SHAPES["chain"]}, 1.1) | heads([("chain", ONE)])),
+        )
         for name in ("Qwen3_5", "Qwen3_5Moe")
     },
 }

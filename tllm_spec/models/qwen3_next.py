@@ -205,7 +205,7 @@ class DeltaProjection(Linear):
     them."""
 
     gates: UnnamedLinear | None
-    """Of b and a."""
+    """The GEMM of b and a, where they have one; None: that of all."""
 
     def __init__(self, hidden_size: int, heads: _Heads, placement: Placement) -> None:
         total, num_gates = heads.shape.num_projected, 2 * heads.shape.num_value_heads
