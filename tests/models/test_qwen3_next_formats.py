@@ -250,6 +250,8 @@ def changed(folder: Path, **tensors: torch.Tensor | None) -> None:
         ("gptq", "linear_attn.in_proj_z.qweight"),
         ("nvfp4", "linear_attn.in_proj_z.weight_global_scale"),
         ("modelopt", "mlp.experts.0.down_proj.weight_scale_2"),
+        ("modelopt, mixed", "linear_attn.in_proj_qkv.weight_scale"),
+        ("modelopt, mixed", "linear_attn.out_proj.weight"),
         ("compressed", "linear_attn.in_proj_a.weight"),
     ],
 )

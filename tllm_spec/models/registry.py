@@ -150,8 +150,9 @@ def blank_model(
     config = computed_as(model_config(path), fp8_activations)
     placement = blank_placement(config, dtype, device, mapping)
     model = model_type(config)(config, max_positions=1, placement=placement)
-    load_format = "auto" if checkpoint_names(path) else "dummy"
-    widen_others({"": model}, path, config, load_format, placement)
+    if not placement.quantised.is_plain:
+        load_format = "auto" if checkpoint_names(path) else "dummy"
+        widen_others({"": model}, path, config, load_format, placement)
     return model
 
 

@@ -150,9 +150,8 @@ def widen_others(
     """Layers of which not all weights are quantised get weights of the placement's dtype. The
     arguments are those of `prepare_quantised`. Returns `_quantised_modules`."""
     is_stored = _quantised_modules(path, config, load_format)
-    for prefix, part in parts.items():
-        if not placement.quantised.is_plain:
-            _widen(part, is_stored, placement, prefix)
+    for prefix, part in parts.items() if not placement.quantised.is_plain else ():
+        _widen(part, is_stored, placement, prefix)
     return is_stored
 
 

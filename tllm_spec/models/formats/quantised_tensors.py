@@ -171,8 +171,8 @@ def four_bit_tensors(
         path, lambda name: _kind(name) not in kinds and is_wanted(name)
     ):
         module = _module(name)
-        if tensor.dtype == torch.float8_e4m3fn and "weight_scale" in parts[module]:
-            scale = parts.pop(module)["weight_scale"]
+        if tensor.dtype == torch.float8_e4m3fn and "weight_scale" in parts.get(module, ()):
+            scale = parts[module].pop("weight_scale")
             granularity = granularity_of(scale, tensor.shape)
             scales = Quantisation(granularity).row_scales(scale, tensor.shape, name)
             yield name, Fp8Tensor(tensor, scales)
@@ -193,8 +193,7 @@ def four_bit_tensors(
                     f"it must be a matrix of {wanted} words."
                 )
         yield f"{module}.weight", checked(packing.unpack(own), form.four_bit, module)
-    if parts:
-        names = [f"{module}.{kind}" for module, own in parts.items() for kind in own]
+    if names := [f"{module}.{kind}" for module, own in parts.items() for kind in own]:
         raise ValueError(f"{path} has tensors next to no {packing.codes}: {listed(names)}.")
 
 
