@@ -24,6 +24,7 @@ from tests.models.helpers import (
     random_tokens,
     reference_logits,
 )
+from tests.models.published_fp8 import QWEN3_5_FP8
 from tests.models.qwen3_next import (
     FULL,
     LINEAR,
@@ -36,7 +37,7 @@ from tests.models.test_fp8_activations import check_log_probabilities
 from tests.models.test_mtp import ModuleRunner
 from tllm_spec.distributed.communicator import SINGLE_RANK
 from tllm_spec.models.mtp import load_nextn
-from tllm_spec.models.registry import blank_model, weight_bytes
+from tllm_spec.models.registry import blank_model, model_config_of, weight_bytes
 from tllm_spec.models.weights import weight_table
 from tllm_spec.zoo.quantise import Style
 from tllm_spec.zoo.quantise import quantise as quantise_int4
@@ -301,6 +302,14 @@ def test_without_tensors_a_list_of_any_spelling_leaves_modules_out(
     wide = [name for name in slots if is_published(name) and not slots[name].is_quantised]
     assert {f"{LAYER}.linear_attn.in_proj_"} <= {name[: name.rfind("_") + 1] for name in wide}
     assert all(".linear_attn." in name for name in wide)
+
+
+def test_qwen3_5_has_b_and_a_of_gated_delta_nets_in_16_bits() -> None:
+    found = model_config_of(QWEN3_5_FP8).quantisation
+    parts = ("in_proj_qkv", "in_proj_z", "out_proj", "in_proj_b", "in_proj_a")
+    kept = [part for part in parts if found.keeps(f"{LAYER}.linear_attn.{part}")]
+    assert kept == [*parts[:3]] and not found.keeps("mtp.fc")
+    assert found.keeps("mtp.layers.0.self_attn.q_proj")
 
 
 # The layer that predicts a further token.
