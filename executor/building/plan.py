@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable
 from copy import copy
 from math import gcd
 
+import torch
+
 from tllm_spec.attention.choice import choose_backend
 from tllm_spec.attention.recurrent import RecurrentGeometry
 from tllm_spec.config.draft_shape import DraftShapes, chain_of, draft_len_table
@@ -35,6 +37,13 @@ from tllm_spec.text.tokenizer import Tokenizer
 from tllm_spec.zoo.registry import resolve_model
 
 logger = logging.getLogger(__name__)
+
+STATE_DTYPES = {
+    "auto": torch.float32,
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
 
 
 class BuildPlan:
@@ -92,12 +101,7 @@ class BuildPlan:
         )
         self.why_no_overlap = args.why_no_overlap
         self.page_size = args.kv_cache_config.tokens_per_block
-        every = args.kv_cache_config.state_snapshot_tokens
-        if self.config.delta is not None and every % self.page_size:
-            raise ValueError(
-                f"kv_cache_config.state_snapshot_tokens = {every} must be a multiple of "
-                f"tokens_per_block, which is {self.page_size}"
-            )
+        self.state_dtype = _state_dtype(args, self.config)
         corpus = search.corpus if search is not None else None
         self.corpus = rows_of(read_corpus(corpus, tokenizer, self.config.vocab_size))
         self._log()
@@ -137,7 +141,8 @@ class BuildPlan:
             block = gcd(block, reuse.state_snapshot_tokens)
         if self.args.deterministic:
             block = 0
-        return RecurrentGeometry(len(delta.layers), delta.shape(self.mapping), window, block)
+        own = delta.shape(self.mapping), window, block, self.state_dtype
+        return RecurrentGeometry(len(delta.layers), *own)
 
     @property
     def num_snapshots(self) -> int:
@@ -250,6 +255,26 @@ def tiers_of_rounds(
     if spec is None or spec.why_no_overlap is None:
         return lambda batch_size: {0} | controller.tiers_at(batch_size)
     return lambda batch_size: set(range(max(controller.tiers_at(batch_size)) + 1))
+
+
+def _state_dtype(args: LlmArgs, config: ModelConfig) -> torch.dtype:
+    """The type of recurrent states. Raises ValueError for options of states that the model does not
+    have, or whose copies do not end with pages."""
+    cache = args.kv_cache_config
+    every, page_size = cache.state_snapshot_tokens, cache.tokens_per_block
+    if config.delta is not None and every % page_size:
+        raise ValueError(
+            f"kv_cache_config.state_snapshot_tokens = {every} must be a multiple of "
+            f"tokens_per_block, which is {page_size}"
+        )
+    dtype = STATE_DTYPES[cache.mamba_ssm_cache_dtype]
+    if config.delta is None and dtype != torch.float32:
+        raise ValueError(
+            f"kv_cache_config.mamba_ssm_cache_dtype = {cache.mamba_ssm_cache_dtype!r} is for "
+            f"models with recurrent states, and {args.model} is a {config.architecture}, which "
+            "has none; leave it at 'auto'"
+        )
+    return dtype
 
 
 def _max_seq_len(args: LlmArgs, config: ModelConfig) -> int:

@@ -322,7 +322,8 @@ def _launch(
     room, features = rows.blocks.shape[1], output.shape[1]
     if not room:
         return
-    if form == "mxfp4" and input_weights is None and serves_mxfp4(x, weight, rows, gated):
+    is_plain = input_weights is None and activation == "silu"
+    if form == "mxfp4" and is_plain and serves_mxfp4(x, weight, rows, gated):
         assert scales is not None
         slope = 1.0 if limit is None else GATE_SLOPE
         grouped_mxfp4(x, weight, scales, bias, rows, output, limit, slope, gated=gated)

@@ -10,7 +10,8 @@ that the rows make to the state solve a triangular system, from which answers an
     o[t] = d[t] S' q[t] + sum over s <= t of D[t, s] (q[t] . k[s]) u[s]
     S    = d[C-1] S + sum over s of D[C-1, s] k[s] u[s]'
 
-All of it is in float32. It gives what the steps of `gated_delta` give, up to the order of sums."""
+All of it is in float32. It gives what the steps of `gated_delta` give, up to the order of sums; a
+state of 16 bits is rounded after each block."""
 
 import torch
 import torch.nn.functional as F
@@ -64,8 +65,9 @@ def delta_blocks(
         state, answers = carry.state[0], []
         for block in zip(*parts, strict=True):
             state, answer = _block(state, *block)
+            state = state.to(memory.states.dtype).float()
             answers.append(answer)
-        memory.states[slots] = state
+        memory.states[slots] = state.to(memory.states.dtype)
         output[own] = torch.cat(answers, 1).transpose(0, 1)
 
 
@@ -269,7 +271,7 @@ def advance_blocks_kernel(
     places = states + (tl.load(slots + request) * HEADS + head) * KEYS * VALUES
     places += inner[:, None] * VALUES + columns[None, :]
     begun = inner[:, None] < tl.where(tl.load(firsts + request) > 0, KEYS, 0)
-    state = tl.load(places, mask=begun & real[None, :], other=0.0)
+    state = tl.load(places, mask=begun & real[None, :], other=0.0).to(tl.float32)
     row, _ = rows_of(offsets, request, window)
     answers = output + ((row + time[:, None]).to(tl.int64) * HEADS + head) * VALUES
     answers += columns[None, :]
@@ -294,4 +296,5 @@ def advance_blocks_kernel(
         answers += SIZE * HEADS * VALUES
         change = tl.exp(end - total)[:, None] * change
         state = tl.dot(tl.trans(k), change, tl.exp(end) * state, input_precision=PRECISION)
+        state = state.to(states.dtype.element_ty).to(tl.float32)
     tl.store(places, state, mask=(inner[:, None] < KEYS) & real[None, :])

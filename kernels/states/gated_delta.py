@@ -4,7 +4,8 @@ Triton kernel if Triton is available, otherwise the plain-torch reference, which
 A slot keeps the state after its first tokens, and the inputs of the latest rows in a ring by
 position. The rows of a window may be rejected, so they change no state: the next round reads the
 accepted ones again from the ring (they are pending), keeps the state after them, and goes on. All
-rows take the same steps in float32, so a state does not depend on drafts."""
+rows take the same steps in float32, so a state does not depend on drafts; one of 16 bits is rounded
+after each of them."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -60,7 +61,7 @@ class DeltaMemory:
     """A layer's memory of S slots."""
 
     states: torch.Tensor
-    """`[S, Hv, Dk, Dv]` float32."""
+    """`[S, Hv, Dk, Dv]`, of any floating-point type."""
     inputs: torch.Tensor
     """`[S, R, I]`: the inputs of the row at position p are at index p % R."""
 
@@ -106,7 +107,7 @@ class DeltaRows:
 class Carry:
     """What a row hands to the next one."""
 
-    state: torch.Tensor  # [B, Hv, Dk, Dv]
+    state: torch.Tensor  # [B, Hv, Dk, Dv] float32
     taps: torch.Tensor  # [B, K - 1, C]: the convolution's last inputs, oldest first
 
     def where(self, chosen: torch.Tensor, other: "Carry") -> "Carry":
@@ -137,23 +138,24 @@ def gated_delta(
     carry = start(memory, shape, rows.slots, base, done)
     for index in range(int(rows.pending.max())):
         inputs = memory.inputs[rows.slots, (base + index) % memory.inputs.shape[1]]
-        after, _ = _advance(carry, inputs, shape, weights)
+        after, _ = _advance(carry, inputs, shape, weights, memory.states.dtype)
         carry = after.where(index < rows.pending, carry)
     if not rows.are_kept:
-        memory.states[rows.slots] = carry.state
+        memory.states[rows.slots] = carry.state.to(memory.states.dtype)
     inputs = rows.rows.padded(projected[:, : shape.num_inputs])
     carries, width = [carry], inputs.shape[1]
     answers = output.new_zeros((len(inputs), width, *output.shape[1:]))
     for index in range(max(0, int(done.min()) + 1 - shape.kernel_size), width):
         before = carries[-1] if rows.tree is None else _parents(carries, rows.tree[:, index])
-        after, answers[:, index] = _advance(before, inputs[:, index], shape, weights)
+        own = inputs[:, index], shape, weights, memory.states.dtype
+        after, answers[:, index] = _advance(before, *own)
         if rows.rows.offsets is not None:
             after = after.where(index < rows.rows.offsets.diff(), before)
         if rows.blocks is not None:  # rows in blocks are read by the convolution only
             after = Carry(after.where(index >= done, before).state, after.taps)
         carries = [*(carries if rows.tree is not None else ()), after]
     if rows.are_kept:
-        memory.states[rows.slots] = carries[-1].state
+        memory.states[rows.slots] = carries[-1].state.to(memory.states.dtype)
     _keep_inputs(memory, rows, inputs, shape.kernel_size - 1 if rows.are_kept else width)
     is_new = torch.arange(width, device=output.device) >= done.unsqueeze(1)
     is_new = rows.rows.flat(is_new)
@@ -169,7 +171,7 @@ def start(
 ) -> Carry:
     """What slots `[B]` have before the rows at positions base `[B]`; the states have `done` rows
     more."""
-    state = memory.states.index_select(0, slots)
+    state = memory.states.index_select(0, slots).float()
     state = state.masked_fill_((base + done == 0)[:, None, None, None], 0.0)
     positions = base.unsqueeze(1) + torch.arange(1 - shape.kernel_size, 0, device=base.device)
     taps = memory.inputs[slots.unsqueeze(1), positions % memory.inputs.shape[1]]
@@ -191,9 +193,14 @@ def _parents(carries: list[Carry], bits: torch.Tensor) -> Carry:
 
 
 def _advance(
-    carry: Carry, inputs: torch.Tensor, shape: DeltaShape, weights: DeltaWeights
+    carry: Carry,
+    inputs: torch.Tensor,
+    shape: DeltaShape,
+    weights: DeltaWeights,
+    dtype: torch.dtype,
 ) -> tuple[Carry, torch.Tensor]:
-    """One row of each request, inputs `[B, I]`: what it hands on, and its answer `[B, Hv, Dv]`."""
+    """One row of each request, inputs `[B, I]`: what it hands on, with a state of numbers of
+    `dtype`, and its answer `[B, Hv, Dv]` before that rounding."""
     inputs = inputs.float()
     taps = torch.cat((carry.taps, inputs[:, 2 * shape.num_value_heads :].unsqueeze(1)), 1)
     mixed = F.silu((taps * weights.conv.float().t()).sum(1))
@@ -202,7 +209,7 @@ def _advance(
     delta = (v - (state * k.unsqueeze(3)).sum(2)) * strength.unsqueeze(2)
     state = state + k.unsqueeze(3) * delta.unsqueeze(2)
     answer = (state * q.unsqueeze(3)).sum(2)
-    return Carry(state, taps[:, 1:]), answer
+    return Carry(state.to(dtype).float(), taps[:, 1:]), answer
 
 
 def head_inputs(

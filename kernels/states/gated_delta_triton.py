@@ -107,18 +107,19 @@ def gated_delta_kernel(
     pending = tl.load(pendings + request).to(tl.int32)
     done = 0 if skipped is None else tl.load(skipped + request)
     begun = keys < tl.where(first + done > pending, KEYS, 0)
-    state = tl.load(places, mask=tile & begun[:, None], other=0.0)
+    state = tl.load(places, mask=tile & begun[:, None], other=0.0).to(tl.float32)
     for index in range(-pending, 0):
         state, _ = _advance(
-            state, index, where, None, columns, layer, RING, INPUTS, HEADS, KERNEL, BLOCK_T
-        )
+            state, index, where, None, columns, layer, RING, INPUTS, HEADS, KERNEL, BLOCK_T,
+            states.dtype.element_ty,
+        )  # fmt: skip
     if not ARE_KEPT:
         tl.store(places, state, mask=tile)
     bits = None if tree is None else tree + request * window
     answers = output + (start * HEADS + head) * VALUES + values
     state = _run(
         state, done, count, where, bits, columns, layer, answers, block, RING, INPUTS, KEY_HEADS,
-        HEADS, VALUES, KERNEL, BLOCK_T, ARE_KEPT,
+        HEADS, VALUES, KERNEL, BLOCK_T, ARE_KEPT, states.dtype.element_ty,
     )  # fmt: skip
     if ARE_KEPT:
         tl.store(places, state, mask=tile)
@@ -129,7 +130,7 @@ def _run(
     state: tl.tensor, done: tl.tensor, count: tl.tensor, where: tl.tensor, bits: tl.tensor,
     columns: tl.tensor, layer: tl.tensor, answers: tl.tensor, block: tl.tensor, RING: tl.constexpr,
     INPUTS: tl.constexpr, KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, VALUES: tl.constexpr,
-    KERNEL: tl.constexpr, BLOCK_T: tl.constexpr, ARE_KEPT: tl.constexpr,
+    KERNEL: tl.constexpr, BLOCK_T: tl.constexpr, ARE_KEPT: tl.constexpr, STATE: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """Runs the request's rows from `done` on. answers `[V]`: where those of the first row go.
     Returns the state after the last one."""
@@ -144,8 +145,9 @@ def _run(
         for index in range(begins, row + 1):
             if _is_before(bits, row, index):
                 state, answer = _advance(
-                    state, index, where, bits, columns, layer, RING, INPUTS, HEADS, KERNEL, BLOCK_T
-                )
+                    state, index, where, bits, columns, layer, RING, INPUTS, HEADS, KERNEL, BLOCK_T,
+                    STATE,
+                )  # fmt: skip
         tl.store(answers + row * HEADS * VALUES, answer, mask=are_values)
         if not ARE_KEPT:
             place = ring + (first + row) % RING * INPUTS
@@ -271,9 +273,10 @@ def _mixed(places: tl.tensor, columns: tl.tensor, real: tl.tensor, weights: tl.t
 def _advance(
     state: tl.tensor, index: tl.tensor, where: tl.tensor, bits: tl.tensor, columns: tl.tensor,
     layer: tl.tensor, RING: tl.constexpr, INPUTS: tl.constexpr, HEADS: tl.constexpr,
-    KERNEL: tl.constexpr, BLOCK_T: tl.constexpr,
+    KERNEL: tl.constexpr, BLOCK_T: tl.constexpr, STATE: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
-    """The state `[K, V]` after the row at `index`, and the row's answer `[V]`."""
+    """The state `[K, V]` after the row at `index`, rounded to the type STATE, and the row's answer
+    `[V]`."""
     own, row_stride, ring, first = where
     q_weights, k_weights, v_weights, a, bias, head, scale = layer
     taps = _taps(bits, index, KERNEL, BLOCK_T)
@@ -294,7 +297,7 @@ def _advance(
     state = state * tl.exp(-a * step)
     delta = (v - tl.sum(state * k[:, None], 0)) * beta
     state = state + k[:, None] * delta[None, :]
-    return state, tl.sum(state * q[:, None], 0)
+    return state.to(STATE).to(tl.float32), tl.sum(state * q[:, None], 0)
 
 
 @triton.jit

@@ -218,7 +218,7 @@ def test_the_lists_of_a_model_do_not_overlap() -> None:
             assert model.renamed[name].path == name  # with other values
 
 
-def test_the_reason_about_recurrent_states_is_true() -> None:
+def test_recurrent_states_are_in_float32_by_default() -> None:
     shape = DeltaShape(1, 1, 8, 8, 2)
     geometry = RecurrentGeometry(1, shape, window=1, block=0)
     memory = RecurrentMemory(geometry, 2, torch.bfloat16, torch.device("cpu"))

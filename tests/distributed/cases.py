@@ -220,6 +220,8 @@ SMALL_CACHE = {
     "max_seq_len": 64,
 }
 SMALL_PAGES = {"kv_cache_config": {"tokens_per_block": 8}}
+STATES = {"kv_cache_config": {"tokens_per_block": 8, "state_snapshot_tokens": 8}}
+WEIGHTS_ONLY = {"fp8_activations": False}
 CASES: dict[str, Case] = {
     "eagle3-sa": speculating("eagle3-sa"),
     "eagle3-sa-tree": speculating("eagle3-sa-tree"),
@@ -267,6 +269,12 @@ CASES: dict[str, Case] = {
     "gpt-oss-parts": Case("gpt-oss-mxfp4", EP | {"speculative_config": TINY_EAGLE3}),
     "deepseek-v3-parts-mtp": Case("deepseek-v3", EP | {"speculative_config": MTP}, accepts=True),
     "qwen3-next-mtp": Case("qwen3-next", {"speculative_config": MTP}, accepts=True),
+    "qwen3.5-fp8-mtp": Case(
+        "qwen3.5-fp8",
+        STATES | WEIGHTS_ONLY | {"speculative_config": MTP},
+        *(generate_twice, True),
+        in_fp8=True,
+    ),
     "preempted": Case(model="qwen2-moe", options=SMALL_CACHE),
     "fp8": Case("qwen3-moe-fp8", {"speculative_config": NGRAM}, in_fp8=True),
     "fp8-by-token": Case("llama-fp8-by-token", {"speculative_config": NGRAM}),
@@ -310,7 +318,6 @@ DRAFTERS: dict[str, dict[str, Any]] = {
     "eagle3": TINY_EAGLE3,
     "eagle3-two-model": TINY_EAGLE3 | {"eagle3_one_model": False},
 }
-STATES = {"kv_cache_config": {"tokens_per_block": 8, "state_snapshot_tokens": 8}}
 OWN: dict[str, dict[str, Any]] = {"qwen3-next": STATES, "qwen3.5": STATES}
 FAMILIES: dict[str, Case] = {
     f"{model}-{name}-{kind}": Case(

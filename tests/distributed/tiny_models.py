@@ -20,6 +20,7 @@ from tests.models.qwen3_next import save_predictable as save_qwen3_next
 from tests.models.test_gemma3 import save_gemma3
 from tests.models.test_llama4 import save_llama4
 from tests.models.test_phi3 import save as save_phi3
+from tests.models.test_qwen3_next_formats import is_published
 from tests.models.tiny_dflash import write_tiny_dflash
 from tests.models.tiny_eagle import write_tiny_eagle
 from tests.models.tiny_eagle3 import write_tiny_eagle3
@@ -37,6 +38,15 @@ IN_FP8 = EXPERTS | {
     "head_dim": 64,
     "moe_intermediate_size": 256,
     "norm_topk_prob": True,
+}
+# Inputs of ranks end with blocks of 128, but outputs do not.
+QWEN3_5_FP8 = {
+    "hidden_size": 160,
+    "head_dim": 64,
+    "linear_key_head_dim": 24,
+    "linear_value_head_dim": 64,
+    "moe_intermediate_size": 256,
+    "shared_expert_intermediate_size": 256,
 }
 LLAMA4 = {"num_experts_per_tok": 2, "interleave_moe_layer_step": 2, "attention_bias": True}
 V2 = {"q_lora_rank": None, "n_shared_experts": 2}
@@ -59,6 +69,12 @@ def save_fp8(folder: Path) -> None:
 def save_fp8_by_token(folder: Path) -> None:
     save_checkpoint(folder, "Llama", mlp_bias=True)
     quantise(folder, granularity="row")
+
+
+def save_qwen3_5_fp8(folder: Path) -> None:
+    """Blocks end within the parts of a projection, and within those of ranks."""
+    save_qwen3_next(folder, family="Qwen3_5Moe", **QWEN3_5_FP8)
+    quantise(folder, is_published, "deepseek")
 
 
 # Eight ranks have a head each.
@@ -113,6 +129,7 @@ SAVERS = {
     "olmo2": lambda folder: save_checkpoint(folder, "Olmo2"),
     "qwen3-next": save_qwen3_next,
     "qwen3.5": lambda folder: save_qwen3_next(folder, family="Qwen3_5Moe"),
+    "qwen3.5-fp8": save_qwen3_5_fp8,
     "deepseek-v2": lambda folder: save_deepseek(folder, "DeepseekV2", **V2),
     "deepseek-v3-strong": lambda folder: save_deepseek(folder, "DeepseekV3"),
     "glm": lambda folder: save_predictable(folder, family="Glm4Moe"),

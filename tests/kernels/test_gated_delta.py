@@ -46,14 +46,17 @@ def weights_of(
 
 
 def memory_of(
-    shape: DeltaShape, device: str = "cpu", dtype: torch.dtype = torch.float32
+    shape: DeltaShape,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    state_dtype: torch.dtype = torch.float32,
 ) -> DeltaMemory:
     """Something is in each slot."""
     generator, ring = torch.Generator().manual_seed(2), 2 * WINDOW + shape.kernel_size - 1
     heads = shape.num_value_heads, shape.key_dim, shape.value_dim
     states = torch.randn(SLOTS, *heads, generator=generator)
     inputs = torch.randn(SLOTS, ring, shape.num_inputs, generator=generator)
-    return DeltaMemory(states.to(device), inputs.to(device, dtype))
+    return DeltaMemory(states.to(device, state_dtype), inputs.to(device, dtype))
 
 
 def projections(shape: DeltaShape, number: int) -> torch.Tensor:
@@ -124,12 +127,22 @@ def _on(rows: DeltaRows, device: str) -> DeltaRows:
     )
 
 
+STATE_DTYPES = pytest.mark.parametrize(
+    "state_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str
+)
+
+
 @on_each_kernel_device
-def test_windows_go_on_from_a_prompt_as_plain_decoding_does(device: str) -> None:
+@STATE_DTYPES
+@pytest.mark.interpreted("state_dtype", torch.float32, torch.bfloat16)
+def test_windows_go_on_from_a_prompt_as_plain_decoding_does(
+    state_dtype: torch.dtype, device: str
+) -> None:
     """The kernel's ring, states and pending rows fit each other, bit by bit."""
     shape, weights = SHAPES["odd"], weights_of(SHAPES["odd"], device)
-    projected, memory = projections(shape, 40).to(device), memory_of(shape, device)
-    plain, answers = memory_of(shape, device), list[torch.Tensor]()
+    projected = projections(shape, 40).to(device)
+    memory, plain = (memory_of(shape, device, state_dtype=state_dtype) for _ in range(2))
+    answers = list[torch.Tensor]()
     for each in (plain, memory):
         prompt = rows_in([1], [0], rows_of([21]), are_kept=True, device=device)
         answers_of(gated_delta, projected[:21], each, shape, weights, prompt)
@@ -147,6 +160,29 @@ def test_windows_go_on_from_a_prompt_as_plain_decoding_does(device: str) -> None
         for index in range(min(accepted, len(window))):
             assert torch.equal(found[index : index + 1], answers[first - 21 + index])
         first, waiting = first + accepted, accepted
+
+
+@on_each_kernel_device
+@pytest.mark.parametrize("state_dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", ["windows", "trees", "prompts", "blocks"])
+@pytest.mark.interpreted("case", "windows", "blocks")
+def test_a_state_of_16_bits_is_rounded_as_the_reference_rounds_it(
+    case: str, state_dtype: torch.dtype, device: str
+) -> None:
+    """Sums of another order may be rounded to the next number, of which few are."""
+    shape, in_blocks = SHAPES["odd"], case == "blocks"
+    rows = prompts(8) if in_blocks else CASES[case]
+    projected, bits = projections(shape, rows.rows.num_rows), torch.finfo(state_dtype).eps
+    expected, found = (memory_of(shape, on, state_dtype=state_dtype) for on in ("cpu", device))
+    weights = weights_of(shape)
+    answers = run(projected, expected, shape, weights, rows, by_reference=True)
+    own = prompts(8, device) if in_blocks else _on(rows, device)
+    output = run(projected.to(device), found, shape, weights_of(shape, device), own)
+    assert found.states.dtype == state_dtype
+    for result, right in ((output, answers), (found.states, expected.states)):
+        errors = (result.cpu().float() - right.float()).abs()
+        assert errors.max() <= 8 * bits * right.abs().max() + 1e-5
+        assert errors.mean() <= 0.02 * bits + 1e-6
 
 
 @only_outside_the_interpreter
@@ -262,9 +298,13 @@ def test_the_kernel_equals_the_reference_of_blocks(
 
 
 @only_outside_the_interpreter
-def test_forwards_that_cut_a_prompt_between_blocks_leave_the_same_bits() -> None:
+@STATE_DTYPES
+def test_forwards_that_cut_a_prompt_between_blocks_leave_the_same_bits(
+    state_dtype: torch.dtype,
+) -> None:
     shape, weights = SHAPES["odd"], weights_of(SHAPES["odd"])
-    projected, memories, found = projections(shape, 37), [memory_of(shape), memory_of(shape)], []
+    memories = [memory_of(shape, state_dtype=state_dtype) for _ in range(2)]
+    projected, found = projections(shape, 37), []
     for memory, ends in zip(memories, ([37], [8, 24, 34, 37]), strict=True):
         first, answers = 0, list[torch.Tensor]()
         for end in ends:

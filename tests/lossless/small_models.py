@@ -77,8 +77,8 @@ def texts(folder: Path, **options: Any) -> tuple[list[list[int]], float]:
     return [each.outputs[0].token_ids for each in found], max(lengths, default=1.0)
 
 
-def plain_texts(folder: Path) -> list[list[int]]:
-    found, _ = texts(folder, max_batch_size=1, **PLAIN)
+def plain_texts(folder: Path, **options: Any) -> list[list[int]]:
+    found, _ = texts(folder, max_batch_size=1, **PLAIN, **options)
     assert len({tuple(tokens) for tokens in found}) == len(PROMPTS)
     return found
 

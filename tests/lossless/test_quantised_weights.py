@@ -3,8 +3,8 @@ alone, and that of weights is that of the dequantised ones."""
 
 import shutil
 import warnings
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -36,11 +36,14 @@ from tests.lossless.small_models import (
     texts,
     write_head,
 )
-from tests.models import fp8_checkpoint
+from tests.lossless.test_families import STATES
+from tests.models import fp8_checkpoint, qwen3_next
 from tests.models.fp8_checkpoint import keeping_int4
 from tests.models.fp8_checkpoint import quantise as in_fp8
 from tests.models.fp8_transcription import transcribed
 from tests.models.helpers import save_checkpoint
+from tests.models.test_qwen3_next_formats import SIZES as QWEN_SIZES
+from tests.models.test_qwen3_next_formats import as_modelopt, is_published
 from tllm_spec.llm import LLM
 from tllm_spec.outputs import RequestOutput
 from tllm_spec.sampling_params import SamplingParams
@@ -277,6 +280,92 @@ def test_the_text_is_the_same_with_and_without_drafts(
             )
         assert found == expected
         assert length > 1.1 or speculation is not NGRAM, "no draft was accepted"
+
+
+# Recurrent states: Qwen3.5, whose layer for a further token is quantised as the others are.
+
+
+OF_STATES: dict[str, dict[str, Any]] = {"fp8": {"fp8_activations": False}, "modelopt": {}}
+OWN_DRAFTERS = {"none": None, "ngram": NGRAM, "mtp": MTP, "mtp tree": MTP | TREES["dynamic"]}
+
+
+OF_STATES_QUICK = [
+    ("fp8", "chunks", "mtp"),
+    ("modelopt", "preemption", "mtp tree"),
+]
+
+
+@contextmanager
+def keeping_both() -> Iterator[None]:
+    with fp8_checkpoint.keeping_fp8(), keeping_int4():
+        yield
+
+
+@pytest.fixture(scope="module")
+def qwen_folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    @cache
+    def get(name: str) -> Path:
+        folder = tmp_path_factory.mktemp("states")
+        qwen3_next.save_predictable(folder, family="Qwen3_5Moe", **QWEN_SIZES)
+        if name == "modelopt":
+            as_modelopt(folder, wants=is_published)
+        else:
+            in_fp8(folder, is_published, "deepseek")
+        return folder
+
+    return get
+
+
+@pytest.fixture(scope="module")
+def qwen_plain_of(qwen_folder_of: Callable[[str], Path]) -> TextsOf:
+    @cache
+    def get(name: str) -> list[list[int]]:
+        with keeping_both():
+            return plain_texts(qwen_folder_of(name), **OF_STATES[name])
+
+    return get
+
+
+@pytest.mark.parametrize(
+    ("name", "setting", "drafter"), by_default(OF_STATES_QUICK, OF_STATES, STATES, OWN_DRAFTERS)
+)
+def test_texts_of_qwen3_5_are_the_same_with_and_without_drafts(
+    name: str,
+    setting: str,
+    drafter: str,
+    qwen_folder_of: Callable[[str], Path],
+    qwen_plain_of: TextsOf,
+) -> None:
+    expected, config = qwen_plain_of(name), OWN_DRAFTERS[drafter]
+    options = STATES[setting] | OF_STATES[name]
+    with keeping_both():
+        found, length = texts(qwen_folder_of(name), speculative_config=config, **options)
+    assert found == expected
+    assert length > 1.1 or config is None, "no draft was accepted"
+
+
+@pytest.mark.parametrize("name", OF_STATES)
+def test_dummy_weights_of_qwen3_5_need_only_the_config(
+    name: str, qwen_folder_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    shutil.copy(qwen_folder_of(name) / "config.json", tmp_path)
+    options = {"load_format": "dummy"} | OF_STATES[name]
+    with keeping_both():
+        plain, _ = texts(tmp_path, **options)
+        speculated, _ = texts(tmp_path, speculative_config=MTP, **options)
+    assert speculated == plain and all(len(set(tokens)) > 1 for tokens in plain)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("drafter", OWN_DRAFTERS)
+@pytest.mark.parametrize("name", OF_STATES)
+def test_deterministic_texts_of_qwen3_5_on_a_gpu_are_the_same_with_drafts(
+    name: str, drafter: str, qwen_folder_of: Callable[[str], Path]
+) -> None:
+    options = ON_GPU | {"dtype": "bfloat16", "deterministic": True} | STATES["prefix_reuse"]
+    expected, _ = texts(qwen_folder_of(name), **(options | {"max_batch_size": 1}))
+    found, _ = texts(qwen_folder_of(name), speculative_config=OWN_DRAFTERS[drafter], **options)
+    assert found == expected
 
 
 @pytest.mark.gpu

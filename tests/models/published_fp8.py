@@ -11,6 +11,7 @@ from tests.models.published import (
     renamed,
     sized,
 )
+from tests.models.published_states import QWEN3_5
 
 BLOCKS: Raw = FP8 | {"weight_block_size": [128, 128]}
 
@@ -31,6 +32,21 @@ QWEN3_235B_FP8: Raw = QWEN3_30B_A3B | {"moe_intermediate_size": 1536}
 QWEN3_235B_FP8 |= sized(151936, 40960, 94, 4096, 12288, 64, 4, max_window_layers=94)
 QWEN3_235B_FP8["quantization_config"] = BLOCKS | {
     "modules_to_not_convert": _unconverted(94, "mlp.gate", *_NORMS)
+}
+# The names of the text model's layers next to what sees images.
+_IN_16_BITS = ("conv1d", "in_proj_a", "in_proj_b")
+QWEN3_5_FP8: Raw = QWEN3_5 | {
+    "quantization_config": BLOCKS
+    | {
+        "modules_to_not_convert": [
+            *("lm_head", "model.language_model.embed_tokens", "mtp.fc", "model.visual"),
+            *(
+                f"model.language_model.layers.{layer}.linear_attn.{part}"
+                for layer in range(32)
+                for part in _IN_16_BITS
+            ),
+        ]
+    }
 }
 _EIGHT_BITS: Raw = {
     "block_structure": None,
@@ -108,6 +124,7 @@ PUBLISHED_FP8: dict[str, tuple[Raw, str, str]] = {
     "DeepSeek-V3": (V3, "block", "_scale_inv"),
     "Qwen3-8B-FP8": (QWEN3_8B_FP8, "block", "_scale_inv"),
     "Qwen3-235B-A22B-FP8": (QWEN3_235B_FP8, "block", "_scale_inv"),
+    "Qwen3.5-9B-FP8": (QWEN3_5_FP8, "block", "_scale_inv"),
     "RedHatAI's Llama-3.1-8B-FP8": (LLAMA_FP8, "tensor", "_scale"),
     "RedHatAI's Llama-3.1-8B-FP8-dynamic": (LLAMA_FP8_DYNAMIC, "row", "_scale"),
     "NVIDIA's Llama-3.1-8B-FP8": (

@@ -22,6 +22,25 @@ QWEN3_NEXT |= experts(512, 10, 512) | {
     "rope_theta": 10000000,
     "shared_expert_intermediate_size": 512,
 }
+# Of a head that SpecForge trains for the model of 4B: its heads are wider than the hidden state.
+QWEN3_5_EAGLE3: Raw = sized(248320, 32768, 1, 2560, 9216, 16, 4, eos_token_id=248044) | {
+    "architectures": ["LlamaForCausalLMEagle3"],
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "draft_vocab_size": 32000,
+    "head_dim": 256,
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "model_type": "llama",
+    "rms_norm_eps": 1e-6,
+    "rope_scaling": None,
+    "rope_theta": 10000000,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.57.0",
+    "use_cache": True,
+    "use_sliding_window": False,
+}
 QWEN3_5: Raw = {
     "architectures": ["Qwen3_5ForConditionalGeneration"],
     "image_token_id": 248056,

@@ -55,9 +55,9 @@ def save_qwen3_next(
     return model
 
 
-def save_with_images(folder: Path, family: str) -> Any:
+def save_with_images(folder: Path, family: str, **config: Any) -> Any:
     """A random model that also sees images, with experts as published; returns its text model."""
-    model = save_qwen3_next(folder, family=family)
+    model = save_qwen3_next(folder, family=family, **config)
     tensors = {
         name.replace("model.", "model.language_model.", 1): tensor.contiguous()
         for name, tensor in model.state_dict().items()

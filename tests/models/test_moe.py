@@ -129,9 +129,6 @@ def formula(name: str, tensors: Tensors, x: torch.Tensor) -> torch.Tensor:
 
 def expert_weights(names: MoENames, tensors: Tensors, expert: int) -> list[torch.Tensor]:
     """Gate, up and down of an expert, `[out, in]`."""
-    if names.fused:
-        gate, up = tensors["experts.gate_up_proj"][expert].t().chunk(2)
-        return [gate, up, tensors["experts.down_proj"][expert].t()]
     parts = (names.gate, names.up, names.down)
     return [tensors[f"experts.{expert}.{part}.weight"] for part in parts]
 

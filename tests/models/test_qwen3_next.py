@@ -12,7 +12,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from tests.models.helpers import MAX_POSITIONS, PagedRunner, load, random_tokens, reference_logits
-from tests.models.published_states import QWEN3_5, QWEN3_NEXT
+from tests.models.published_states import QWEN3_5, QWEN3_5_EAGLE3, QWEN3_NEXT
 from tests.models.qwen3_next import (
     FULL,
     LINEAR,
@@ -22,6 +22,7 @@ from tests.models.qwen3_next import (
 )
 from tests.models.test_mtp import ModuleRunner
 from tllm_spec.distributed.communicator import SINGLE_RANK
+from tllm_spec.models.eagle3_config import Eagle3Config
 from tllm_spec.models.mtp import load_nextn
 from tllm_spec.models.qwen3_next import Qwen3NextForCausalLM
 from tllm_spec.models.registry import model_config_of
@@ -115,6 +116,17 @@ def test_a_published_config_of_qwen3_5_is_read_as_transformers_reads_it() -> Non
     rope = theirs.rope_parameters
     assert (config.rope.theta, config.rope.partial_factor) == (rope["rope_theta"], 0.25)
     assert (config.hidden_size, config.num_kv_heads) == (theirs.hidden_size, 4)
+
+
+def test_the_config_of_specforges_head_for_qwen3_5_is_read_without_unknown_keys() -> None:
+    head = Eagle3Config.from_dict(QWEN3_5_EAGLE3)
+    assert (head.hidden_size, head.num_heads, head.head_dim) == (2560, 16, 256)
+    assert (head.vocab_size, head.draft_vocab_size) == (248320, 32000)
+    assert head.rope.theta == 1e7 and head.sliding_window is None and not head.unknown_keys
+    # Those for models with experts have a key of the target's more, and one kind has experts.
+    assert Eagle3Config.from_dict(QWEN3_5_EAGLE3 | {"decoder_sparse_step": 1}) == head
+    with pytest.raises(ValueError, match=r"\['Qwen3MoeForCausalLMEagle3'\]; served is one of"):
+        Eagle3Config.from_dict(QWEN3_5_EAGLE3 | {"architectures": ["Qwen3MoeForCausalLMEagle3"]})
 
 
 def test_the_published_config_is_read_as_transformers_reads_it() -> None:

@@ -31,6 +31,7 @@ class RecurrentGeometry:
     shape: DeltaShape
     window: int
     block: int
+    state_dtype: torch.dtype = torch.float32
 
     def num_blocks(self, first: int, end: int, prompt_len: int) -> int:
         """Blocks in the context tokens from `first` to `end`."""
@@ -65,12 +66,13 @@ class RecurrentGeometry:
 
     def _bytes(self, num_rows: int, dtype: torch.dtype) -> int:
         shape = self.shape
-        state = shape.num_value_heads * shape.key_dim * shape.value_dim * torch.float32.itemsize
+        elements = shape.num_value_heads * shape.key_dim * shape.value_dim
+        state = elements * self.state_dtype.itemsize
         return self.num_layers * (state + num_rows * shape.num_inputs * dtype.itemsize)
 
 
 class RecurrentMemory:
-    """`states` `[L, S, Hv, Dk, Dv]` float32: after each slot's first `lens` `[S]` tokens. `inputs`
+    """`states` `[L, S, Hv, Dk, Dv]`: after each slot's first `lens` `[S]` tokens. `inputs`
     `[L, S, R, I]`: of the latest rows (`DeltaMemory`)."""
 
     def __init__(
@@ -79,9 +81,10 @@ class RecurrentMemory:
         self.geometry = geometry
         shape, number = geometry.shape, geometry.num_layers
         heads = shape.num_value_heads, shape.key_dim, shape.value_dim
-        self.states = torch.zeros((number, num_slots, *heads), device=device)
-        sizes = number, num_slots, geometry.ring, shape.num_inputs
-        self.inputs = torch.zeros(sizes, dtype=dtype, device=device)
+        sizes = number, num_slots, *heads
+        self.states = torch.zeros(sizes, dtype=geometry.state_dtype, device=device)
+        rings = number, num_slots, geometry.ring, shape.num_inputs
+        self.inputs = torch.zeros(rings, dtype=dtype, device=device)
         self.lens = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self.layers = [DeltaMemory(*own) for own in zip(self.states, self.inputs, strict=True)]
 

@@ -101,6 +101,9 @@ class KvCacheConfig(ConfigModel):
     state_snapshot_tokens: PositiveInt = 1024
     """Models with recurrent states copy them after so many tokens of a prompt, and each multiple; a
     prefix is reused up to a copy. A multiple of `tokens_per_block`."""
+    mamba_ssm_cache_dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
+    """Type of recurrent states. `auto`: `float32`. With 16 bits a state is rounded after each token
+    (after each block of a prompt's), so texts are other ones, whether or not there are drafts."""
     dtype: KVCacheType = "auto"
     """Type of keys, values and MLA's latents. `fp8` (E4M3) takes half of 16 bits, with the
     checkpoint's scales or 1.0. `model`: the model's own type. `auto`: `fp8` where the checkpoint

@@ -16,7 +16,7 @@ from tllm_spec.kernels.states.gated_delta import DeltaShape
 from tllm_spec.models.config_file import required, with_defaults
 from tllm_spec.models.formats.kv_cache_formats import KVCacheSetting
 from tllm_spec.models.formats.quantisation import PLAIN, Quantisation
-from tllm_spec.models.moe_config import QWEN3_5_NAMES, MoEConfig, MoENames
+from tllm_spec.models.moe_config import MoEConfig, MoENames
 from tllm_spec.models.rotary import RopeConfig, rope_config
 
 # The defaults that most architectures' configuration classes have in transformers.
@@ -86,17 +86,14 @@ WITH_IMAGES: dict[str, TextPart] = {
         "Gemma4UnifiedForCausalLM", ("vision_embedder.", *_GEMMA4)
     ),
     "Qwen3_5ForConditionalGeneration": TextPart("Qwen3_5ForCausalLM", ("visual.",)),
-    # Without images transformers writes the experts one by one.
-    "Qwen3_5MoeForConditionalGeneration": TextPart(
-        "Qwen3_5MoeForCausalLM", ("visual.",), QWEN3_5_NAMES
-    ),
+    "Qwen3_5MoeForConditionalGeneration": TextPart("Qwen3_5MoeForCausalLM", ("visual.",)),
     "Qwen3VLForConditionalGeneration": TextPart(
         "Qwen3ForCausalLM", ("visual.",), defaults=_QWEN3_VL
     ),
     "Qwen3VLMoeForConditionalGeneration": TextPart(
         "Qwen3MoeForCausalLM",
         ("visual.",),
-        QWEN3_5_NAMES,
+        MoENames(inputs_first=None),
         _QWEN3_VL
         | {
             "num_key_value_heads": 16,

@@ -20,7 +20,7 @@ from tllm_spec.models.layers import Embedding, HeadNorm, Module, Placement, RMSN
 from tllm_spec.models.linear import Linear
 from tllm_spec.models.llama import Attention, CausalLM, DecoderLayer, layer_norm
 from tllm_spec.models.moe import Experts
-from tllm_spec.models.moe_config import MoEConfig, MoENames, moe_config
+from tllm_spec.models.moe_config import MoEConfig, moe_config
 from tllm_spec.models.rotary import PROPORTIONAL, RopeConfig, rope_config
 
 _DEFAULTS: dict[str, Any] = {
@@ -51,7 +51,6 @@ _ROPES: dict[str, dict[str, Any]] = {
     SLIDING: {"rope_theta": 1e4},
     FULL: {"rope_type": PROPORTIONAL, "partial_rotary_factor": 0.25, "rope_theta": 1e6},
 }
-_NAMES = MoENames(fused=True, outputs_first=True)
 
 
 def read_gemma4_unified(raw: dict[str, Any]) -> ModelConfig:
@@ -146,7 +145,7 @@ def _experts(flat: dict[str, Any]) -> MoEConfig:
     own = {"num_experts_per_tok": required(flat, "top_k_experts"), "norm_topk_prob": True}
     for key in ("moe_intermediate_size", "num_experts"):
         required(flat, key)
-    return replace(moe_config(flat | own), names=_NAMES, activation=ACTIVATION)
+    return replace(moe_config(flat | own), activation=ACTIVATION)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -63,7 +63,6 @@ _NAMES = MoENames(router="router")
 GROUP = 32
 BLOCKS, SCALES = "_blocks", "_scales"
 _FUSED = re.compile(r"(.*\.experts)\.(gate_up|down)_proj(_bias|_blocks|_scales|)\Z")
-_SINGLE = re.compile(r"(.*\.experts)\.\d+\.(gate|up|down)_proj\Z")
 
 
 def read_gpt_oss(raw: dict[str, Any]) -> ModelConfig:
@@ -131,14 +130,6 @@ def gpt_oss_tensors(
             yield from _mxfp4_experts(name, tensor, scales[name.removesuffix(BLOCKS) + SCALES])
         else:
             yield from _experts(name, tensor)
-
-
-def has_codes(module: str, names: frozenset[str]) -> bool:
-    """Whether a checkpoint with tensors `names` has the weight of `module`, a linear layer of a
-    single expert, in MXFP4."""
-    found = _SINGLE.match(module)
-    kind = "" if found is None else "down" if found[2] == "down" else "gate_up"
-    return found is not None and f"{found[1]}.{kind}_proj{BLOCKS}" in names
 
 
 def _experts(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:

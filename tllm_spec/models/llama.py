@@ -410,8 +410,8 @@ class CausalLM(Module):
     @classmethod
     def check_weights(cls, config: ModelConfig) -> None:
         """Raises ValueError for quantised weights that the architecture is not served with."""
-        has_fused = config.moe is not None and config.moe.names.fused
-        if (config.delta is not None or has_fused) and not config.quantisation.is_plain:
+        outputs_first = config.moe is None or config.moe.names.inputs_first is False
+        if not outputs_first and not config.quantisation.is_plain:
             raise ValueError(
                 f"{config.architecture} has quantised weights; it is served with weights of 16 or "
                 "32 bits."

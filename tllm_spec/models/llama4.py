@@ -36,7 +36,7 @@ _DEFAULTS: dict[str, Any] = COMMON_DEFAULTS | {
     "floor_scale": 8192,
     "attn_scale": 0.1,
 }
-LLAMA4_NAMES = MoENames("feed_forward", router="router", fused=True)
+LLAMA4_NAMES = MoENames("feed_forward", router="router", inputs_first=True)
 
 
 def read_llama4(raw: dict[str, Any]) -> ModelConfig:

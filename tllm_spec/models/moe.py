@@ -1,7 +1,7 @@
 """A mixture-of-experts layer: router, experts, and the experts that every token takes."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -14,40 +14,11 @@ from tllm_spec.kernels.experts.routing import OwnExperts, moe_combine, moe_routi
 from tllm_spec.kernels.gemm.batch_invariant_linear import batch_invariant_linear
 from tllm_spec.models.formats.stacked_weight import StackedWeight
 from tllm_spec.models.formats.weight_format import Part
-from tllm_spec.models.layers import Module, Placement, RMSNorm, StoredWeight, WeightSlot, sibling
+from tllm_spec.models.layers import Module, Placement, RMSNorm, WeightSlot, sibling
 from tllm_spec.models.linear import ColumnLinear, Linear, RowLinear
 from tllm_spec.models.moe_config import MoEConfig
 
 # The experts of a mixture-of-experts layer.
-
-
-@dataclass(frozen=True)
-class FusedSlot(WeightSlot):
-    """All experts in one tensor `[E, …]`: a rank takes its experts, and its slice of each of the
-    `parts` that lie side by side in `shard_dim`."""
-
-    first_expert: int = 0
-    parts: int = 1
-    may_be_transposed: bool = False
-    """Qwen3-VL's are as published: `[E, inputs, outputs]`, and `[E, outputs, inputs]` as
-    transformers has them in memory."""
-
-    @property
-    def shapes(self) -> tuple[tuple[int, ...], ...]:
-        number, rows, columns = self.shape
-        both = self.shape, (number, columns, rows)
-        return both if self.may_be_transposed else both[:1]
-
-    def load(self, tensor: torch.Tensor | StoredWeight) -> None:
-        assert self.destination is not None and self.shard_dim is not None
-        assert isinstance(tensor, torch.Tensor)  # quantised experts are refused
-        if tuple(tensor.shape) != self.shape:
-            tensor = tensor.transpose(1, 2)
-        own = tensor.narrow(0, self.first_expert, len(self.destination))
-        halves = (each.chunk(self.parts, self.shard_dim) for each in (self.destination, own))
-        for destination, half in zip(*halves, strict=True):
-            size = destination.shape[self.shard_dim]
-            destination.copy_(half.narrow(self.shard_dim, self.start, size))
 
 
 class Experts(Module):
@@ -115,15 +86,11 @@ class Experts(Module):
 
     def slots(self, path: str) -> Iterator[tuple[str, WeightSlot]]:
         names, number = self.names, self.num_routed
-        if names.fused:
-            yield f"{path}.gate_up_proj", self._fused_slot(self.gate_up_weights, 2, 2)
-            yield f"{path}.down_proj", self._fused_slot(self.down_weights, 1, 1)
-        else:
-            for expert in range(number * self.mapping.ep_size):
-                parts = (names.gate, names.up, names.down)
-                own = expert - self.first
-                yield from self._slots_of(own, f"{path}.{expert}", parts)
-                yield from self._biases_of(own, f"{path}.{expert}", parts)
+        for expert in range(number * self.mapping.ep_size):
+            parts = (names.gate, names.up, names.down)
+            own = expert - self.first
+            yield from self._slots_of(own, f"{path}.{expert}", parts)
+            yield from self._biases_of(own, f"{path}.{expert}", parts)
         if number < self.shape[0]:
             parts = ("gate_proj", "up_proj", "down_proj")
             yield from self._slots_of(number, sibling(path, names.shared), parts)
@@ -142,21 +109,6 @@ class Experts(Module):
             yield f"{path}.{name}.bias", WeightSlot(own, (full,), 0, start)
         own = self.down_bias[expert] if is_here and start == 0 else None
         yield f"{path}.{parts[2]}.bias", WeightSlot(own, (hidden,))
-
-    def _fused_slot(self, weights: StackedWeight, shard_dim: int, parts: int) -> FusedSlot:
-        mapping = self.mapping
-        own: torch.Tensor = weights.form.weight[: self.num_routed]
-        if self.names.outputs_first:
-            shard_dim = 3 - shard_dim
-        else:
-            own = own.transpose(1, 2)
-        shape = list(own.shape)
-        inner = shape[shard_dim] // parts
-        shape[0] *= mapping.ep_size
-        shape[shard_dim] *= mapping.moe_tp_size
-        start = inner * mapping.moe_tp_rank
-        of_experts = self.first, parts, self.names.outputs_first
-        return FusedSlot(own, tuple(shape), shard_dim, start, None, *of_experts)
 
     def _slots_of(
         self, expert: int, path: str, parts: tuple[str, str, str]

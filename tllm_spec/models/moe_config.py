@@ -11,9 +11,8 @@ from tllm_spec.models.config_file import required
 
 @dataclass(frozen=True)
 class MoENames:
-    """The checkpoint's names of a layer and below it. With `fused`, all experts are one tensor of
-    gates and ups `[E, H, 2 * I]` and one of downs `[E, I, H]`, as in Llama 4, or with
-    `outputs_first` `[E, 2 * I, H]` and `[E, H, I]`, as in Qwen3.5, or as in Qwen3-VL either."""
+    """The checkpoint's names of a layer and below it. All experts may also be in one tensor of
+    gates and ups `[E, 2 * I, H]`, and one of downs `[E, H, I]`."""
 
     layer: str = "mlp"
     """The name of the layer itself."""
@@ -23,12 +22,9 @@ class MoENames:
     down: str = "down_proj"
     shared: str = "shared_expert"
     shared_gate: str = "shared_expert_gate"
-    fused: bool = False
-    outputs_first: bool = False
-
-
-# Of Qwen3.5, and of models that also see images.
-QWEN3_5_NAMES = MoENames(fused=True, outputs_first=True)
+    inputs_first: bool | None = False
+    """Llama 4: such tensors are `[E, H, 2 * I]` and `[E, I, H]`. None, for Qwen3-VL: as published,
+    or as transformers has them in memory."""
 
 
 @dataclass(frozen=True)

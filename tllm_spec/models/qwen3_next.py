@@ -13,8 +13,9 @@ from tllm_spec.kernels.attention.rotary_write import HeadWeights, Rotary
 from tllm_spec.kernels.states.gated_delta import DeltaShape, DeltaWeights, gated_norm
 from tllm_spec.models.config import FULL, DeltaConfig, ModelConfig, decoder_config
 from tllm_spec.models.config_file import required, with_defaults
+from tllm_spec.models.formats.weight_format import Part
 from tllm_spec.models.layers import Module, Placement, RMSNorm, WeightSlot, in_float32, sibling
-from tllm_spec.models.linear import Linear, RowLinear
+from tllm_spec.models.linear import Linear, RowLinear, choose_format
 from tllm_spec.models.llama import Attention, CausalLM, DecoderLayer
 from tllm_spec.models.moe_config import moe_config, sparse_layers
 from tllm_spec.models.rotary import RopeConfig, rope_config
@@ -160,6 +161,29 @@ class _Heads:
         rows = torch.arange(self.full.num_key_heads * sum(sizes)).view(-1, sum(sizes))
         return torch.cat([part.flatten() for part in self.own(rows).split_with_sizes(sizes, 1)])
 
+    def parts(self) -> dict[str, tuple[int, torch.Tensor]]:
+        """The checkpoint's projections, b and a first: their rows on all ranks, and the rank's in
+        order."""
+        full, number = self.full, self.full.num_value_heads
+        values = number * full.value_dim
+        if self.is_split:
+            of_heads = number, self.own(torch.arange(number))
+            return {
+                "in_proj_b": of_heads,
+                "in_proj_a": of_heads,
+                "in_proj_qkv": (full.num_channels, self.segments()),
+                "in_proj_z": (values, self.own(torch.arange(values))),
+            }
+        each = number // full.num_key_heads
+        wide = each * full.value_dim
+        return {
+            "in_proj_ba": (2 * number, self.grouped((each, each))),
+            "in_proj_qkvz": (
+                full.num_channels + values,
+                self.grouped((full.key_dim, full.key_dim, wide, wide)),
+            ),
+        }
+
     def segments(self) -> torch.Tensor:
         """Rows of a tensor that has q of all heads, then k and v: the rank's."""
         keys = self.full.num_key_heads * self.full.key_dim
@@ -168,46 +192,55 @@ class _Heads:
         return torch.cat([self.own(part) for part in parts])
 
 
-class DeltaProjection(Linear):
-    """One GEMM for both projections of the checkpoint, with outputs as `gated_delta` reads them."""
-
-    def __init__(self, hidden_size: int, heads: _Heads, placement: Placement) -> None:
-        super().__init__(hidden_size, heads.shape.num_projected, bias=False, placement=placement)
-        self.heads, self.hidden_size = heads, hidden_size
+class UnnamedLinear(Linear):
+    """Its slots are those of the module above."""
 
     def slots(self, path: str) -> Iterator[tuple[str, WeightSlot]]:
-        if self.heads.is_split:
-            yield from self._split_slots(path)
-            return
-        full, num_gates = self.heads.full, 2 * self.heads.shape.num_value_heads
-        each = full.num_value_heads // full.num_key_heads
-        parts = {
-            "in_proj_ba": (self.weight[:num_gates], (each, each)),
-            "in_proj_qkvz": (
-                self.weight[num_gates:],
-                (full.key_dim, full.key_dim, each * full.value_dim, each * full.value_dim),
-            ),
-        }
-        for name, (rows, sizes) in parts.items():
-            shape = full.num_key_heads * sum(sizes), self.hidden_size
-            order = self.heads.grouped(sizes)
-            yield f"{sibling(path, name)}.weight", WeightSlot(rows, shape, order=order)
+        return iter(())
 
-    def _split_slots(self, path: str) -> Iterator[tuple[str, WeightSlot]]:
-        heads, full = self.heads, self.heads.full
-        own, number = heads.shape, full.num_value_heads
-        orders = {
-            "in_proj_b": heads.own(torch.arange(number)),
-            "in_proj_a": heads.own(torch.arange(number)),
-            "in_proj_qkv": heads.segments(),
-            "in_proj_z": heads.own(torch.arange(number * full.value_dim)),
-        }
-        sizes = number, number, full.num_channels, number * full.value_dim
-        parts = self.weight.split_with_sizes([len(order) for order in orders.values()])
-        assert len(self.weight) == own.num_projected
-        for (name, order), size, rows in zip(orders.items(), sizes, parts, strict=True):
-            slot = WeightSlot(rows, (size, self.hidden_size), order=order)
-            yield f"{sibling(path, name)}.weight", slot
+
+class DeltaProjection(Linear):
+    """The checkpoint's projections in one GEMM, with outputs as `gated_delta` reads them. Where
+    those of q, k, v and z are quantised, b and a have a GEMM of their own: no checkpoint quantises
+    them."""
+
+    gates: UnnamedLinear | None
+    """The GEMM of b and a, where they have one; None: that of all."""
+
+    def __init__(self, hidden_size: int, heads: _Heads, placement: Placement) -> None:
+        total, num_gates = heads.shape.num_projected, 2 * heads.shape.num_value_heads
+        is_plain = placement.quantised.is_plain
+        own = total if is_plain else total - num_gates
+        super().__init__(hidden_size, own, bias=False, placement=placement)
+        self.parts, self.full_shape, self.gates = heads.parts(), (total, hidden_size), None
+        if not is_plain:
+            sizes = hidden_size, num_gates
+            self.gates = UnnamedLinear(*sizes, bias=False, placement=placement.wide)
+
+    def widen(self, placement: Placement) -> None:
+        self.gates = None
+        self.use(choose_format(self.full_shape, placement.wide, None))
+
+    def forward(self, x: torch.Tensor, norm: RMSNorm | None = None) -> torch.Tensor:
+        inputs = super().forward(x, norm)
+        return inputs if self.gates is None else torch.cat((self.gates.forward(x, norm), inputs), 1)
+
+    def slots(self, path: str) -> Iterator[tuple[str, WeightSlot]]:
+        forms = [self.weight_format]
+        if self.gates is not None:
+            forms.insert(0, self.gates.weight_format)
+        first = 0
+        for name, (size, order) in self.parts.items():
+            if first == forms[0].shape[0]:
+                first = 0
+                del forms[0]
+            own, part = (
+                slice(first, first + len(order)),
+                Part((size, self.full_shape[1]), order=order),
+            )
+            module = sibling(path, name)
+            yield f"{module}.weight", forms[0].slot(module, own, part)
+            first += len(order)
 
 
 class DeltaConv(Module):

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tllm_spec.distributed.communicator import SINGLE, Communicator, Mapping
-from tllm_spec.models.checkpoint import has_own_output
+from tllm_spec.models.checkpoint import checkpoint_names, has_own_output
 from tllm_spec.models.config import WITH_IMAGES, ModelConfig, text_part_of, token_ids_of
 from tllm_spec.models.config_file import read_checked, read_config
 from tllm_spec.models.deepseek import DeepseekForCausalLM, read_deepseek, read_glm4_moe
@@ -20,6 +20,7 @@ from tllm_spec.models.formats.quantised_layers import (
     computed_as,
     log_quantised,
     prepare_quantised,
+    widen_others,
     with_quantised,
 )
 from tllm_spec.models.gemma3 import Gemma3ForCausalLM, read_gemma3
@@ -153,7 +154,11 @@ def blank_model(
     table has one row."""
     config = computed_as(model_config(path), fp8_activations)
     placement = blank_placement(config, dtype, device, mapping)
-    return model_type(config)(config, max_positions=1, placement=placement)
+    model = model_type(config)(config, max_positions=1, placement=placement)
+    if not placement.quantised.is_plain:
+        load_format = "auto" if checkpoint_names(path) else "dummy"
+        widen_others({"": model}, path, config, load_format, placement)
+    return model
 
 
 def blank_placement(

@@ -26,7 +26,8 @@ FP8 = torch.float8_e4m3fn
 
 @dataclass(frozen=True)
 class Fp8Tensor:
-    """A checkpoint's weight `[N, K]` in FP8, with its scales `[N, ceil(K / 128)]`."""
+    """A checkpoint's weight `[N, K]` in FP8, with its scales `[N, ceil(K / 128)]`; or those of all
+    experts, `[E, N, K]`."""
 
     weight: torch.Tensor
     scales: torch.Tensor
@@ -36,6 +37,9 @@ class Fp8Tensor:
     @property
     def shape(self) -> torch.Size:
         return self.weight.shape
+
+    def __getitem__(self, index: int | slice) -> "Fp8Tensor":
+        return Fp8Tensor(self.weight[index], self.scales[index], self.input_scale)
 
     def dequantised(self, dtype: torch.dtype) -> torch.Tensor:
         return dequantised(self.weight, self.scales, dtype)

@@ -39,6 +39,7 @@ GGUF file in gguf_tensors.py.
 """
 
 import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -53,6 +54,8 @@ Granularity = Literal["tensor", "row", "block"]
 _NEVER_QUANTISED = frozenset(
     {"lm_head", "head", "embed_tokens", "gate", "router", "shared_expert_gate", "eh_proj"}
 )
+# What the name of an FP8 weight's scale adds to the weight's.
+SCALE_SUFFIXES = ("_scale_inv", "_scale")
 # Last parts of names: static scales of the activations that a linear layer reads.
 INPUT_SCALES = ("input_scale", "activation_scale")
 # Last parts of names: factors of quantised activations, attention and KV caches.
@@ -69,6 +72,10 @@ class ModuleNames:
     """They match from the start of a name."""
 
     def has(self, module: str) -> bool:
+        """Whether the list has the module under any of its names (`_spellings`)."""
+        return any(self._has(name) for name in _spellings(module))
+
+    def _has(self, module: str) -> bool:
         if self.names:
             parts = module.split(".")
             ends = range(1, len(parts) + 1)
@@ -76,6 +83,26 @@ class ModuleNames:
             if any(name in self.names for name in names):
                 return True
         return any(pattern.match(module) for pattern in self.patterns)
+
+
+# What the names of a text model's layers begin with, alone and next to what sees images.
+_OUTER = ("model.", "", "model.language_model.", "language_model.model.")
+# Last parts of names: layers in one, which a checkpoint or a list may have one by one.
+_IN_ONE = {
+    "in_proj_qkvz": ("in_proj_qkv", "in_proj_z"),
+    "in_proj_ba": ("in_proj_b", "in_proj_a"),
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+}
+_OTHERS = {part: (name,) for name, parts in _IN_ONE.items() for part in parts} | _IN_ONE
+
+
+def _spellings(module: str) -> Iterator[str]:
+    """The names that lists have for the module, its own first."""
+    path, dot, last = module.removeprefix("model.").rpartition(".")
+    for outer in _OUTER if module.startswith("model.") else ("",):
+        for name in (last, *_OTHERS.get(last, ())):
+            yield f"{outer}{path}{dot}{name}"
 
 
 def is_left_out(name: str) -> bool:
@@ -131,7 +158,7 @@ class Quantisation:
     packing: Packing | None = None
     """How the checkpoint stores weights of 4 bits."""
     scale_suffix: str = "_scale"
-    """What the name of an FP8 weight's scale adds to the weight's: `_scale` or `_scale_inv`."""
+    """The one of `SCALE_SUFFIXES` that errors name."""
     ignored: ModuleNames = ModuleNames()
     """Modules whose weights are not quantised."""
     targets: ModuleNames | None = None
@@ -154,7 +181,20 @@ class Quantisation:
             return False
         return self.targets is None or self.targets.has(module)
 
-    def row_scales(self, scale: torch.Tensor, shape: tuple[int, int], name: str) -> torch.Tensor:
+    def expert_scales(self, scale: torch.Tensor, shape: torch.Size, name: str) -> torch.Tensor:
+        """`row_scales` of experts in one tensor, `[E, N, ceil(K / 128)]` for `[E, N, K]`. Blocks
+        are counted from the first gate, or those of ups from the first up."""
+        number, rows, columns = shape
+        if not scale.dim() or len(scale) != number:
+            raise ValueError(f"{name}{self.scale_suffix} has not the scales of {number} experts.")
+        halves = 2 * -(-rows // (2 * BLOCK))
+        is_halved = scale.shape[1:2] == (halves,) and halves != -(-rows // BLOCK)
+        parts = 2 if is_halved else 1
+        own = scale.unflatten(1, (2, -1)).flatten(0, 1) if is_halved else scale
+        size = rows // parts, columns
+        return torch.stack([self.row_scales(each, size, name) for each in own]).view(*shape[:2], -1)
+
+    def row_scales(self, scale: torch.Tensor, shape: Sequence[int], name: str) -> torch.Tensor:
         """The scales of a weight `[N, K]` for each row and each 128 inputs.
 
         Args:
@@ -187,6 +227,13 @@ class Quantisation:
         if self.fp8 == "block":
             return scale.view(blocks, columns).repeat_interleave(BLOCK, 0)[:rows].contiguous()
         return scale.view(-1, 1).expand(rows, columns).contiguous()
+
+
+def granularity_of(scale: torch.Tensor, shape: Sequence[int]) -> Granularity:
+    """What shares a scale of a weight `[N, K]`, by the shape of its scales."""
+    if scale.numel() == 1:
+        return "tensor"
+    return "row" if scale.numel() == shape[0] else "block"
 
 
 PLAIN = Quantisation()

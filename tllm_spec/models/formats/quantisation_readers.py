@@ -14,6 +14,7 @@ from tllm_spec.models.formats.gguf_tensors import Q4_0, Q4_0_GROUP, gguf_names
 from tllm_spec.models.formats.quantisation import (
     BLOCK,
     PLAIN,
+    SCALE_SUFFIXES,
     ActivationScales,
     FourBitGroups,
     Granularity,
@@ -28,6 +29,7 @@ MODELOPT_FILE, GPTQ_FILE = "hf_quant_config.json", "quantize_config.json"
 QUANTIZATION_KEYS = ("quantization_config", "compression_config")
 NVFP4_GROUP = 16
 UNUSED_ACTIVATIONS = "activations of NVFP4 are not quantised (W4A16)"
+WIDE_FP8 = "weights in FP8 next to NVFP4 are dequantised at load"
 _SIZES = (32, 64, 128)
 _PACKED, _MXFP4, _NVFP4 = "pack-quantized", "mxfp4-pack-quantized", "nvfp4-pack-quantized"
 _SERVED = (
@@ -123,7 +125,7 @@ def _scale_suffix(path: Path | None, default: str) -> str:
     """As the checkpoint has it: `weight_scale_inv` and `weight_scale` both occur with ModelOpt's
     blocks, with `quant_method: fp8` for a tensor, and in requantised copies of both."""
     for name in checkpoint_names(path) if path is not None else ():
-        for suffix in ("_scale_inv", "_scale"):
+        for suffix in SCALE_SUFFIXES:
             if name.endswith(f".weight{suffix}"):
                 return suffix
     return default
@@ -385,6 +387,8 @@ def _read_modelopt(settings: Settings, reasons: list[str]) -> Quantisation:
     NVFP4 quantises activations, too, there; here they are not."""
     settings = settings.get("quantization") or settings
     algorithm = str(settings.get("quant_algo")).upper()  # blocks also occur in lower case
+    if algorithm == "MIXED_PRECISION":
+        return _read_mixed(settings, reasons)
     is_four_bit = algorithm == "NVFP4"
     if algorithm not in _ALGORITHMS and not is_four_bit and algorithm != "NONE":
         reasons.append(f"quant_algo is {settings.get('quant_algo')!r}")
@@ -402,6 +406,24 @@ def _read_modelopt(settings: Settings, reasons: list[str]) -> Quantisation:
         return Quantisation(granularity, activations, ignored=ignored)
     groups, unused = FourBitGroups(NVFP4_GROUP, is_float=True), (UNUSED_ACTIVATIONS,)
     return Quantisation(four_bit=groups, packing="modelopt", ignored=ignored, unused=unused)
+
+
+def _read_mixed(settings: Settings, reasons: list[str]) -> Quantisation:
+    """`quantized_layers` names each layer with its algorithm."""
+    layers = settings.get("quantized_layers")
+    found = {
+        name: str(own.get("quant_algo"))
+        for name, own in (layers.items() if isinstance(layers, Mapping) else ())
+        if isinstance(own, Mapping)
+    }
+    if "NVFP4" not in found.values() or set(found.values()) - {"NVFP4", *_ALGORITHMS}:
+        reasons.append(f"quant_algo is {settings['quant_algo']!r}")
+        reasons.append(f"quantized_layers is {shown(layers)} (served: NVFP4 next to FP8)")
+    names = [name for name, algorithm in found.items() if algorithm == "NVFP4"]
+    own = {**settings, "quant_algo": "NVFP4", "quantized_layers": None}
+    targets = module_names(names, "quantized_layers", reasons)
+    unused = UNUSED_ACTIVATIONS, WIDE_FP8
+    return replace(_read_modelopt(own, reasons), targets=targets, unused=unused)
 
 
 def _read_mxfp4(settings: Settings, reasons: list[str]) -> Quantisation:

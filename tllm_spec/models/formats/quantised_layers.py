@@ -13,7 +13,8 @@ from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.formats.four_bit_packings import PACKINGS
 from tllm_spec.models.formats.gguf_tensors import Q4_0, gguf_names
 from tllm_spec.models.formats.quantisation import BLOCK
-from tllm_spec.models.gpt_oss import has_codes
+from tllm_spec.models.formats.quantised_tensors import together
+from tllm_spec.models.gpt_oss import BLOCKS
 from tllm_spec.models.layers import Module, Placement, WeightSlot
 from tllm_spec.zoo.registry import is_gguf
 
@@ -75,8 +76,8 @@ def prepare_quantised(
     load_format: str,
     placement: Placement,
 ) -> None:
-    """Called before loading. Layers of which not all weights are quantised get weights of the
-    placement's dtype. One line of the log names all quantised weights that are dequantised.
+    """Called before loading: `widen_others`. One line of the log names all quantised weights that
+    are dequantised.
 
     Args:
         parts: of a model, by what comes before their paths in the checkpoint.
@@ -87,11 +88,9 @@ def prepare_quantised(
     """
     if config.quantisation.is_plain:
         return
-    is_stored = _quantised_modules(path, config, load_format)
+    is_stored = widen_others(parts, path, config, load_format, placement)
     dequantised: list[tuple[Reason, str, torch.Tensor]] = []
     for prefix, part in parts.items():
-        if not placement.quantised.is_plain:
-            _widen_others(part, is_stored, placement, prefix)
         dequantised += _dequantised(part, is_stored, placement, prefix)
     _log(path, dequantised, *(("FP8", 1) if config.quantisation.four_bit is None else ("4-bit", 2)))
 
@@ -132,25 +131,38 @@ def _quantised_modules(path: Path, config: ModelConfig, load_format: str) -> Cal
     if form.packing is not None:
         names = frozenset(map(parameter_name, checkpoint_names(path)))
         if form.packing == "mxfp4_experts":
-            return lambda module: has_codes(module, names)
+            return lambda module: together(module) + BLOCKS in names
         codes = PACKINGS[form.packing].codes
     if codes is not None and codes != "weight":
         return lambda module: f"{module}.{codes}" in names
     of_type = names_of_type(path, "F8_E4M3" if codes is None else "U8")
     stored = frozenset(map(parameter_name, of_type))
-    return lambda module: f"{module}.weight" in stored
+    return lambda module: f"{module}.weight" in stored or together(module) in stored
 
 
-def _widen_others(
+def widen_others(
+    parts: Mapping[str, Module],
+    path: Path,
+    config: ModelConfig,
+    load_format: str,
+    placement: Placement,
+) -> Callable[[str], bool]:
+    """Layers of which not all weights are quantised get weights of the placement's dtype. The
+    arguments are those of `prepare_quantised`. Returns `_quantised_modules`."""
+    is_stored = _quantised_modules(path, config, load_format)
+    for prefix, part in parts.items() if not placement.quantised.is_plain else ():
+        _widen(part, is_stored, placement, prefix)
+    return is_stored
+
+
+def _widen(
     model: Module, is_stored: Callable[[str], bool], placement: Placement, prefix: str
 ) -> None:
     for path, module in model.named_modules():
         if not isinstance(module, Module):
             continue
-        slots = list(module.slots(path))
-        if any(slot.is_quantised for _, slot in slots) and not all(
-            is_stored(prefix + name) for name, _ in _weights(slots)
-        ):
+        weights = _weights(list(module.slots(path)))
+        if any(slot.is_quantised and not is_stored(prefix + name) for name, slot in weights):
             module.widen(placement)
 
 

@@ -1,8 +1,10 @@
 """The tensors of a checkpoint with quantised weights, joined with their scales and zero points."""
 
+import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -21,12 +23,15 @@ from tllm_spec.models.formats.fp8 import Fp8Tensor
 from tllm_spec.models.formats.gguf_tensors import gguf_tensors
 from tllm_spec.models.formats.quantisation import (
     INPUT_SCALES,
+    SCALE_SUFFIXES,
     FourBitGroups,
     Packing,
     Quantisation,
+    granularity_of,
     is_left_out,
 )
 from tllm_spec.models.layers import StoredWeight
+from tllm_spec.models.moe_config import MoEConfig
 from tllm_spec.zoo.registry import is_gguf
 
 
@@ -38,9 +43,53 @@ def stored_tensors(
     if is_gguf(path):
         return gguf_tensors(path, wants)
     form = config.quantisation
+    tensors: Iterator[tuple[str, Any]] = checkpoint_tensors(path, wants)
     if form.four_bit is not None:
-        return four_bit_tensors(path, form, wants)
-    return checkpoint_tensors(path, wants) if form.is_plain else fp8_tensors(path, form, wants)
+        tensors = four_bit_tensors(path, form, wants)
+    elif not form.is_plain:
+        tensors = fp8_tensors(path, form, wants)
+    return tensors if config.moe is None else single_experts(tensors, config.moe)
+
+
+_SINGLE = re.compile(r"(.*\.experts)\.\d+\.(gate|up|down)_proj\Z")
+_TOGETHER = re.compile(r"(.*\.experts)\.(gate_up|down)_proj\Z")
+_SCALES = re.compile(r".*\.(weight|experts\.(gate_up|down)_proj)_scale(_inv)?\Z")
+
+
+def together(module: str) -> str:
+    """The name of the tensor with all experts, for `module`, a linear layer of one. Others' names
+    are as they are."""
+    return _SINGLE.sub(lambda found: f"{found[1]}.{_TENSORS[found[2]]}", module)
+
+
+_TENSORS = {"gate": "gate_up_proj", "up": "gate_up_proj", "down": "down_proj"}
+
+
+def single_experts(
+    tensors: Iterable[tuple[str, Any]], moe: MoEConfig
+) -> Iterator[tuple[str, torch.Tensor | StoredWeight]]:
+    """A matrix for each linear layer of each expert, also where the checkpoint has those of all
+    experts in one tensor (`MoENames`)."""
+    names, hidden, inner = moe.names, moe.hidden_size, moe.intermediate_size
+    for name, tensor in tensors:
+        found = _TOGETHER.match(name)
+        if found is None or len(tensor.shape) != 3:
+            yield name, tensor
+            continue
+        is_down = found[2] == "down"
+        shape = (hidden, inner) if is_down else (2 * inner, hidden)
+        has_outputs_first = tuple(tensor.shape[1:]) == shape
+        if names.inputs_first or (names.inputs_first is None and not has_outputs_first):
+            tensor = tensor.mT  # not quantised: `CausalLM.check_weights`
+        if tuple(tensor.shape) != (moe.num_experts, *shape):
+            raise ValueError(
+                f"{name} has {list(tensor.shape)} experts, outputs and inputs; the config asks for "
+                f"{[moe.num_experts, *shape]}."
+            )
+        parts = {names.gate: slice(inner), names.up: slice(inner, None)}
+        for expert in range(tensor.shape[0]):
+            for part, rows in ({names.down: slice(None)} if is_down else parts).items():
+                yield f"{found[1]}.{expert}.{part}.weight", tensor[expert][rows]
 
 
 def fp8_tensors(
@@ -55,23 +104,23 @@ def fp8_tensors(
     def is_wanted(name: str) -> bool:
         return wants(name) and not is_left_out(name)
 
-    suffix = f".weight{form.scale_suffix}"
     # A weight and its scales may be in different files; all scales together are small.
-    scales = dict(checkpoint_tensors(path, lambda name: name.endswith(suffix) and is_wanted(name)))
+    scales = dict(
+        checkpoint_tensors(path, lambda name: bool(_SCALES.match(name)) and is_wanted(name))
+    )
     input_scales = _input_scales(path, form, wants)
     for name, tensor in checkpoint_tensors(
-        path, lambda name: not name.endswith(suffix) and is_wanted(name)
+        path, lambda name: not _SCALES.match(name) and is_wanted(name)
     ):
         if tensor.dtype != torch.float8_e4m3fn:
             yield name, tensor
             continue
-        scale_name = name + form.scale_suffix
-        if scale_name not in scales:
-            raise ValueError(f"{path} has no {scale_name} for the FP8 tensor {name}.")
-        rows, columns = tensor.shape
-        scale = scales.pop(scale_name)
-        input_scale = input_scales.get(name.removesuffix(".weight"))
-        yield name, Fp8Tensor(tensor, form.row_scales(scale, (rows, columns), name), input_scale)
+        beside = [name + suffix for suffix in SCALE_SUFFIXES if name + suffix in scales]
+        if not beside:
+            raise ValueError(f"{path} has no {name}{form.scale_suffix} for the FP8 tensor {name}.")
+        expanded = form.row_scales if tensor.dim() == 2 else form.expert_scales
+        scale = expanded(scales.pop(beside[0]), tensor.shape, name)
+        yield name, Fp8Tensor(tensor, scale, input_scales.get(name.removesuffix(".weight")))
     if scales:
         raise ValueError(f"{path} has scales of tensors that are not FP8: {sorted(scales)[:10]}.")
 
@@ -97,8 +146,9 @@ def _input_scales(
 
 def four_bit_tensors(
     path: Path, form: Quantisation, wants: Callable[[str], bool]
-) -> Iterator[tuple[str, torch.Tensor | FourBitTensor]]:
-    """As `checkpoint_tensors`, with one tensor `weight` for each module in 4 bits.
+) -> Iterator[tuple[str, torch.Tensor | StoredWeight]]:
+    """As `checkpoint_tensors`, with one tensor `weight` for each module in 4 bits, or in FP8 next
+    to such.
 
     Raises:
         ValueError: a tensor of a module is missing, surplus, or of a wrong shape or type.
@@ -120,11 +170,17 @@ def four_bit_tensors(
     for name, tensor in checkpoint_tensors(
         path, lambda name: _kind(name) not in kinds and is_wanted(name)
     ):
+        module = _module(name)
+        if tensor.dtype == torch.float8_e4m3fn and "weight_scale" in parts.get(module, ()):
+            scale = parts[module].pop("weight_scale")
+            granularity = granularity_of(scale, tensor.shape)
+            scales = Quantisation(granularity).row_scales(scale, tensor.shape, name)
+            yield name, Fp8Tensor(tensor, scales)
+            continue
         is_wide = packing.codes == "weight" and tensor.dtype != packing.dtype
         if _kind(name) != packing.codes or is_wide:
             yield name, tensor
             continue
-        module = _module(name)
         own = parts.pop(module, {}) | {packing.codes: tensor}
         for kind in (packing.scales, *packing.required):
             if kind not in own:
@@ -137,8 +193,7 @@ def four_bit_tensors(
                     f"it must be a matrix of {wanted} words."
                 )
         yield f"{module}.weight", checked(packing.unpack(own), form.four_bit, module)
-    if parts:
-        names = [f"{module}.{kind}" for module, own in parts.items() for kind in own]
+    if names := [f"{module}.{kind}" for module, own in parts.items() for kind in own]:
         raise ValueError(f"{path} has tensors next to no {packing.codes}: {listed(names)}.")
 
 
