@@ -10,7 +10,7 @@ import triton.language as tl
 
 from tllm_spec.kernels.gemm.batch_invariant_linear import sum_inputs
 from tllm_spec.kernels.gemm.fp8_linear import scaled, sum_codes
-from tllm_spec.kernels.launch import begin
+from tllm_spec.kernels.launch import begin, launch_dependents, wait_for_previous
 
 
 @triton.jit
@@ -95,7 +95,7 @@ def grouped_gemm_kernel(
     but not a compile-time constant, so that the loop is pipelined for any size. With x_scales x and
     weights are FP8. X_BLOCKS, W_BLOCKS: whether their scales belong to BLOCK_IN inputs of a row,
     not to the row."""
-    begin(PDL)
+    wait_for_previous(PDL)
     WIDTH: tl.constexpr = BLOCK_OUT // 2 if GATED else BLOCK_OUT
     ALL_OUT: tl.constexpr = 2 * OUT if GATED else OUT
     TILES: tl.constexpr = (OUT + WIDTH - 1) // WIDTH
@@ -115,6 +115,7 @@ def grouped_gemm_kernel(
         weight, scales, expert, out_row, num_inputs,
         IN, ALL_OUT, GROUP, X_BLOCKS, W_BLOCKS, WIDEN, ADDED, BLOCK_ROWS, BLOCK_OUT, BLOCK_IN,
     )  # fmt: skip
+    launch_dependents(PDL)  # earlier the next kernel's programs would crowd where there is room
     if bias is not None:
         total += tl.load(bias + expert * ALL_OUT + out_row).to(tl.float32)[:, None]
     columns, output_row = first_out + tl.arange(0, WIDTH), assignment

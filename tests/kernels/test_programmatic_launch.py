@@ -89,6 +89,14 @@ def test_a_projection_waits_before_it_lets_the_next_kernel_be_set_up() -> None:
         assert ast.unparse(after[0]) == "launch_dependents(PDL)", name
 
 
+def test_programs_of_the_next_gemm_of_experts_come_when_the_sums_are_done() -> None:
+    """Those that came earlier would crowd on the multiprocessors that have room by then."""
+    _, after = split_at_the_wait(pdl_kernels()["grouped_gemm_triton.grouped_gemm_kernel"])
+    sources = list(map(ast.unparse, after))
+    sums = next(at for at, source in enumerate(sources) if "_sum_tile(" in source)
+    assert sources.index("launch_dependents(PDL)") == sums + 1
+
+
 def test_the_cuda_window_kernel_reads_only_older_data_before_it_waits() -> None:
     """`Part` reads lengths, `Stream` block tables and the keys and values of earlier tokens,
     `load_sinks` weights, all of them past the L1 cache."""
