@@ -6,9 +6,10 @@ Rules:
 
 - `scaled_linear`'s kernels wait first, and then let the next kernel be set up. So does
   `fp8_linear`'s, which before fetches weights, that no kernel writes, into the L2 cache.
-- `grouped_gemm`'s waits first, too, but lets the next kernel be set up when its sums are done:
-  programs of the next GEMM that came earlier would crowd on the few multiprocessors that have room
-  by then, and the others would be idle while these multiply.
+- So does `route_few`'s, which fetches the router's weights into registers. `grouped_gemm`'s waits
+  first, too, but lets the next kernel be set up when its sums are done: programs of the next GEMM
+  that came earlier would crowd on the few multiprocessors that have room by then, and the others
+  would be idle while these multiply.
 - Every other PDL kernel starts with `begin` (programmatic_launch_triton.py). It waits before
   anything is read or written, and lets the next kernel be set up. Kernels without PDL wait as
   usual.

@@ -327,6 +327,7 @@ def _launch(
         IN=x.shape[1],
         OUT=features,
         TOP_K=rows.top_k,
+        IS_SORTED=rows.is_sorted,
         GATED=gated,
         LIMIT=limit,
         SLOPE=GATE_SLOPE,

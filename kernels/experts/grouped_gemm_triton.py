@@ -85,7 +85,7 @@ def grouped_gemm_kernel(
     input_weights: tl.tensor, output: tl.tensor,
     order: tl.tensor, blocks: tl.tensor, num_blocks: tl.tensor,
     room: tl.tensor, num_inputs: tl.tensor,
-    IN: tl.constexpr, OUT: tl.constexpr, TOP_K: tl.constexpr,
+    IN: tl.constexpr, OUT: tl.constexpr, TOP_K: tl.constexpr, IS_SORTED: tl.constexpr,
     GATED: tl.constexpr, LIMIT: tl.constexpr, SLOPE: tl.constexpr,
     GROUP: tl.constexpr, X_BLOCKS: tl.constexpr, W_BLOCKS: tl.constexpr, WIDEN: tl.constexpr,
     ADDED: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr,
@@ -100,15 +100,17 @@ def grouped_gemm_kernel(
     ALL_OUT: tl.constexpr = 2 * OUT if GATED else OUT
     TILES: tl.constexpr = (OUT + WIDTH - 1) // WIDTH
     block, first_out = tl.program_id(0) // TILES, tl.program_id(0) % TILES * WIDTH
-    number = tl.load(num_blocks)
     expert = tl.load(blocks + block).to(tl.int64)
-    first, end = tl.load(blocks + room + block), tl.load(blocks + 2 * room + block)
-    if block >= number:
-        return
+    first, end = block, block + 1
+    if IS_SORTED:
+        number = tl.load(num_blocks)
+        first, end = tl.load(blocks + room + block), tl.load(blocks + 2 * room + block)
+        if block >= number:
+            return
     rows = first + tl.arange(0, BLOCK_ROWS)
     # Rows past the end are not read: few tokens would read as much of x as of the weights.
     real_row, row = rows < end, tl.minimum(rows, end - 1)
-    assignment = tl.load(order + row)
+    assignment = tl.load(order + row) if IS_SORTED else row
     out_row = _outputs_of_tile(first_out, OUT, GATED, BLOCK_OUT)
     total = _sum_tile(
         x, x_scales, x_scales_stride, assignment // TOP_K if GATED else row, real_row,

@@ -82,6 +82,7 @@ def test_a_projection_waits_before_it_lets_the_next_kernel_be_set_up() -> None:
     for name in (
         "scaled_linear.scaled_linear_kernel",
         "fp8_linear.fp8_linear_kernel",
+        "few_tokens.route_few_kernel",
         "batch_invariant_linear.add_chunks_kernel",
     ):
         before, after = split_at_the_wait(kernels[name])
