@@ -11,7 +11,7 @@ mtp1    its rounds with one draft of the MTP module, synthetic acceptance .8
 mtp3    its rounds with three, synthetic acceptance .8 .6 .45
 qwen3_next, qwen3_next_mtp3  rounds of 12 layers of Qwen3-Next, 9 with recurrent states: plain, and
         with three drafts of its MTP layer; the floor reads and writes each state once; and prompts
-layer   a layer (router, experts, shared expert) and its two grouped GEMMs, by tokens
+layer   a layer (norm, router, experts, shared expert) and its two grouped GEMMs, by tokens
 latent_attention  the window kernel alone, by batch, window and context
 
 Random weights, in bf16 where nothing else is said. The V3-style model is measured with a correction
@@ -49,13 +49,14 @@ from tllm_spec.kernels.attention.latent_attention import (
 )
 from tllm_spec.kernels.attention.window_splits import WindowWorkspace
 from tllm_spec.kernels.slots.round_rows import RoundRows
-from tllm_spec.models.layers import Placement
+from tllm_spec.models.layers import Placement, RMSNorm
 from tllm_spec.models.moe import SparseMoE
 from tllm_spec.models.moe_config import MoEConfig
 from tllm_spec.models.weights import fill_random
 
 ENTRY = 512 + 64  # of a token in the latent cache
 CUDA, BF16, COPIES = "cuda", torch.bfloat16, 3
+PLACEMENT = Placement(BF16, torch.device(CUDA), SINGLE_RANK)
 QWEN3 = MoEConfig(2048, 128, 8, 768, normalise_top_k=True)
 V3 = MoEConfig(
     2048, 64, 8, 1408, scoring="sigmoid", normalise_top_k=True, num_groups=8, top_groups=4,
@@ -73,14 +74,18 @@ class Call:
     x: torch.Tensor
     experts: torch.Tensor
 
+    def multiply(self) -> torch.Tensor:
+        """The permutation and the GEMMs."""
+        experts = self.layer.experts
+        return experts.forward(self.x, experts.sorted(self.x, self.experts))
+
     @property
     def num_hit(self) -> int:
         return len(self.experts.unique())
 
 
 def layers_of(config: MoEConfig) -> list[SparseMoE]:
-    placement = Placement(BF16, torch.device(CUDA), SINGLE_RANK)
-    layers = [SparseMoE(config, placement) for _ in range(COPIES)]
+    layers = [SparseMoE(config, PLACEMENT) for _ in range(COPIES)]
     for seed, layer in enumerate(layers):
         fill_random(layer, seed)
     return layers
@@ -117,12 +122,13 @@ def mean(values: Sequence[float]) -> float:
 def layer(options: Options) -> Iterator[Row]:
     for name, config in SHAPES.items():
         layers = layers_of(config)
+        fill_random(norm := RMSNorm(config.hidden_size, 1e-6, PLACEMENT))
         for num_tokens in (1, 64, 4096) if options.quick else TOKENS:
             for same in (False, True) if config.has_correction_bias else (False,):
                 calls = calls_of(layers, num_tokens, same)
                 sides: dict[str, list[Callable[[], object]]] = {
-                    "layer": [partial(c.layer.forward, c.x) for c in calls],
-                    "gemms": [partial(c.layer.experts.forward, c.x, c.experts) for c in calls],
+                    "layer": [partial(c.layer.add_to, c.x.clone(), norm) for c in calls],
+                    "gemms": [partial(Call.multiply, c) for c in calls],
                 }
                 yield {
                     "shape": name, "tokens": num_tokens, "same": same,

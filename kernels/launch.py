@@ -8,6 +8,10 @@ Rules:
   `fp8_linear`'s, which before fetches weights, that no kernel writes, into the L2 cache.
 - `quantise_rows`, after the GEMM of a few rows, also waits first, and fetches the norm's weight
   before: the next GEMM fetches weights, which this one's would push out of the cache.
+- So does `route_few`'s, which fetches the router's weights into registers. `grouped_gemm`'s waits
+  first, too, but lets the next kernel be set up when its sums are done: programs of the next GEMM
+  that came earlier would crowd on the few multiprocessors that have room by then, and the others
+  would be idle while these multiply.
 - Every other PDL kernel starts with `begin` (programmatic_launch_triton.py). It waits before
   anything is read or written, and lets the next kernel be set up. Kernels without PDL wait as
   usual.

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 from unittest import mock
 
 import torch
@@ -27,7 +28,8 @@ from benchmarks.harness.models import WEIGHT_BYTES, Config
 from benchmarks.harness.report import Options, Row, number, table
 from tllm_spec.executor.speculative.drafting.draft_net import HeadNet
 from tllm_spec.executor.speculative.drafting.network_drafter import NetworkDrafter
-from tllm_spec.models.moe import Router
+from tllm_spec.kernels.experts.permute import ExpertRows
+from tllm_spec.models.moe import Experts, Router
 
 SAME, SPREAD = "same experts", "spread"
 MTP_RATES = (0.8, 0.6, 0.45)
@@ -189,15 +191,14 @@ def experts_hit(engine: Rounds, num_tokens: int) -> float:
     """Mean number of experts per layer that a round of `num_tokens` tokens takes, in rounds without
     graphs. 0: the model has none."""
     found: list[torch.Tensor] = []
-    route = Router.route
+    forward = Experts.forward
 
-    def counted(router: Router, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        experts, weights = route(router, x)
+    def counted(experts: Experts, x: torch.Tensor, rows: ExpertRows, *own: Any) -> torch.Tensor:
         if len(x) == num_tokens:
-            found.append(experts)
-        return experts, weights
+            found.append(rows.experts.clone())
+        return forward(experts, x, rows, *own)
 
-    with without_graphs(engine), mock.patch.object(Router, "route", counted):
+    with without_graphs(engine), mock.patch.object(Experts, "forward", counted):
         engine.run(HIT_ROUNDS)
     return statistics.mean([len(experts.unique()) for experts in found] or [0])
 

@@ -341,6 +341,7 @@ def _launch(
         IN=x.shape[1],
         OUT=features,
         TOP_K=rows.top_k,
+        IS_SORTED=rows.is_sorted,
         GATED=gated,
         LIMIT=limit,
         IS_GELU=activation != "silu",

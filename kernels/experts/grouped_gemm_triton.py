@@ -11,7 +11,7 @@ import triton.language as tl
 from tllm_spec.kernels.gemm.batch_invariant_linear import sum_inputs
 from tllm_spec.kernels.gemm.fp8_linear import scaled, sum_codes
 from tllm_spec.kernels.gemm.norms import activation_slope
-from tllm_spec.kernels.launch import begin
+from tllm_spec.kernels.launch import begin, launch_dependents, wait_for_previous
 
 
 @triton.jit
@@ -86,7 +86,7 @@ def grouped_gemm_kernel(
     input_weights: tl.tensor, output: tl.tensor,
     order: tl.tensor, blocks: tl.tensor, num_blocks: tl.tensor,
     room: tl.tensor, num_inputs: tl.tensor,
-    IN: tl.constexpr, OUT: tl.constexpr, TOP_K: tl.constexpr,
+    IN: tl.constexpr, OUT: tl.constexpr, TOP_K: tl.constexpr, IS_SORTED: tl.constexpr,
     GATED: tl.constexpr, LIMIT: tl.constexpr, IS_GELU: tl.constexpr, SLOPE: tl.constexpr,
     GROUP: tl.constexpr, X_BLOCKS: tl.constexpr, W_BLOCKS: tl.constexpr, WIDEN: tl.constexpr,
     ADDED: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr,
@@ -96,26 +96,29 @@ def grouped_gemm_kernel(
     but not a compile-time constant, so that the loop is pipelined for any size. With x_scales x and
     weights are FP8. X_BLOCKS, W_BLOCKS: whether their scales belong to BLOCK_IN inputs of a row,
     not to the row."""
-    begin(PDL)
+    wait_for_previous(PDL)
     WIDTH: tl.constexpr = BLOCK_OUT // 2 if GATED else BLOCK_OUT
     ALL_OUT: tl.constexpr = 2 * OUT if GATED else OUT
     TILES: tl.constexpr = (OUT + WIDTH - 1) // WIDTH
     block, first_out = tl.program_id(0) // TILES, tl.program_id(0) % TILES * WIDTH
-    number = tl.load(num_blocks)
     expert = tl.load(blocks + block).to(tl.int64)
-    first, end = tl.load(blocks + room + block), tl.load(blocks + 2 * room + block)
-    if block >= number:
-        return
+    first, end = block, block + 1
+    if IS_SORTED:
+        number = tl.load(num_blocks)
+        first, end = tl.load(blocks + room + block), tl.load(blocks + 2 * room + block)
+        if block >= number:
+            return
     rows = first + tl.arange(0, BLOCK_ROWS)
     # Rows past the end are not read: few tokens would read as much of x as of the weights.
     real_row, row = rows < end, tl.minimum(rows, end - 1)
-    assignment = tl.load(order + row)
+    assignment = tl.load(order + row) if IS_SORTED else row
     out_row = _outputs_of_tile(first_out, OUT, GATED, BLOCK_OUT)
     total = _sum_tile(
         x, x_scales, x_scales_stride, assignment // TOP_K if GATED else row, real_row,
         weight, scales, expert, out_row, num_inputs,
         IN, ALL_OUT, GROUP, X_BLOCKS, W_BLOCKS, WIDEN, ADDED, BLOCK_ROWS, BLOCK_OUT, BLOCK_IN,
     )  # fmt: skip
+    launch_dependents(PDL)  # earlier the next kernel's programs would crowd where there is room
     if bias is not None:
         total += tl.load(bias + expert * ALL_OUT + out_row).to(tl.float32)[:, None]
     columns, output_row = first_out + tl.arange(0, WIDTH), assignment

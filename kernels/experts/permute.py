@@ -33,6 +33,8 @@ class ExpertRows:
     """`[T, k]` int32: the experts of each token, of all ranks."""
     first: int = 0
     """The rank's first expert, which `blocks` call 0."""
+    is_sorted: bool = True
+    """False: assignments keep their order, and each is a block."""
 
     def experts_of_rows(self, number: int) -> torch.Tensor:
         """The expert of each sorted row, of the `number` that the rank has, `[P]` int64; any of

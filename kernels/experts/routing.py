@@ -93,34 +93,44 @@ def moe_routing_triton(
     logits: torch.Tensor, rule: RoutingRule, correction_bias: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `moe_routing`."""
-    (num_rows, num_experts), size = logits.shape, logits.shape[1] // rule.num_groups
-    assert logits.is_contiguous() and num_experts == size * rule.num_groups
+    num_rows, num_experts = logits.shape
+    assert logits.is_contiguous()
     experts = logits.new_empty(num_rows, rule.num_taken, dtype=torch.int32)
     weights = logits.new_empty(num_rows, rule.num_taken, dtype=torch.float32)
     if not num_rows:
         return experts, weights
-    groups, members = triton.next_power_of_2(rule.num_groups), triton.next_power_of_2(size)
+    options = routing_options(rule, num_experts)
+    elements = options["GROUPS"] * options["MEMBERS"]
     moe_routing_kernel[(num_rows,)](
         logits,
         correction_bias,
         experts,
         weights,
         rule.scale,
-        EPSILON=EPSILON,
-        SOFTMAX=rule.scoring == "softmax",
-        NORMALISES=rule.normalises,
-        TOP_K=rule.top_k,
-        TAKEN=rule.num_taken,
-        TAKEN_PADDED=triton.next_power_of_2(rule.num_taken),
-        NUM_GROUPS=rule.num_groups,
-        GROUP_SIZE=size,
-        TOP_GROUPS=rule.top_groups,
-        GROUPS=groups,
-        MEMBERS=members,
-        num_warps=max(1, min(groups * members // _ELEMENTS_PER_WARP, 8)),
+        num_warps=max(1, min(elements // _ELEMENTS_PER_WARP, 8)),
+        **options,
         **programmatic_launch(logits.device),
     )
     return experts, weights
+
+
+def routing_options(rule: RoutingRule, num_experts: int) -> dict[str, int | float]:
+    """Constants of kernels that choose experts. num_experts: that have logits."""
+    size = num_experts // rule.num_groups
+    assert num_experts == size * rule.num_groups
+    return {
+        "EPSILON": EPSILON,
+        "SOFTMAX": rule.scoring == "softmax",
+        "NORMALISES": rule.normalises,
+        "TOP_K": rule.top_k,
+        "TAKEN": rule.num_taken,
+        "TAKEN_PADDED": triton.next_power_of_2(rule.num_taken),
+        "NUM_GROUPS": rule.num_groups,
+        "GROUP_SIZE": size,
+        "TOP_GROUPS": rule.top_groups,
+        "GROUPS": triton.next_power_of_2(rule.num_groups),
+        "MEMBERS": triton.next_power_of_2(size),
+    }
 
 
 @triton.jit
@@ -159,16 +169,21 @@ def _outside_best_groups(
 
 
 @triton.jit
-def moe_routing_kernel(
-    logits: tl.tensor, bias: tl.tensor, experts: tl.tensor, weights: tl.tensor, scale: tl.tensor,
-    EPSILON: tl.constexpr, SOFTMAX: tl.constexpr, NORMALISES: tl.constexpr, TOP_K: tl.constexpr,
-    TAKEN: tl.constexpr, TAKEN_PADDED: tl.constexpr, NUM_GROUPS: tl.constexpr,
+def _keys(choice: tl.tensor, SIZE: tl.constexpr) -> tl.tensor:
+    """int64 `[SIZE]`, in the order of `choice`, and of equal ones against that of the index."""
+    bits = choice.to(tl.int32, bitcast=True)
+    bits = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    return (bits.to(tl.int64) << 32) + (SIZE - 1 - tl.arange(0, SIZE))
+
+
+@triton.jit
+def choose_experts(
+    row: tl.tensor, logits: tl.tensor, bias: tl.tensor, experts: tl.tensor, weights: tl.tensor,
+    scale: tl.tensor, EPSILON: tl.constexpr, SOFTMAX: tl.constexpr, NORMALISES: tl.constexpr,
+    TOP_K: tl.constexpr, TAKEN: tl.constexpr, TAKEN_PADDED: tl.constexpr, NUM_GROUPS: tl.constexpr,
     GROUP_SIZE: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUPS: tl.constexpr, MEMBERS: tl.constexpr,
-    PDL: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One row per program, as `[GROUPS, MEMBERS]`, padded to powers of 2."""
-    begin(PDL)
-    row = tl.program_id(0).to(tl.int64)
+    """For one row of the logits, as `[GROUPS, MEMBERS]`, padded to powers of 2."""
     groups, members = tl.arange(0, GROUPS)[:, None], tl.arange(0, MEMBERS)[None, :]
     ids = groups * GROUP_SIZE + members
     real = (groups < NUM_GROUPS) & (members < GROUP_SIZE)
@@ -186,19 +201,15 @@ def moe_routing_kernel(
         )
         choice = tl.where(outside[:, None], float("-inf"), choice)
 
-    left, flat_scores = (
-        tl.reshape(choice, [GROUPS * MEMBERS]),
-        tl.reshape(scores, [GROUPS * MEMBERS]),
-    )
-    flat_ids, places = tl.arange(0, GROUPS * MEMBERS), tl.arange(0, TAKEN_PADDED)
-    chosen, found = tl.zeros([TAKEN_PADDED], tl.int32), tl.zeros([TAKEN_PADDED], tl.float32)
+    SIZE: tl.constexpr = GROUPS * MEMBERS
+    keys, places = _keys(tl.reshape(choice, [SIZE]), SIZE), tl.arange(0, TAKEN_PADDED)
+    chosen = tl.zeros([TAKEN_PADDED], tl.int32)
     for place in tl.static_range(TOP_K):
-        best = tl.argmax(left, 0)
-        score = tl.sum(tl.where(flat_ids == best, flat_scores, 0.0), 0)
-        expert = best // MEMBERS * GROUP_SIZE + best % MEMBERS
-        chosen = tl.where(places == place, expert, chosen)
-        found = tl.where(places == place, score, found)
-        left = tl.where(flat_ids == best, float("-inf"), left)
+        best = tl.max(keys, 0)
+        chosen = tl.where(places == place, SIZE - 1 - (best & (SIZE - 1)).to(tl.int32), chosen)
+        keys = tl.where(keys == best, -1 << 62, keys)
+    found = tl.where(places < TOP_K, tl.gather(tl.reshape(scores, [SIZE]), chosen, 0), 0.0)
+    chosen = chosen // MEMBERS * GROUP_SIZE + chosen % MEMBERS
     if NORMALISES:
         found = found / (tl.sum(found, 0) + EPSILON)
     is_shared = places >= TOP_K
@@ -206,6 +217,22 @@ def moe_routing_kernel(
     found = tl.where(is_shared, 1.0, found * scale)
     tl.store(experts + row * TAKEN + places, chosen, mask=places < TAKEN)
     tl.store(weights + row * TAKEN + places, found, mask=places < TAKEN)
+
+
+@triton.jit
+def moe_routing_kernel(
+    logits: tl.tensor, bias: tl.tensor, experts: tl.tensor, weights: tl.tensor, scale: tl.tensor,
+    EPSILON: tl.constexpr, SOFTMAX: tl.constexpr, NORMALISES: tl.constexpr, TOP_K: tl.constexpr,
+    TAKEN: tl.constexpr, TAKEN_PADDED: tl.constexpr, NUM_GROUPS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUPS: tl.constexpr, MEMBERS: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:  # fmt: skip
+    """One row per program."""
+    begin(PDL)
+    choose_experts(
+        tl.program_id(0).to(tl.int64), logits, bias, experts, weights, scale, EPSILON, SOFTMAX,
+        NORMALISES, TOP_K, TAKEN, TAKEN_PADDED, NUM_GROUPS, GROUP_SIZE, TOP_GROUPS, GROUPS, MEMBERS,
+    )  # fmt: skip
 
 
 # Sums the outputs of a token's experts with their weights: a Triton kernel if Triton is available,

@@ -26,12 +26,13 @@ from tllm_spec.kernels.drafts.match_branches import add_match
 from tllm_spec.kernels.drafts.path_trees import path_ranks, path_trees
 from tllm_spec.kernels.drafts.suffix_match import TextTable, append_tokens, match_suffixes
 from tllm_spec.kernels.drafts.top_tokens import top_tokens
+from tllm_spec.kernels.experts import few_tokens
 from tllm_spec.kernels.experts import permute as moe_permute
 from tllm_spec.kernels.experts import routing as moe_routing
 from tllm_spec.kernels.experts.routing import moe_combine
 from tllm_spec.kernels.gemm import fp8_numbers as dequantise
 from tllm_spec.kernels.gemm import int4_weights
-from tllm_spec.kernels.gemm.norms import rms_norm, silu_and_mul
+from tllm_spec.kernels.gemm.norms import NormWeight, rms_norm, silu_and_mul
 from tllm_spec.kernels.parallel.rank_sum import (
     BLOCK_WORDS,
     RankLines,
@@ -196,6 +197,12 @@ def mixtures() -> None:
             moe_combine(empty(8 * BATCH, HIDDEN, dtype=dtype), weights, 8, add_to)
     for tokens, block_rows in ((1, 16), (64, 16), (500, 64), (4000, 128)):
         moe_permute.moe_permute(int32(tokens, 8), 128, block_rows)
+    for tokens, dtype in product((1, 8), FLOATS):
+        norm = NormWeight(empty(HIDDEN, dtype=dtype), 1e-6)
+        for rule, number, own in ((v3, 256, (None, bias)), (qwen3, 128, (float32(128), None))):
+            weight = empty(number, HIDDEN, dtype=dtype)
+            router = few_tokens.RouterWeights(weight, *own, rule, dtype, int32(9))
+            few_tokens.route_few(empty(tokens, HIDDEN, dtype=dtype), norm, router)
 
 
 def scaled_weights() -> None:

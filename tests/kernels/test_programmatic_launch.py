@@ -82,11 +82,20 @@ def test_a_projection_waits_before_it_lets_the_next_kernel_be_set_up() -> None:
     for name in (
         "scaled_linear.scaled_linear_kernel",
         "fp8_linear.fp8_linear_kernel",
+        "few_tokens.route_few_kernel",
         "batch_invariant_linear.add_chunks_kernel",
     ):
         before, after = split_at_the_wait(kernels[name])
         assert "launch_dependents" not in "".join(map(ast.unparse, before)), name
         assert ast.unparse(after[0]) == "launch_dependents(PDL)", name
+
+
+def test_programs_of_the_next_gemm_of_experts_come_when_the_sums_are_done() -> None:
+    """Those that came earlier would crowd on the multiprocessors that have room by then."""
+    _, after = split_at_the_wait(pdl_kernels()["grouped_gemm_triton.grouped_gemm_kernel"])
+    sources = list(map(ast.unparse, after))
+    sums = next(at for at, source in enumerate(sources) if "_sum_tile(" in source)
+    assert sources.index("launch_dependents(PDL)") == sums + 1
 
 
 def test_the_cuda_window_kernel_reads_only_older_data_before_it_waits() -> None:

@@ -67,15 +67,19 @@ def tokens(number: int) -> torch.Tensor:
     return torch.randn(number, CONFIG.hidden_size, generator=torch.Generator().manual_seed(3))
 
 
+def outputs(layer: Experts, x: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+    return layer.forward(x, layer.sorted(x, experts))
+
+
 @on_each_form
 @torch.inference_mode()
 def test_a_row_has_the_same_codes_and_bits_in_every_batch(form: str) -> None:
     layer, x = filled(PLACEMENTS[form]), tokens(1024)
     is_exact = form in ("token", "block", "static")
-    expected = layer.experts.forward(x, layer.router.route(x)[0]).view(1024, 2, -1)
+    expected = outputs(layer.experts, x, layer.router.route(x)[0]).view(1024, 2, -1)
     for number in (1, 8, 9, 256):
         chosen = layer.router.route(x)[0][:number]
-        found = layer.experts.forward(x[:number], chosen).view(number, 2, -1)
+        found = outputs(layer.experts, x[:number], chosen).view(number, 2, -1)
         torch.testing.assert_close(found, expected[:number], rtol=0, atol=0 if is_exact else 1e-4)
 
 
@@ -89,7 +93,7 @@ def test_slices_of_experts_add_up_to_the_layer(form: str) -> None:
     placement, x = PLACEMENTS[form], tokens(9)
     whole = filled(placement)
     chosen = whole.router.route(x)[0]
-    expected = whole.experts.forward(x, chosen)
+    expected = outputs(whole.experts, x, chosen)
     rows = moe_permute(chosen, CONFIG.num_experts, len(x) * CONFIG.top_k)
     inner = whole.experts.gate_up_weights.gated(x, rows)
     magnitudes = torch.stack([half.abs().amax(1) for half in inner.chunk(2, 1)], 1)
@@ -97,7 +101,7 @@ def test_slices_of_experts_add_up_to_the_layer(form: str) -> None:
     for rank in range(2):
         gathering = cast(Communicator, Gathering(rank, magnitudes))
         own = replace(on_rank(placement, rank, 2), communicator=gathering)
-        total += filled(own).experts.forward(x, chosen)
+        total += outputs(filled(own).experts, x, chosen)
     torch.testing.assert_close(total, expected, rtol=0, atol=1e-4)
 
 
@@ -107,14 +111,14 @@ def test_ranks_with_some_of_the_experts_have_the_outputs_of_one_device(form: str
     placement, x = PLACEMENTS[form], tokens(9)
     whole = filled(placement)
     chosen = whole.router.route(x)[0]
-    expected = whole.experts.forward(x, chosen)
+    expected = outputs(whole.experts, x, chosen)
     for rank in range(2):
         part = filled(on_rank(placement, rank, 2, ep_size=2)).experts
         own = part.own(chosen)
         assert own is not None
         mine = (chosen // own.number == rank).flatten()
         assert 0 < mine.sum() < len(mine)
-        assert torch.equal(part.forward(x, chosen)[mine], expected[mine])
+        assert torch.equal(outputs(part, x, chosen)[mine], expected[mine])
 
 
 @torch.inference_mode()

@@ -267,7 +267,8 @@ class Gemma4Layer(Gemma3Layer):
     def _routed(self, hidden: torch.Tensor, router: Gemma4Router) -> torch.Tensor:
         """What the experts put out, summed over all ranks."""
         experts, weights = router.route(hidden)
-        parts = self.experts.forward(self.pre_feedforward_layernorm_2.forward(hidden), experts)
+        x = self.pre_feedforward_layernorm_2.forward(hidden)
+        parts = self.experts.forward(x, self.experts.sorted(x, experts))
         own = self.experts.own(experts)
         total = moe_combine(parts, weights, router.rule.num_taken, None, own)
         if self.communicator.mapping.tp_size > 1:

@@ -6,10 +6,15 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from tllm_spec.kernels.experts.grouped_gemm import (
-    block_rows_of,
+from tllm_spec.kernels.dispatch import has_kernels
+from tllm_spec.kernels.experts.few_tokens import (
+    MAX_TOKENS,
+    RoutedTokens,
+    RouterWeights,
+    route_few,
 )
-from tllm_spec.kernels.experts.permute import moe_permute
+from tllm_spec.kernels.experts.grouped_gemm import block_rows_of
+from tllm_spec.kernels.experts.permute import ExpertRows, moe_permute
 from tllm_spec.kernels.experts.routing import OwnExperts, moe_combine, moe_routing
 from tllm_spec.kernels.gemm.batch_invariant_linear import batch_invariant_linear
 from tllm_spec.models.formats.stacked_weight import StackedWeight
@@ -61,19 +66,19 @@ class Experts(Module):
             setattr(self, each, parameter)
 
     def forward(
-        self,
-        x: torch.Tensor,
-        experts: torch.Tensor,
-        input_weights: torch.Tensor | None = None,
+        self, x: torch.Tensor, rows: ExpertRows, input_weights: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Each assignment's output, `[T * k, H]`, for x `[T, H]` and its experts `[T, k]`; that of
-        another rank's expert is not defined. `input_weights` `[T, k]` multiply the inputs."""
+        """Each assignment's output, `[T * k, H]`, for x `[T, H]` and its rows; that of another
+        rank's expert is not defined. `input_weights` `[T, k]` multiply the inputs."""
+        inner = self.gate_up_weights.gated(x, rows, input_weights, **self.gates)
+        return self.down_weights.multiply(inner, rows)
+
+    def sorted(self, x: torch.Tensor, experts: torch.Tensor) -> ExpertRows:
+        """The rows of x `[T, H]` with the experts `[T, k]`."""
         number, first = self.shape[0], None if self.mapping.ep_size == 1 else self.first
         kind, num_sums = self.gate_up_weights.kind, self.gate_up_weights.operands.num_sums(x.dtype)
         block_rows = block_rows_of(experts.numel(), number, x.dtype, x.device, kind, num_sums)
-        rows = moe_permute(experts, number, block_rows, first)
-        inner = self.gate_up_weights.gated(x, rows, input_weights, **self.gates)
-        return self.down_weights.multiply(inner, rows)
+        return moe_permute(experts, number, block_rows, first)
 
     def own(self, experts: torch.Tensor) -> OwnExperts | None:
         """Which outputs for `experts` `[T, k]` are defined; None: all."""
@@ -139,11 +144,19 @@ class Router(Linear):
         self.e_score_correction_bias = (
             nn.Parameter(values, requires_grad=False) if config.has_correction_bias else None
         )
+        self.num_arrived = torch.zeros(MAX_TOKENS, dtype=torch.int32, device=placement.device)
 
     def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Experts `[T, k]` int32 and weights `[T, k]` float32 for x `[T, H]`; k includes
         `num_shared`."""
         return moe_routing(self.logits(x), self.rule, self.e_score_correction_bias)
+
+    def route_few(self, hidden: torch.Tensor, norm: RMSNorm) -> RoutedTokens:
+        """`route` for `norm(hidden)`, of up to MAX_TOKENS tokens."""
+        dtype = torch.float32 if self.in_float32 else hidden.dtype
+        weight = self.weight.contiguous()  # a CPU's has adjacent outputs
+        own = weight, self.bias, self.e_score_correction_bias, self.rule, dtype, self.num_arrived
+        return route_few(hidden, norm.kernel_weight, RouterWeights(*own))
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """`[T, E]`, of x's dtype or float32."""
@@ -202,21 +215,36 @@ class SparseMoE(Module):
 
     def add_to(self, hidden: torch.Tensor, norm: RMSNorm) -> None:
         """Add the output for `norm(hidden)` to hidden `[T, H]` in place."""
-        x = norm.forward(hidden)
         if self.is_shared:
-            self.communicator.all_reduce_into(hidden, self._output(x, None))
+            self.communicator.all_reduce_into(hidden, self._output(hidden, norm, None))
         else:
-            self._output(x, hidden)
+            self._output(hidden, norm, hidden)
 
-    def _output(self, x: torch.Tensor, add_to: torch.Tensor | None) -> torch.Tensor:
+    def _routed(self, hidden: torch.Tensor, norm: RMSNorm) -> RoutedTokens:
+        """The tokens `norm(hidden)`."""
+        is_few = 0 < len(hidden) <= MAX_TOKENS and has_kernels(hidden.device)
+        if is_few and not self.router.batch_invariant:
+            routed = self.router.route_few(hidden, norm)
+            if len(hidden) == 1 == self.experts.mapping.ep_size:
+                return routed
+            x, experts, weights = routed.x, routed.rows.experts, routed.weights
+        else:
+            x = norm.forward(hidden)
+            experts, weights = self.router.route(x)
+        return RoutedTokens(x, weights, self.experts.sorted(x, experts))
+
+    def _output(
+        self, hidden: torch.Tensor, norm: RMSNorm, add_to: torch.Tensor | None
+    ) -> torch.Tensor:
         """This rank's part, added to `add_to` if given."""
-        (experts, weights), taken = self.router.route(x), self.router.rule.num_taken
-        own = self.experts.own(experts)
+        routed, taken = self._routed(hidden, norm), self.router.rule.num_taken
+        x, weights, rows = routed.x, routed.weights, routed.rows
+        own = self.experts.own(rows.experts)
         if self.config.apply_weight_on_input:
-            parts = self.experts.forward(x, experts, weights)
+            parts = self.experts.forward(x, rows, weights)
             total = moe_combine(parts, None, taken, add_to, own)
         else:
-            parts = self.experts.forward(x, experts)
+            parts = self.experts.forward(x, rows)
             total = moe_combine(parts, weights, taken, add_to, own)
         if self.shared is not None:
             self.shared.add_to(total, x, self.shared_gate)
