@@ -6,8 +6,8 @@ Rules:
 
 - `scaled_linear`'s kernels wait first, and then let the next kernel be set up. So does
   `fp8_linear`'s, which before fetches weights, that no kernel writes, into the L2 cache.
-- `quantise_rows`, after the GEMM of a few rows, also waits first, and fetches the norm's weight
-  before: the next GEMM fetches weights, which this one's would push out of the cache.
+- `quantise_rows` of a few rows also waits first, and fetches the norm's weight before: the next
+  GEMM fetches weights, which the previous one's would push out of the cache.
 - So does `route_few`'s, which fetches the router's weights into registers. `grouped_gemm`'s waits
   first, too, but lets the next kernel be set up when its sums are done: programs of the next GEMM
   that came earlier would crowd on the few multiprocessors that have room by then, and the others

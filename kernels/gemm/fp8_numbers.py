@@ -130,7 +130,7 @@ def quantise_rows_triton(
             POWER=triton.next_power_of_2(num_magnitudes),
             LARGEST=LARGEST,
             SMALLEST_SCALE=SMALLEST_SCALE,
-            AFTER_GEMM=num_rows <= FUSED_ROWS and (norm is not None or magnitudes is not None),
+            IS_FEW=num_rows <= FUSED_ROWS,
             BLOCK=block,
             **programmatic_launch(x.device),
             num_warps=max(1, min(block // _ELEMENTS_PER_WARP, 16)),
@@ -211,18 +211,18 @@ def quantise_rows_kernel(
     static_scale: tl.tensor, magnitudes: tl.tensor, bound: tl.tensor, codes: tl.tensor,
     scales: tl.tensor, scales_stride: tl.tensor, SIZE: tl.constexpr, GATED: tl.constexpr,
     SCALE_OF_ROW: tl.constexpr, GROUP: tl.constexpr, MAGNITUDES: tl.constexpr, POWER: tl.constexpr,
-    LARGEST: tl.constexpr, SMALLEST_SCALE: tl.constexpr, AFTER_GEMM: tl.constexpr,
+    LARGEST: tl.constexpr, SMALLEST_SCALE: tl.constexpr, IS_FEW: tl.constexpr,
     BLOCK: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """Grid (rows, parts of them). GROUP inputs of a part share a scale. A norm, and scales that are
-    made here of whole rows, have one part. POWER: of two, at least MAGNITUDES. AFTER_GEMM: whether
-    it follows the GEMM of a few rows."""
-    if not AFTER_GEMM:
+    made here of whole rows, have one part. POWER: of two, at least MAGNITUDES. IS_FEW: whether
+    rows are at most FUSED_ROWS."""
+    if not IS_FEW:
         launch_dependents(PDL)
     elif PDL and norm_weight is not None:
         _fetch_weights(norm_weight, SIZE, BLOCK)
     wait_for_previous(PDL)
-    if AFTER_GEMM:  # the next GEMM would fetch weights that this one's push out of the cache
+    if IS_FEW:  # the next GEMM would fetch weights that the previous one's push out of the cache
         launch_dependents(PDL)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
