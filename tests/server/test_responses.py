@@ -176,6 +176,14 @@ def test_items_of_one_answer_are_one_message_and_those_of_others_are_not(
     [
         ("required", f'[{{"name": "weather", "parameters": {ARGUMENTS}}}]'),
         ({"type": "function", "name": "weather"}, ARGUMENTS),
+        (
+            {
+                "type": "allowed_tools",
+                "mode": "required",
+                "tools": [{"type": "function", "name": "weather"}],
+            },
+            f'[{{"name": "weather", "parameters": {ARGUMENTS}}}]',
+        ),
     ],
 )
 def test_a_choice_of_tools_is_that_of_a_chat(

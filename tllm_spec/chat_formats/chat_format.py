@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from tllm_spec.chat_formats.pieces import Parser
+from tllm_spec.chat_formats.pieces import ForcedCall, ForcedCalls, Parser
 
 Part = dict[str, Any]  # of a structural tag
 Schema = Mapping[str, Any]
@@ -112,6 +112,20 @@ def json_call(function: Function, arguments_key: str = "arguments") -> Part:
     return json_part({"type": "object", "properties": properties, **needed})
 
 
+# Forced calls where the model's own format is not known: the arguments of one function, or a list.
+FORCED_CALL = ChatFormat(
+    lambda functions: ForcedCall(functions[0].name),
+    lambda function: json_part(function.parameters),
+)
+FORCED_CALLS = ChatFormat(
+    lambda functions: ForcedCalls(),
+    lambda function: json_call(function, "parameters"),
+    begin="[",
+    end="]",
+    separator=",",
+)
+
+
 def named_call(function: Function, separator: str) -> Part:
     """A call as a name, a separator and arguments."""
     return sequence(text(function.name + separator), arguments(function))
@@ -176,8 +190,8 @@ def num_chars(part: Any, known: dict[int, int] | None = None) -> int:
     written, for each. known: of parts by their ids."""
     known = {} if known is None else known
     if id(part) not in known:
-        inner = part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
-        is_plain = not inner or "json_schema" in part
+        inner = [*part, *part.values()] if isinstance(part, dict) else part
+        is_plain = not inner or not isinstance(inner, list)
         own = len(json.dumps(part)) if is_plain else sum(num_chars(each, known) for each in inner)
         known[id(part)] = own
     return known[id(part)]

@@ -30,6 +30,7 @@ from tllm_spec.chat_formats.schema_values import (
     resolved,
     string_choices,
     types_of,
+    with_root,
 )
 
 BEGIN, END, QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
@@ -167,8 +168,9 @@ def _object_part(schema: Schema, root: Schema, depth: int, known: Known) -> Part
 
 
 def _call(function: Function) -> Part:
-    root = resolved(function.parameters, function.parameters)
-    return sequence(text(f"call:{function.name}"), _object_part(root, function.parameters, 0, {}))
+    root = with_root(function.parameters)
+    own = _object_part(resolved(root, root), root, 0, {})
+    return sequence(text(f"call:{function.name}"), own)
 
 
 GEMMA = ChatFormat(GemmaCalls, _call, BEGIN, END, tokens=(QUOTE,), template=(BEGIN,))

@@ -216,6 +216,7 @@ class ForcedCall(StepParser):
 
     def steps(self) -> Steps[None]:
         yield CallStart(self._name)
+        yield from self.skip()
         yield from self.rest(ARGUMENTS)
 
 

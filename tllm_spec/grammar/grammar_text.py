@@ -8,7 +8,7 @@ import re
 from decimal import Decimal
 from typing import Any
 
-from tllm_spec.grammar.guided_decoding import GrammarSource
+from tllm_spec.grammar.guided_decoding import MAX_GRAMMAR_CHARS, GrammarSource
 from tllm_spec.grammar.structural_tags import WHITESPACE, NamedTokens, TagGrammar
 
 JSON_OPTIONS = {"lenient": False, "whitespace_pattern": WHITESPACE}
@@ -23,6 +23,7 @@ LIMITS: dict[str, Any] = {
     "max_grammar_size": 200_000,
     "verbose_errors": False,
 }
+MAX_CHARS = 2 * MAX_GRAMMAR_CHARS  # of what is compiled: some characters become several
 # The time of a compilation grows with the square of the first two, and with the third.
 MAX_EBNF_RULES = 500
 MAX_PATTERN_NAMES = 32  # of a schema's `patternProperties`
@@ -30,10 +31,12 @@ MAX_MULTIPLE = 100_000
 # A compilation takes twice as long with each pattern or format that holds next to others.
 MAX_JOINED = 12
 JOINS = frozenset({"$ref", "allOf", "anyOf", "oneOf"})
-ANNOTATIONS = frozenset(
-    {"$comment", "$defs", "$id", "$schema", "default", "definitions", "deprecated", "description"}
-    | {"discriminator", "examples", "readOnly", "title", "type", "writeOnly"}
+# Keywords that change no text that matches, and others that do not hold together with these.
+NOTES = frozenset(
+    {"$comment", "default", "deprecated", "description", "examples", "readOnly", "title"}
+    | {"writeOnly"}
 )
+ANNOTATIONS = NOTES | {"$defs", "$id", "$schema", "definitions", "discriminator", "type"}
 # llguidance goes through all of the text that is forced for each mask, and allows only its usual
 # tokens. Where the text may be long, it is told not to: then such text is not drafted, and may be
 # spelt with other tokens, as the fixed texts of structural tags may.
@@ -97,7 +100,10 @@ def grammar_text(source: GrammarSource, tokens: NamedTokens = NO_NAMES) -> str:
         made = [{"lark_grammar": lark[source.kind](source.text)}]
     if source.kind == "structural_tag" or forces_much(source):
         made[0]["lark_grammar"] = f"{NO_FORCING}\n{made[0]['lark_grammar']}"
-    return json.dumps({"grammars": made})
+    text = json.dumps({"grammars": made})
+    if len(text) > MAX_CHARS:
+        raise ValueError(f"its grammar has {len(text)} characters; at most {MAX_CHARS} are served")
+    return text
 
 
 def forces_much(source: GrammarSource) -> bool:
@@ -173,6 +179,21 @@ def _checked(schema: Any, may_join: bool) -> Any:
         elif name != "uniqueItems" or value is not False:
             made[name] = value if name in VALUES else _checked(value, may_join)
     return made
+
+
+def without_notes(schema: Any, *, has_names: bool = False) -> Any:
+    """The schema without what changes no text that matches. has_names: it is schemas by name."""
+    if isinstance(schema, list):
+        return [without_notes(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        name: value
+        if name in VALUES and not has_names
+        else without_notes(value, has_names=name in NAMED_PARTS and not has_names)
+        for name, value in schema.items()
+        if has_names or name not in NOTES
+    }
 
 
 def _joins(schema: dict[str, Any]) -> bool:

@@ -12,7 +12,7 @@ from tllm_spec.config.neighbours import Ignored, Renamed
 from tllm_spec.server.bodies import BodyModel, as_json_type
 from tllm_spec.text.messages import as_object
 
-# The parts of a chat body about tools, and the JSON schema that a forced call must match.
+# The parts of a chat body about tools.
 
 
 MAX_TOOLS = 128  # as at OpenAI
@@ -54,6 +54,15 @@ class NamedChoice(BodyModel):
     type: Literal["function"] = "function"
     function: FunctionName
 
+    @property
+    def names(self) -> list[str]:
+        """The functions that may be called."""
+        return [self.function.name]
+
+    def flat(self) -> Json:
+        """The choice as answers of `/v1/responses` repeat it."""
+        return {"type": self.type, "name": self.function.name}
+
 
 class CalledFunction(BodyModel):
     """arguments: a JSON object as text. A model may have written something else."""
@@ -83,20 +92,46 @@ class ToolCall(BodyModel):
 
 
 def _as_choice(given: object) -> object:
-    """A function's name may be nested, or not, as in `/v1/responses`."""
+    """Names of functions may be nested, or not, as in `/v1/responses`."""
     if isinstance(given, dict):
         named = dict(given)
+        if named.get("type") == "allowed_tools":
+            return AllowedTools(**named.pop("allowed_tools", {}), **named)
         if (name := named.pop("name", None)) is not None:
             named["function"] = {"name": name}
         return NamedChoice(**named)
-    if given not in ("none", "auto", "required") and not isinstance(given, NamedChoice):
+    is_choice = isinstance(given, NamedChoice | AllowedTools)
+    if given not in ("none", "auto", "required") and not is_choice:
         raise ValueError("none, auto, required or an object that names a function is needed")
     return given
 
 
+class AllowedTools(BodyModel):
+    """The functions that the model may call, or with mode required must call."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[Annotated[NamedChoice, BeforeValidator(_as_choice)]], Field(min_length=1)]
+
+    @property
+    def names(self) -> list[str]:
+        """The functions that may be called."""
+        return [each.function.name for each in self.tools]
+
+    def flat(self) -> Json:
+        """The choice as answers of `/v1/responses` repeat it."""
+        return {"type": self.type, "mode": self.mode, "tools": [each.flat() for each in self.tools]}
+
+
 Choice = Annotated[
-    Literal["none", "auto", "required"] | NamedChoice | None, BeforeValidator(_as_choice)
+    Literal["none", "auto", "required"] | NamedChoice | AllowedTools | None,
+    BeforeValidator(_as_choice),
 ]
+
+
+def mode_of(choice: Choice) -> Choice:
+    """The choice among the functions that may be called."""
+    return choice.mode if isinstance(choice, AllowedTools) else choice
 
 
 def choice_mistakes(tools: Sequence[Tool], choice: Choice) -> Iterator[str]:
@@ -108,37 +143,10 @@ def choice_mistakes(tools: Sequence[Tool], choice: Choice) -> Iterator[str]:
         return
     if not tools:
         yield "tool_choice = ... needs tools"
-    elif isinstance(choice, NamedChoice) and choice.function.name not in names:
-        yield f"tool_choice = {choice.function.name!r} is not one of the tools: {', '.join(names)}"
-
-
-def forced_schema(tools: Sequence[Tool], choice: Choice, *, is_parallel: bool) -> Json | None:
-    """The schema of one function's arguments, or of a list of `{"name": ..., "parameters":
-    {...}}`. None if the model may answer with text."""
-    if isinstance(choice, NamedChoice):
-        chosen = next(tool for tool in tools if tool.function.name == choice.function.name)
-        return _arguments_schema(chosen)
-    if choice != "required":
-        return None
-    calls = [
-        {
-            "type": "object",
-            "properties": {
-                "name": {"const": tool.function.name},
-                # With a name of its own its references are to itself.
-                "parameters": {"$id": f"function:{number}", **_arguments_schema(tool)},
-            },
-            "required": ["name", "parameters"],
-            "additionalProperties": False,
-        }
-        for number, tool in enumerate(tools)
-    ]
-    limit = {} if is_parallel else {"maxItems": 1}
-    return {"type": "array", "minItems": 1, **limit, "items": {"anyOf": calls}}
-
-
-def _arguments_schema(tool: Tool) -> Json:
-    return {"type": "object", **(tool.function.parameters or {})}
+    elif not isinstance(choice, str):
+        for name in choice.names:
+            if name not in names:
+                yield f"tool_choice = {name!r} is not one of the tools: {', '.join(names)}"
 
 
 # A message of a conversation, as chat bodies have it.

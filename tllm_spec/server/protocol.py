@@ -23,7 +23,7 @@ from tllm_spec.server.chat_message import (
     Choice,
     Tool,
     choice_mistakes,
-    forced_schema,
+    mode_of,
 )
 from tllm_spec.server.guard import digest, kept_name
 from tllm_spec.text.chat_prompt import Conversation
@@ -52,9 +52,8 @@ def _given(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def guided_params(options: Mapping[str, Any]) -> GuidedDecodingParams | None:
-    """options: `response_format`, `structured_outputs`, the schema of `tool_choice` and
-    GUIDED_NAMES, None where they are not given. Raises ValueError for several of them and for
-    values that cannot be used."""
+    """options: `response_format`, `structured_outputs` and GUIDED_NAMES, None where they are not
+    given. Raises ValueError for several of them and for values that cannot be used."""
     given = _given(options)
     if not given:
         return None
@@ -66,12 +65,9 @@ def guided_params(options: Mapping[str, Any]) -> GuidedDecodingParams | None:
             return _of_format(value)
         if name == "structured_outputs":
             return GuidedDecodingParams.of(value)
-        if name == "tool_choice":
-            return GuidedDecodingParams(json=value)
         return GuidedDecodingParams(**{name.removeprefix("guided_"): value})
     except ValueError as error:
-        option = "tools = [...]" if name == "tool_choice" else f"{name} = {shown(value)}"
-        raise ValueError(f"{option}: {error}") from error
+        raise ValueError(f"{name} = {shown(value)}: {error}") from error
 
 
 def _of_format(value: object) -> GuidedDecodingParams:
@@ -304,7 +300,7 @@ class GenerationRequest(ClientRequest):
     def client_names(self) -> dict[str, str]:
         """What the client calls the option of `SamplingParams` that several options set."""
         given = list(_given(self._grammars()))  # one at most
-        return {"guided_decoding": given[0].replace("tool_choice", "tools")} if given else {}
+        return {"guided_decoding": given[0]} if given else {}
 
     def _grammars(self) -> dict[str, Any]:
         """The options that say what the text must match."""
@@ -399,13 +395,7 @@ class ChatCompletionRequest(GenerationRequest):
     @property
     def conversation(self) -> Conversation:
         own = self.model_dump(include={"reasoning_effort", "enable_thinking"}, exclude_none=True)
-        return _conversation(self, needs_tools=self.tool_choice in (None, "auto"), **own)
-
-    def _grammars(self) -> dict[str, Any]:
-        schema = forced_schema(
-            self.tools or [], self.tool_choice, is_parallel=self.parallel_tool_calls
-        )
-        return super()._grammars() | {"tool_choice": schema}
+        return _conversation(self, needs_tools=mode_of(self.tool_choice) in (None, "auto"), **own)
 
     def to_sampling_params(self) -> SamplingParams:
         """Without a limit an answer may be as long as the model's context allows. Raises ValueError

@@ -22,7 +22,6 @@ from tllm_spec.server.chat_message import (
     ChatMessage,
     Choice,
     FunctionDefinition,
-    NamedChoice,
     ToolCall,
     text_of,
 )
@@ -279,7 +278,6 @@ class ResponseAnswer(BlockAnswer):
 
     def _response(self, status: str, **own: Any) -> Json:
         body, choice = self._body, self._body.tool_choice
-        named = choice.function.name if isinstance(choice, NamedChoice) else None
         return {
             "id": self._id,
             "object": "response",
@@ -290,7 +288,7 @@ class ResponseAnswer(BlockAnswer):
             "previous_response_id": None,
             "reasoning": {"effort": body.reasoning and body.reasoning.effort, "summary": None},
             "text": {"format": (body.text and body.text.format) or {"type": "text"}},
-            "tool_choice": {"type": "function", "name": named} if named else choice,
+            "tool_choice": choice if choice is None or isinstance(choice, str) else choice.flat(),
             "tools": [tool.model_dump() for tool in body.tools or ()],
             "truncation": "disabled",
             **body.model_dump(include=ECHOED),
