@@ -170,19 +170,22 @@ def test_items_of_one_answer_are_one_message_and_those_of_others_are_not(
     assert prompt_of(llm) == "assistant:x;assistant:y;assistant:Rs;zC{};tool:o;assistant:;"
 
 
+JSON_CALL = f'{{"name": "weather", "parameters": {ARGUMENTS}}}'
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("choice", "text"),
     [
-        ("required", f'[{{"name": "weather", "parameters": {ARGUMENTS}}}]'),
-        ({"type": "function", "name": "weather"}, ARGUMENTS),
+        ("required", JSON_CALL),
+        ({"type": "function", "name": "weather"}, JSON_CALL),
         (
             {
                 "type": "allowed_tools",
                 "mode": "required",
                 "tools": [{"type": "function", "name": "weather"}],
             },
-            f'[{{"name": "weather", "parameters": {ARGUMENTS}}}]',
+            JSON_CALL,
         ),
     ],
 )

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from tllm_spec.chat_formats.pieces import ForcedCall, ForcedCalls, Parser
+from tllm_spec.chat_formats.pieces import Parser
 
 Part = dict[str, Any]  # of a structural tag
 Schema = Mapping[str, Any]
@@ -110,20 +110,6 @@ def json_call(function: Function, arguments_key: str = "arguments") -> Part:
     properties = {"name": {"const": function.name}, arguments_key: own}
     needed = {"required": list(properties), "additionalProperties": False}
     return json_part({"type": "object", "properties": properties, **needed})
-
-
-# Forced calls where the model's own format is not known: the arguments of one function, or a list.
-FORCED_CALL = ChatFormat(
-    lambda functions: ForcedCall(functions[0].name),
-    lambda function: json_part(function.parameters),
-)
-FORCED_CALLS = ChatFormat(
-    lambda functions: ForcedCalls(),
-    lambda function: json_call(function, "parameters"),
-    begin="[",
-    end="]",
-    separator=",",
-)
 
 
 def named_call(function: Function, separator: str) -> Part:

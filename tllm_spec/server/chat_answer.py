@@ -11,14 +11,9 @@ from functools import partial
 from typing import Any
 
 from tllm_spec.chat_formats import names
-from tllm_spec.chat_formats.chat_format import (
-    FORCED_CALL,
-    FORCED_CALLS,
-    ChatFormat,
-    Function,
-    num_chars,
-)
+from tllm_spec.chat_formats.chat_format import ChatFormat, Function, num_chars
 from tllm_spec.chat_formats.harmony import HarmonyParser, harmony_text
+from tllm_spec.chat_formats.llama import LLAMA_JSON
 from tllm_spec.chat_formats.marked_text import MarkedText, unsplit
 from tllm_spec.chat_formats.pieces import (
     CALL,
@@ -113,9 +108,7 @@ class AnswerFormats:
 
     def _calls_of(self, choice: Choice) -> ChatFormat | None:
         """The format of calls: JSON where they are forced and no other one is known."""
-        if self._calls is not None or choice in ("auto", "none"):
-            return self._calls
-        return FORCED_CALL if isinstance(choice, NamedChoice) else FORCED_CALLS
+        return self._calls or (None if choice in ("auto", "none") else LLAMA_JSON)
 
     def new_texts(
         self, body: ChatCompletionRequest, *, is_guided: bool
