@@ -88,12 +88,12 @@ def as_json(written: str, types: frozenset[str]) -> str:
         is_whole = "number" in types or not types or plain.lstrip("-").isdigit()
         if is_whole or float(plain).is_integer():
             return plain if is_whole else str(int(float(plain)))
-    if ("boolean" in types and plain in CONSTANTS) or (not types and plain in ("true", "false")):
+    if "boolean" in types and plain in CONSTANTS:
         return CONSTANTS[plain]
+    if not types and plain in ("true", "false", "null"):
+        return plain
     kinds = {"[": "array", "{": "object"}
     if plain[:1] in kinds and (not types or kinds[plain[0]] in types) and is_json(plain):
-        return plain
-    if not types and plain == "null":
         return plain
     return json.dumps(written, ensure_ascii=False)
 

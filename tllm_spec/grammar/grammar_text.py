@@ -31,12 +31,11 @@ MAX_MULTIPLE = 100_000
 # A compilation takes twice as long with each pattern or format that holds next to others.
 MAX_JOINED = 12
 JOINS = frozenset({"$ref", "allOf", "anyOf", "oneOf"})
-# Keywords that change no text that matches, and others that do not hold together with these.
-NOTES = frozenset(
-    {"$comment", "default", "deprecated", "description", "examples", "readOnly", "title"}
-    | {"writeOnly"}
+ANNOTATIONS = frozenset(
+    {"$comment", "$defs", "$id", "$schema", "default", "definitions", "deprecated", "description"}
+    | {"discriminator", "examples", "readOnly", "title", "type", "writeOnly"}
 )
-ANNOTATIONS = NOTES | {"$defs", "$id", "$schema", "definitions", "discriminator", "type"}
+NOTES = ("$comment", "description", "title")
 # llguidance goes through all of the text that is forced for each mask, and allows only its usual
 # tokens. Where the text may be long, it is told not to: then such text is not drafted, and may be
 # spelt with other tokens, as the fixed texts of structural tags may.
@@ -181,18 +180,16 @@ def _checked(schema: Any, may_join: bool) -> Any:
     return made
 
 
-def without_notes(schema: Any, *, has_names: bool = False) -> Any:
-    """The schema without what changes no text that matches. has_names: it is schemas by name."""
+def without_notes(schema: Any) -> Any:
+    """The schema without descriptions, which change no text that matches."""
     if isinstance(schema, list):
         return [without_notes(each) for each in schema]
     if not isinstance(schema, dict):
         return schema
     return {
-        name: value
-        if name in VALUES and not has_names
-        else without_notes(value, has_names=name in NAMED_PARTS and not has_names)
+        name: value if name in VALUES else without_notes(value)
         for name, value in schema.items()
-        if has_names or name not in NOTES
+        if name not in NOTES or not isinstance(value, str)  # a member may have such a name
     }
 
 

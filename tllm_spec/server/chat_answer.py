@@ -31,7 +31,7 @@ from tllm_spec.outputs import CompletionOutput, Logprob, RequestOutput
 from tllm_spec.sampling_params import SamplingParams
 from tllm_spec.server.answers import Answer, Json, Logprobs, number_of, usage_of
 from tllm_spec.server.bodies import LONG_BODY
-from tllm_spec.server.chat_message import AllowedTools, Choice, NamedChoice, mode_of
+from tllm_spec.server.chat_message import AllowedTools, Choice, NamedChoice, chosen_names
 from tllm_spec.server.options import ServerOptions
 from tllm_spec.server.protocol import ChatCompletionRequest
 from tllm_spec.server.refusals import RequestRefused
@@ -41,6 +41,7 @@ from tllm_spec.text.tokenizer import REPLACEMENT, Tokenizer, bytes_of_token
 logger = logging.getLogger(__name__)
 
 TOO_LONG = "tools: the grammar of calls has over"
+FREE = ("auto", "none")  # choices
 NO_PARSER = (
     "tool_choice = 'auto' needs a server with --tool_call_parser; none, required and a function "
     "are served without"
@@ -77,8 +78,8 @@ class AnswerFormats:
     def guided(self, body: ChatCompletionRequest, params: SamplingParams) -> SamplingParams:
         """The parameters with a grammar of calls in the model's own format, where the body asks for
         calls that match. Raises ValueError for one that is too long, or that cannot be written."""
-        choice, guided = _choice(body), params.guided_decoding
-        calls, is_free = self._calls_of(choice), choice in ("auto", "none")
+        choice, guided = body.mode, params.guided_decoding
+        calls, is_free = self._calls_of(choice), choice in FREE
         if guided is not None and not is_free:
             raise ValueError(
                 "guided_decoding and tool_choice are given; one of them says what text must match"
@@ -108,15 +109,15 @@ class AnswerFormats:
 
     def _calls_of(self, choice: Choice) -> ChatFormat | None:
         """The format of calls: JSON where they are forced and no other one is known."""
-        return self._calls or (None if choice in ("auto", "none") else LLAMA_JSON)
+        return self._calls or (None if choice in FREE else LLAMA_JSON)
 
     def new_texts(
         self, body: ChatCompletionRequest, *, is_guided: bool
     ) -> Callable[[Section], ParsedText] | None:
         """Makes what reads a sample's text that begins so; None if the text is the answer. Raises
         RequestRefused for tools without a parser."""
-        choice, functions, is_parallel = _choice(body), _functions(body), body.parallel_tool_calls
-        is_free = choice in ("auto", "none")
+        choice, functions, is_parallel = body.mode, _functions(body), body.parallel_tool_calls
+        is_free = choice in FREE
         if self._harmony and is_free and not is_guided:
             known = frozenset() if choice == "none" else {each.name for each in functions}
             return lambda section: ParsedText(
@@ -153,20 +154,16 @@ def _named(
     return found
 
 
-def _choice(body: ChatCompletionRequest) -> Choice:
-    return mode_of(body.tool_choice) or ("auto" if body.tools else "none")
-
-
 def _functions(body: ChatCompletionRequest) -> list[Function]:
     """Those that may be called. Where calls are forced they match the schemas, too."""
-    given, is_forced = body.tool_choice, _choice(body) not in ("auto", "none")
-    names = given.names if isinstance(given, NamedChoice | AllowedTools) else None
+    tools, is_forced = [tool.function for tool in body.tools or ()], body.mode not in FREE
+    names = chosen_names(body.tool_choice, [each.name for each in tools])
     return [
         Function(
             each.name, {"type": "object", **(each.parameters or {})}, bool(each.strict) or is_forced
         )
-        for each in (tool.function for tool in body.tools or ())
-        if names is None or each.name in names
+        for each in tools
+        if each.name in names
     ]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, ConfigDict, Field, model_serializer
 
 from tllm_spec.config.config_base import check
 from tllm_spec.config.neighbours import Ignored, Renamed
@@ -54,13 +54,9 @@ class NamedChoice(BodyModel):
     type: Literal["function"] = "function"
     function: FunctionName
 
-    @property
-    def names(self) -> list[str]:
-        """The functions that may be called."""
-        return [self.function.name]
-
+    @model_serializer
     def flat(self) -> Json:
-        """The choice as answers of `/v1/responses` repeat it."""
+        """The choice as bodies and answers of `/v1/responses` have it."""
         return {"type": self.type, "name": self.function.name}
 
 
@@ -113,15 +109,6 @@ class AllowedTools(BodyModel):
     mode: Literal["auto", "required"]
     tools: Annotated[list[Annotated[NamedChoice, BeforeValidator(_as_choice)]], Field(min_length=1)]
 
-    @property
-    def names(self) -> list[str]:
-        """The functions that may be called."""
-        return [each.function.name for each in self.tools]
-
-    def flat(self) -> Json:
-        """The choice as answers of `/v1/responses` repeat it."""
-        return {"type": self.type, "mode": self.mode, "tools": [each.flat() for each in self.tools]}
-
 
 Choice = Annotated[
     Literal["none", "auto", "required"] | NamedChoice | AllowedTools | None,
@@ -129,9 +116,11 @@ Choice = Annotated[
 ]
 
 
-def mode_of(choice: Choice) -> Choice:
-    """The choice among the functions that may be called."""
-    return choice.mode if isinstance(choice, AllowedTools) else choice
+def chosen_names(choice: Choice, names: list[str]) -> list[str]:
+    """The functions that may be called, of these."""
+    if isinstance(choice, NamedChoice):
+        return [choice.function.name]
+    return [t.function.name for t in choice.tools] if isinstance(choice, AllowedTools) else names
 
 
 def choice_mistakes(tools: Sequence[Tool], choice: Choice) -> Iterator[str]:
@@ -143,10 +132,9 @@ def choice_mistakes(tools: Sequence[Tool], choice: Choice) -> Iterator[str]:
         return
     if not tools:
         yield "tool_choice = ... needs tools"
-    elif not isinstance(choice, str):
-        for name in choice.names:
-            if name not in names:
-                yield f"tool_choice = {name!r} is not one of the tools: {', '.join(names)}"
+    for name in chosen_names(choice, names):
+        if tools and name not in names:
+            yield f"tool_choice = {name!r} is not one of the tools: {', '.join(names)}"
 
 
 # A message of a conversation, as chat bodies have it.

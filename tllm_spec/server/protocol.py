@@ -19,11 +19,11 @@ from tllm_spec.sampling_params import IGNORED, RequestOptions, SamplingParams
 from tllm_spec.server.bodies import BodyModel, as_json_type
 from tllm_spec.server.chat_message import (
     MAX_TOOLS,
+    AllowedTools,
     ChatMessage,
     Choice,
     Tool,
     choice_mistakes,
-    mode_of,
 )
 from tllm_spec.server.guard import digest, kept_name
 from tllm_spec.text.chat_prompt import Conversation
@@ -393,9 +393,15 @@ class ChatCompletionRequest(GenerationRequest):
                 yield f"{name} = {shown(value)} and another one in chat_template_kwargs"
 
     @property
+    def mode(self) -> Choice:
+        """The choice among the functions that may be called."""
+        given = self.tool_choice or ("auto" if self.tools else "none")
+        return given.mode if isinstance(given, AllowedTools) else given
+
+    @property
     def conversation(self) -> Conversation:
         own = self.model_dump(include={"reasoning_effort", "enable_thinking"}, exclude_none=True)
-        return _conversation(self, needs_tools=mode_of(self.tool_choice) in (None, "auto"), **own)
+        return _conversation(self, needs_tools=self.mode == "auto", **own)
 
     def to_sampling_params(self) -> SamplingParams:
         """Without a limit an answer may be as long as the model's context allows. Raises ValueError
