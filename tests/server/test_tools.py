@@ -429,7 +429,11 @@ def test_wrong_allowed_tools_are_refused(post: Post) -> None:
         ({"tools": [other]}, "tool_choice = 'x' is not one of the tools: weather, time"),
         ({"tools": []}, "tool_choice.tools"),
         ({"mode": "any"}, "tool_choice.mode"),
+        ({"type": "allowed_tools"}, "tool_choice.allowed_tools"),
+        ([], "tool_choice.allowed_tools"),
+        (5, "tool_choice.allowed_tools"),
     ):
-        choice = {"type": "allowed_tools", "allowed_tools": {**ALLOWED, **own}}
+        nested = {**ALLOWED, **own} if isinstance(own, dict) else own
+        choice = {"type": "allowed_tools", "allowed_tools": nested}
         answer = post("/v1/chat/completions", messages=CHAT, tools=TOOLS, tool_choice=choice)
         assert answer.status_code == 400 and sentence in answer.json()["error"]["message"]

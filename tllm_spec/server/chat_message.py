@@ -92,7 +92,11 @@ def _as_choice(given: object) -> object:
     if isinstance(given, dict):
         named = dict(given)
         if named.get("type") == "allowed_tools":
-            return AllowedTools(**named.pop("allowed_tools", {}), **named)
+            nested = named.get("allowed_tools")
+            if isinstance(nested, dict) and not nested.keys() & named.keys():
+                named = {**named, **nested}
+                del named["allowed_tools"]
+            return AllowedTools(**named)
         if (name := named.pop("name", None)) is not None:
             named["function"] = {"name": name}
         return NamedChoice(**named)
