@@ -18,7 +18,12 @@ from tllm_spec.attention.choice import backend_name
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.distributed.communicator import SINGLE, Communicator
 from tllm_spec.executor.building.draft_backend import check_draft_backend
-from tllm_spec.executor.building.engines import Engines, build_engines, replaceable_weights
+from tllm_spec.executor.building.engines import (
+    Engines,
+    build_engines,
+    replaceable_target,
+    replaceable_weights,
+)
 from tllm_spec.executor.building.plan import BuildPlan
 from tllm_spec.executor.building.rounds import (
     capture_graphs,
@@ -100,7 +105,8 @@ def _build(
     texts: Mapping[int, Sequence[int]] | None,
 ) -> BuiltExecutor:
     args, communicator = plan.args, plan.communicator
-    engines = _replayed(plan, build_engines(plan, _check(plan, tokenizer)), texts)
+    tokens = _check(plan, tokenizer)
+    engines = _replayed(plan, build_engines(plan, tokens), texts)
     slots = SlotState(plan.slots, plan.shapes, plan.device, counts_drafts=plan.counts_drafts)
     sampler = _sampler(plan, slots, engines, texts)
     own = args.max_num_tokens, plan.max_len, engines.net, engines.draft_kv, plan.corpus
@@ -119,8 +125,7 @@ def _build(
 
     queue, kv = queue_of(communicator), engines.kv
     resources = [*drafter.resources, kv, plan.slots]
-    if isinstance(engines.target, ReplayedEngine):
-        resources.append(engines.target)
+    resources += [engines.target] if isinstance(engines.target, ReplayedEngine) else []
     events = _kv_events(plan, kv)
     if events is not None:
         resources.append(events)
@@ -147,6 +152,7 @@ def _build(
         iteration_stats=stats if args.enable_iter_perf_stats else None,
         round_log=RoundLog(scheduler) if logs_rounds else None,
         draft_weights=replaceable_weights(plan, engines, tokenizer),
+        target_weights=replaceable_target(plan, engines, tokens),
         recorder=recorder,
         ranks=_ranks(plan, engines),
     )

@@ -44,8 +44,10 @@ from tllm_spec.executor.sampling.sampler import Sampler
 from tllm_spec.executor.scheduler import Scheduler
 from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
 from tllm_spec.executor.speculative.drafting.drafter import Drafter, take_ready
+from tllm_spec.executor.target_weights import TargetWeights
 from tllm_spec.executor.totals import DraftWatch, IterationStats, RoundLog, Totals
 from tllm_spec.executor.traffic_recorder import TrafficRecorder
+from tllm_spec.executor.weight_swap import StagedWeights
 from tllm_spec.request_errors import described
 
 # The parts of an executor, and what they tell of it between two rounds.
@@ -77,6 +79,7 @@ class ExecutorParts:
     iteration_stats: IterationStats | None = None  # with enable_iter_perf_stats
     round_log: RoundLog | None = None  # with print_iter_log, on rank 0
     draft_weights: DraftWeights | None = None  # None: they cannot be replaced
+    target_weights: TargetWeights | None = None  # likewise
     recorder: TrafficRecorder | None = None  # with record_traffic, on rank 0
     ranks: Sequence[Mapping[str, Any]] = ()  # all of them, as `state` shows them
 
@@ -115,6 +118,7 @@ class PyExecutor:
         parts.sampler.grammar_masks.read_rounds = self._read_rounds
         # On the CPU nothing has to be waited for, and every row costs time.
         self._narrows = parts.slots.counts_drafts and parts.slots.device.type == "cpu"
+        self.is_paused = False
         self.totals = Totals()
 
     def enter_thread(self) -> None:
@@ -128,6 +132,8 @@ class PyExecutor:
         """One round: launches what can run, then reads what is due. False when nothing is left to
         do."""
         self._fetch_new_requests()
+        if self.is_paused:
+            return self._complete_rounds(0)
         if self.parts.draft_weights is not None:
             self.parts.draft_weights.swap_back_if_worse()
         if self.scheduler.may_be_done():
@@ -145,6 +151,29 @@ class PyExecutor:
             self._launch(batch)
         has_read |= self._complete_rounds(self.parts.max_in_flight if batch else 0)
         return has_read or bool(batch)
+
+    @torch.inference_mode()
+    def pause(self, *, retract: bool) -> None:
+        """Reads the rounds in flight and launches no more until `is_paused` is False. retract:
+        running requests go back to the queue, to be computed again. Between rounds only."""
+        self.is_paused = True
+        self._complete_rounds(0)
+        if retract:
+            for request in reversed(self.scheduler.running.copy()):
+                self.scheduler.preempt(request)
+
+    def replace_weights(self, staged: StagedWeights, version: str | None, *, retract: bool) -> None:
+        """Replaces the target's weights. retract: as with `pause`; otherwise running requests go on
+        with what the old weights have computed of them. Between rounds only."""
+        weights, was_paused = self.parts.target_weights, self.is_paused
+        assert weights is not None
+        self.pause(retract=retract)
+        weights.replace(staged, version)
+        if self.parts.draft_weights is not None:
+            self.parts.draft_weights.keep_present()
+        for request in (*self.scheduler.waiting, *self.scheduler.running):
+            request.note_weights(weights.version)
+        self.is_paused = was_paused
 
     def _launch(self, batch: ScheduledBatch) -> None:
         for manager in self.resources:
@@ -267,6 +296,8 @@ class PyExecutor:
             if request.first_scheduled_time is None:
                 if self.parts.draft_weights is not None:
                     request.draft_version = self.parts.draft_weights.version
+                if self.parts.target_weights is not None:
+                    request.weight_versions.append((self.parts.target_weights.version, 0))
                 if self.parts.recorder is not None:
                     self.parts.recorder.start(request)
                 request.cached_tokens, request.first_scheduled_time = request.kv_len, monotonic()
@@ -412,12 +443,15 @@ class PyExecutor:
         own: dict[str, Any] = {}
         if (weights := parts.draft_weights) is not None:
             own["draft_weights"] = weights.state()
+        if parts.target_weights is not None:
+            own["weight_version"] = parts.target_weights.version
         if parts.recorder is not None:
             own["lost_records"] = parts.recorder.num_lost
         return {
             "num_requests_running": len(queues.running),
             "num_requests_waiting": len(queues.waiting),
             "num_preemptions": queues.num_preemptions,
+            "is_paused": self.is_paused,
             "draft_len": shape.depth,
             "draft_shape": {
                 "name": shape.name,

@@ -3,7 +3,7 @@ before each round, and everything else follows from that on every rank."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
@@ -39,8 +39,8 @@ class LeaderQueue(RequestQueue):
         self._send({"new": packed, "cancelled": list(cancelled.items())})
         return new, cancelled
 
-    def announce_swap(self, folder: str, *, keep_cache: bool) -> None:
-        self._send({"swap": folder, "keep_cache": keep_cache})
+    def announce(self, name: str, **arguments: Any) -> None:
+        self._send({"call": name, "arguments": arguments})
 
     def end(self, failure: str | None) -> None:
         """The other ranks end, too. After a failure they may wait in the middle of a round, so they
@@ -60,16 +60,16 @@ class RanksEnded(Exception):
 
 class FollowerQueue(RequestQueue):
     """Another rank's inbox. `take` waits for rank 0's message; raises RanksEnded after the last.
-    `make` turns what `_pack` returned into requests, `swap` is `DraftWeights.swap_together`."""
+    `make` turns what `_pack` returned into requests, `calls` has what rank 0 announces by name."""
 
     make: Callable[[Sequence[Any]], list[LlmRequest]]
-    swap: Callable[..., int]
+    calls: Mapping[str, Callable[..., object]]
 
     def take(self) -> tuple[list[LlmRequest], dict[int, str]]:
         message = self._communicator.share(None)
-        while "swap" in message:
+        while "call" in message:
             with suppress(ValueError):  # rank 0 raises the same
-                self.swap(message["swap"], keep_cache=message["keep_cache"])
+                self.calls[message["call"]](**message["arguments"])
             message = self._communicator.share(None)
         if message == END:
             raise RanksEnded

@@ -281,6 +281,8 @@ class LlmRequest:
     counters: DraftCounters = field(default_factory=DraftCounters)
     draft_pause: RequestPause = field(default_factory=RequestPause)
     draft_version: int = 0  # how often draft weights had been swapped when it began
+    # The target's, each with the first output token that it computed.
+    weight_versions: list[tuple[str, int]] = field(default_factory=list)
     # The recorder's: microseconds since the arrival, tokens, drafts; None for a context.
     recorded_rounds: list[tuple[int, int, int | None]] = field(default_factory=list)
     text_states: "TextStates | None" = None  # where hidden states are recorded
@@ -361,6 +363,13 @@ class LlmRequest:
             wanted = len(self.py_draft_tokens)
         return wanted if wanted > 0 else 0
 
+    def note_weights(self, version: str) -> None:
+        """The tokens from here on are those of weights with this version."""
+        versions, start = self.weight_versions, self.num_output_tokens
+        if versions and versions[-1][1] == start:
+            versions.pop()
+        versions.append((version, start))
+
     def append_run(self, run: list[int]) -> None:
         """Appends the tokens of one round and applies the stop rules after each, up to the one that
         finishes the request."""
@@ -438,6 +447,7 @@ class Response:
     stop_reason: int | str | None = None
     stop_match: StopMatch | None = None
     error: str | None = None
+    weight_versions: Sequence[tuple[str, int]] = ()  # each with the output token it began with
     speculative: SpeculativeStats | None = None
 
 
@@ -458,5 +468,6 @@ def response_of(request: LlmRequest, *, speculating: bool) -> Response:
         stop_reason=request.stop_reason,
         stop_match=request.stop_match,
         error=request.error,
+        weight_versions=request.weight_versions if finished else (),
         speculative=request.counters.stats() if finished and speculating else None,
     )

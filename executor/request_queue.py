@@ -6,6 +6,7 @@ from bisect import insort
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
+from typing import Any
 
 from tllm_spec.distributed.communicator import SINGLE, Communicator
 from tllm_spec.executor.request import LlmRequest
@@ -76,8 +77,9 @@ class RequestQueue:
             self.closed = True
             self._changed.notify()
 
-    def announce_swap(self, folder: str, *, keep_cache: bool) -> None:
-        """Tells the other ranks to call `DraftWeights.swap_together`, as the caller does next."""
+    def announce(self, name: str, **arguments: Any) -> None:
+        """Tells the other ranks to make the call with this name (`FollowerQueue.calls`), as the
+        caller does next."""
 
     def all_failed(self, failure: str) -> bool:
         """Whether a round that raised here did so on every rank, so that all can recover."""

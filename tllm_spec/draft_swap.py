@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from tllm_spec.config.llm_args import LlmArgs
-from tllm_spec.executor.draft_weights import DraftWeights, StagedWeights
+from tllm_spec.executor.draft_weights import DraftWeights
 from tllm_spec.executor.py_executor import PyExecutor
+from tllm_spec.executor.weight_swap import StagedWeights
 from tllm_spec.executor.worker import Worker
 from tllm_spec.recording.replay import replay
 from tllm_spec.recording.traffic_folder import latest_records, states_files
@@ -40,7 +41,7 @@ class DraftSwap:
         weights, queue = self._weights(), self._executor.parts.queue
 
         def swap_together() -> int:
-            queue.announce_swap(folder, keep_cache=keep_cache)
+            queue.announce("swap_draft", folder=folder, keep_cache=keep_cache)
             return weights.swap_together(folder, keep_cache=keep_cache)
 
         version = self._worker.call(swap_together)

@@ -9,9 +9,9 @@ import secrets
 import socket
 import time
 import weakref
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
 
 from tllm_spec.config.engine_config import NO_KV_EVENTS
 from tllm_spec.config.llm_args import LlmArgs
@@ -28,14 +28,24 @@ from tllm_spec.models.registry import model_config
 from tllm_spec.outputs import RequestOutput
 from tllm_spec.progress import progress
 from tllm_spec.ranks import build_together, join_ranks
-from tllm_spec.request_errors import RequestError
+from tllm_spec.request_errors import (
+    PAUSE_MODES,
+    REFUSING_MODES,
+    EnginePaused,
+    PauseMode,
+    RequestError,
+)
 from tllm_spec.request_handle import RequestHandle, Results
 from tllm_spec.sampling_params import RequestOptions, SamplingParams
 from tllm_spec.server_info import server_info
+from tllm_spec.target_update import TargetUpdate
 from tllm_spec.text.chat_prompt import Conversation
 from tllm_spec.text.messages import Messages
 from tllm_spec.text.tokenizer import Tokenizer, tokenizer_of
 from tllm_spec.zoo.registry import resolve_model
+
+if TYPE_CHECKING:
+    import torch
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +75,8 @@ class LLM:
         self._intake = Intake(self.args, self.tokenizer, built.limits, self._grammars.states_of)
         self._is_shut_down = False
         self._worker = Worker(built.executor, built.queue, self._results.fail_all)
+        self._update = TargetUpdate(self.args.model, built.executor, self._worker)
+        self.pause_mode: PauseMode | None = None
         communicator.when_lost(self._worker.fail)
         self._worker.start()
         # Runs at shutdown, when this object is collected, or when the interpreter ends: a thread
@@ -188,6 +200,8 @@ class LLM:
     def submit(self, inputs: Prompt, params: Params, options: RequestOptions) -> RequestHandle:
         """As `generate_async`, which makes `options`."""
         self._check_alive()
+        if self.pause_mode in REFUSING_MODES:
+            raise EnginePaused
         with _mistakes_as_request_errors():
             submission = self._intake.submission(inputs, params, options)
         ids = [each.request_id for each in submission.requests]
@@ -249,6 +263,52 @@ class LLM:
         self._check_alive()
         swap = DraftSwap(self.args, self._executor, self._worker)
         return swap.whole(os.fspath(folder), keep_cache, force)
+
+    def pause(self, mode: PauseMode = "retract") -> None:
+        """Returns when no round runs; none runs before `resume`. Requests go back to the queue to
+        be computed again (retract), stay as they are (keep), are finished before (wait) or
+        cancelled (abort). Requests that are submitted meanwhile wait; after wait and abort they
+        are refused with RuntimeError."""
+        self._check_alive()
+        if mode not in PAUSE_MODES:
+            raise ValueError(f"mode = {mode!r}; it must be one of {', '.join(PAUSE_MODES)}")
+        self.pause_mode = mode
+
+        def cancel_all() -> None:
+            for request_id in self._results.ids():
+                self._queue.cancel(request_id)
+
+        self._update.pause(mode, cancel_all)
+
+    def resume(self) -> None:
+        """Ends a pause."""
+        self._check_alive()
+        self._update.resume()
+        self.pause_mode = None
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether `pause` was called, and `resume` not since."""
+        return self.pause_mode is not None
+
+    def update_weights(
+        self,
+        source: str | os.PathLike[str] | Iterable[tuple[str, "torch.Tensor"]],
+        version: str | None = None,
+        *,
+        running: Literal["keep", "retract"] = "retract",
+    ) -> dict[str, Any]:
+        """Replaces the target's weights between two rounds, while it serves. source: a folder with
+        a checkpoint of the same model, or its tensors with their names there. version: a name for
+        the weights; None: how often they were updated. running: whether requests that run are
+        computed again from their tokens, or go on with what the old weights have computed.
+
+        A draft head keeps its own weights, and MTP layers that the source lacks theirs. Nothing
+        that was cached before is reused. Returns the version, the seconds that staging took, and
+        those in which no round ran. Raises ValueError, and changes nothing, for weights that do not
+        fit."""
+        self._check_alive()
+        return self._update.update(source, version, running)
 
     def get_stats(self, timeout: float | None = 2) -> list[dict[str, Any]]:
         """One dict for each round since the last call, oldest first, with TensorRT-LLM's names;

@@ -5,9 +5,10 @@ Plain data; `tllm_spec.request_handle` fills it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise, zip_longest
-from typing import Literal
+from typing import Literal, NamedTuple
 
 FinishReason = Literal["stop", "length", "timeout", "cancelled", "error"]
 
@@ -132,6 +133,14 @@ class RequestMetrics:
         return None if moment is None else moment - self.arrival_time
 
 
+class WeightVersion(NamedTuple):
+    """The weights that computed the output tokens from `start` up to `end`, which is not one."""
+
+    version: str
+    start: int
+    end: int
+
+
 @dataclass
 class CompletionOutput:
     """One of a request's `n` samples; it grows in place while it streams. TensorRT-LLM's
@@ -141,7 +150,8 @@ class CompletionOutput:
     token ids, the chosen one among them, to log probabilities at output position i.
     `prompt_logprobs[i]` does the same for prompt token i, and is None for the first. With
     `logprobs`, `text_offsets[i]` is the character of the text at which token i begins.
-    `stop_reason` is the stop string or token id that ended the text, if one did."""
+    `stop_reason` is the stop string or token id that ended the text, if one did. `weight_begins`
+    has the versions of the weights, each with its first token."""
 
     index: int
     text: str = ""
@@ -152,6 +162,7 @@ class CompletionOutput:
     prompt_logprobs: list[dict[int, Logprob] | None] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
+    weight_begins: Sequence[tuple[str, int]] = ()
     speculative_decoding: SpeculativeStats | None = None
     _seen_text: int = field(default=0, repr=False, compare=False)
     _seen_tokens: int = field(default=0, repr=False, compare=False)
@@ -181,6 +192,15 @@ class CompletionOutput:
         """Text offsets since the last `start_next_diff`."""
         return self.text_offsets[self._seen_tokens :]
 
+    @property
+    def weight_versions(self) -> list[WeightVersion]:
+        """The weights that computed the tokens; more than one if they were updated meanwhile. Known
+        at the end."""
+        begins, length = self.weight_begins, self.length
+        ends = [*(min(start, length) for _, start in begins[1:]), length]
+        spans = [WeightVersion(*own, end) for own, end in zip(begins, ends, strict=False)]
+        return [span for span in spans if span.start < span.end] or spans[-1:]
+
     def start_next_diff(self) -> None:
         """Makes the diffs begin after the present text and tokens."""
         self._seen_text, self._seen_tokens = len(self.text), len(self.token_ids)
@@ -199,6 +219,16 @@ class RequestOutput:
     finished: bool = False
     error: str | None = None
     cached_tokens: int = 0
+
+    @property
+    def weight_version(self) -> str | None:
+        """The version of the weights that computed the last token; None before the end."""
+        return self.weight_versions[-1].version if self.weight_versions else None
+
+    @property
+    def weight_versions(self) -> list[WeightVersion]:
+        """Those of the first sample; each sample has its own."""
+        return self.outputs[0].weight_versions
 
     @property
     def speculative_decoding(self) -> SpeculativeStats | None:

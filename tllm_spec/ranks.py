@@ -37,6 +37,7 @@ from tllm_spec.grammar.guided_decoding import GrammarSource
 from tllm_spec.grammars import Grammars
 from tllm_spec.models.registry import check_shards
 from tllm_spec.request_errors import described
+from tllm_spec.target_update import calls_of
 from tllm_spec.text.stop_strings import look_for_stops
 from tllm_spec.text.tokenizer import Tokenizer, tokenizer_of
 from tllm_spec.zoo.registry import resolve_model
@@ -295,8 +296,7 @@ def run_until_end(built: BuiltExecutor, args: LlmArgs, tokenizer: Tokenizer | No
     grammars = Grammars.of(args, tokenizer, built.limits)
     grammars.prepare()
     queue.make = partial(_requests, built.limits, tokenizer, grammars)
-    if (weights := executor.parts.draft_weights) is not None:
-        queue.swap = weights.swap_together
+    queue.calls = calls_of(executor)
     executor.enter_thread()
     while True:
         try:

@@ -2,6 +2,7 @@
 messages of exceptions."""
 
 from traceback import TracebackException
+from typing import Literal
 
 # A compilation does not tell that a grammar leads nowhere: the request fails later.
 NO_GUIDED_TOKEN = (
@@ -37,3 +38,15 @@ def described(error: BaseException) -> str:
     if isinstance(error, RequestError):
         return str(error)
     return f"{type(error).__name__}: {TracebackException(type(error), error, None)}"
+
+
+PauseMode = Literal["abort", "wait", "keep", "retract"]
+PAUSE_MODES = "abort", "wait", "keep", "retract"
+REFUSING_MODES = "abort", "wait"  # in which an engine takes no requests
+
+
+class EnginePaused(RuntimeError):
+    """The engine is paused in a mode in which it takes no requests."""
+
+    def __init__(self) -> None:
+        super().__init__("the engine is paused and takes no requests until it is resumed")

@@ -218,6 +218,7 @@ class RequestHandle(RequestOutput):
             output.cumulative_logprob = sum(entry[token].logprob for token, entry in chosen)
         output.finish_reason = cast(FinishReason, response.finish_reason)
         output.stop_reason = response.stop_reason
+        output.weight_begins = response.weight_versions
         output.speculative_decoding = response.speculative
         self.error = self.error or response.error
         if all(each.finish_reason is not None for each in self.outputs):

@@ -51,7 +51,9 @@ from tllm_spec.executor.speculative.drafting.loaded_draft import (
     load_head,
 )
 from tllm_spec.executor.speculative.drafting.model_drafter import DraftKVManager
+from tllm_spec.executor.target_weights import TargetWeights
 from tllm_spec.kernels.attention.visible_keys import KeySpan
+from tllm_spec.models.checkpoint import checkpoint_names
 from tllm_spec.models.draft_head import HeadSource
 from tllm_spec.models.llama import CausalLM
 from tllm_spec.models.mtp import NextnModules
@@ -365,7 +367,7 @@ def _manager(
     return kind(cache, groups, plan.span_room, **options)
 
 
-# Which draft weights of an engine can be replaced while it runs.
+# Which weights of an engine can be replaced while it runs.
 
 
 def replaceable_weights(
@@ -386,3 +388,41 @@ def replaceable_weights(
 
     manager = engines.draft_kv or engines.kv
     return DraftWeights(load, draft.model, manager.cache, draft.plan.path, plan.communicator)
+
+
+def replaceable_target(
+    plan: BuildPlan, engines: Engines, tokens: DraftTokens | None
+) -> TargetWeights | None:
+    """tokens: that are drafted; None: all. MTP modules of the target's checkpoint are replaced with
+    it. Other heads keep their weights, and what they borrow is replaced in place. None where a head
+    has copies of the target's tensors."""
+    draft, target = engines.draft, engines.target.model
+    head = draft if draft is not None and draft.plan.is_head else None
+    has_modules = head is not None and head.plan.path is None
+    if head is not None and (
+        head.plan.backend != "torch" or (tokens is not None and not has_modules)
+    ):
+        return None
+
+    def load(folder: str) -> list[Any]:
+        updated = plan.of_model(folder)
+        with on_device(plan.device):
+            new = load_target(updated)
+            if head is None or not has_modules:
+                return [new]
+            if not _writes_modules(folder, new):
+                return [new, head.model]
+            return [new, load_draft(updated, new, head.plan, tokens).model]
+
+    models = [target, head.model] if head is not None and has_modules else [target]
+    caches = [engines.kv.cache, *([engines.draft_kv.cache] if engines.draft_kv else [])]
+    return TargetWeights(load, models, caches, plan.args.model, plan.communicator)
+
+
+def _writes_modules(folder: str, target: CausalLM) -> bool:
+    """Whether the checkpoint has MTP modules: those that train a target may write none."""
+    prefix = target.nextn_prefix(target.config.num_layers)
+    if any(name.startswith(prefix) for name in checkpoint_names(resolve_model(folder))):
+        return True
+    logger.warning("%s has no MTP modules: those of the checkpoint before stay", folder)
+    return False

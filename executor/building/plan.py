@@ -3,6 +3,7 @@ of the executor that it makes is the slots."""
 
 import logging
 from collections.abc import Callable, Iterable
+from copy import copy
 from math import gcd
 
 from tllm_spec.attention.choice import choose_backend
@@ -115,6 +116,12 @@ class BuildPlan:
             logger.info("layers with latent attention (MLA) run TRITON, as with attn_backend: auto")
         if self.why_no_overlap:
             logger.info("rounds do not overlap: %s", self.why_no_overlap)
+
+    def of_model(self, folder: str) -> "BuildPlan":
+        """The same for the checkpoint in another folder."""
+        other = copy(self)
+        other.args = self.args.model_copy(update={"model": folder, "load_format": "auto"})
+        return other
 
     @property
     def recurrent(self) -> RecurrentGeometry | None:

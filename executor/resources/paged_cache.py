@@ -167,7 +167,7 @@ class PagedCache:
         stats.missed_pages += self.pages_for(len(tokens)) - len(nodes) - num_copies
         return cached_len
 
-    def start_version(self, version: int) -> None:
+    def start_version(self, version: int | str) -> None:
         """Called when the weights have changed: nothing that was stored before is reused. Sequences
         that run store for their own version."""
         self.reset()

@@ -83,7 +83,7 @@ class RadixTree:
         self.on_leave: list[Callable[[Node], None]] = []
         # Roots live as long as there are nodes below them, which refer to them; that of requests
         # without a salt always.
-        self._roots = WeakValueDictionary[tuple[int, str | None], Node]()
+        self._roots = WeakValueDictionary[tuple[int | str, str | None], Node]()
         self.start_version(0)
         # In each group every node whose page no request holds, least recently used first. Where all
         # keys are kept, a child comes before its parent: paths are released leaf first, and
@@ -101,7 +101,7 @@ class RadixTree:
     def is_empty(self) -> bool:
         return not any(root.children for root in self._roots.values())
 
-    def start_version(self, version: int) -> None:
+    def start_version(self, version: int | str) -> None:
         """Begins a version: nothing that was stored before is found; it stays until it is
         evicted."""
         self._version = version

@@ -1,8 +1,9 @@
-"""A world whose draft weights are swapped while requests run, for tests.
+"""A world whose draft weights are swapped while requests run, and then its target's, for tests.
 
-    python -m tests.distributed.swapping_world OTHER_HEAD NARROW_HEAD
+    python -m tests.distributed.swapping_world OTHER_HEAD NARROW_HEAD OTHER_TARGET BROKEN_TARGET
 
-It prints the texts before, during and after the swap, and how many tokens their rounds had."""
+It prints the texts before, during and after the swap, how many tokens their rounds had, and the
+texts of the other target."""
 
 from __future__ import annotations
 
@@ -17,10 +18,10 @@ PROMPTS = [list(range(first, first + 20)) for first in (300, 500, 700)]
 PARAMS = {"max_tokens": 30, "ignore_eos": True, "temperature": 0.5, "seed": 7}
 
 
-def make_llm(head: str, num_ranks: int) -> LLM:
+def make_llm(head: str, num_ranks: int, target: str = "zoo:llama") -> LLM:
     spec = {"decoding_type": "Eagle3", "speculative_model": head, "max_draft_len": 3}
     options = {"skip_tokenizer_init": True, "device": "cpu", "max_batch_size": 4}
-    return LLM("zoo:llama", speculative_config=spec, tensor_parallel_size=num_ranks, **options)
+    return LLM(target, speculative_config=spec, tensor_parallel_size=num_ranks, **options)
 
 
 def outputs(llm: LLM) -> tuple[list[list[int]], list[Any]]:
@@ -32,7 +33,7 @@ def outputs(llm: LLM) -> tuple[list[list[int]], list[Any]]:
 
 
 def main() -> None:
-    other, narrow = sys.argv[1:]
+    other, narrow, target, broken = sys.argv[1:]
     llm = make_llm(HEAD, 2)
     texts, counts = outputs(llm)
     try:
@@ -48,6 +49,15 @@ def main() -> None:
     llm.check_integrity()
     print("texts", texts == during == after[0], "version", version, flush=True)
     print("counts", json.dumps([counts, after[1]]), flush=True)
+    try:
+        llm.update_weights(broken)
+    except ValueError as error:
+        print("refused", error, flush=True)
+    llm.pause("retract")
+    told = llm.update_weights(target, "b")
+    llm.resume()
+    print("updated", json.dumps([told["version"], outputs(llm)[0]]), flush=True)
+    llm.check_integrity()
     llm.shutdown()
 
 

@@ -14,13 +14,8 @@ from tests.kernels.interpreter import (
     only_with_the_compiler,
     stored,
 )
-from tests.kernels.test_scaled_linear import (
-    DTYPES,
-    INT4_FORMS,
-    INT4_SHAPES,
-    on_each_dtype,
-    problem,
-)
+from tests.kernels.linear_problem import problem
+from tests.kernels.test_scaled_linear import DTYPES, INT4_FORMS, INT4_SHAPES, on_each_dtype
 from tllm_spec.kernels.gemm.int4_weights import (
     BLOCK,
     HALF,

@@ -189,6 +189,17 @@ server_options = together(
     option(
         "--draft_model_key", str, "Name of the key in --api_key @FILE that may swap draft weights."
     ),
+    flag(
+        "--allow_weight_updates",
+        "POST /pause, /resume and /update_weights_from_disk are served; needs --weights_root and "
+        "--weights_key.",
+    ),
+    option(
+        "--weights_root",
+        click.Path(exists=True, file_okay=False),
+        "Folder of checkpoints that may replace the model's weights.",
+    ),
+    option("--weights_key", str, "Name of the key in --api_key @FILE that may do so, and pause."),
     option("--ssl_certfile", str, "Certificate in PEM format: the server speaks HTTPS."),
     option("--ssl_keyfile", str, "Private key of the certificate. [default: in --ssl_certfile]"),
     option("--ssl_keyfile_password", str, "Password of the private key."),
@@ -216,7 +227,12 @@ def options_of(given: Mapping[str, Any], host: str) -> ServerOptions:
     # click ignores an empty variable, which must be refused as an empty key.
     is_empty = given["api_key"] is None and os.environ.get(KEY_VARIABLE) == ""
     keys = read_keys("" if is_empty else given["api_key"])
-    _check_draft_key(given, keys)
+    _check_operator(given, keys, "draft_model_root", "draft_model_key")
+    _check_operator(given, keys, "weights_root", "weights_key")
+    if given["allow_weight_updates"] != (given["weights_key"] is not None):
+        raise ValueError("--allow_weight_updates, --weights_root and --weights_key need each other")
+    if given["allow_weight_updates"] and given["dp_size"] > 1:
+        raise ValueError("--allow_weight_updates is served with --dp_size 1 only")
     names = {each.name for each in fields(ServerOptions)}
     own = {name: value for name, value in given.items() if name in names}
     own |= {
@@ -232,14 +248,14 @@ def options_of(given: Mapping[str, Any], host: str) -> ServerOptions:
     return ServerOptions(**own)
 
 
-def _check_draft_key(given: Mapping[str, Any], keys: Keys) -> None:
-    """Draft weights are swapped by an operator, not by every client."""
-    root, name = given["draft_model_root"], given["draft_model_key"]
-    if (root is None) != (name is None):
-        raise ValueError("--draft_model_root and --draft_model_key need each other")
+def _check_operator(given: Mapping[str, Any], keys: Keys, root: str, key: str) -> None:
+    """Weights are replaced by an operator, not by every client."""
+    name = given[key]
+    if (given[root] is None) != (name is None):
+        raise ValueError(f"--{root} and --{key} need each other")
     if name is not None and (not isinstance(keys, Mapping) or name not in keys):
         raise ValueError(
-            f"--draft_model_key {name} is not the name of a key; --api_key @FILE with a line "
+            f"--{key} {name} is not the name of a key; --api_key @FILE with a line "
             f"`{name}: key` is needed"
         )
 

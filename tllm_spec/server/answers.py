@@ -116,6 +116,16 @@ def metrics_of(results: Sequence[RequestOutput]) -> Json:
     return {"metrics": {"speculative_decoding": figures}}
 
 
+def weights_of(results: Sequence[RequestOutput]) -> Json:
+    """Which weights computed the tokens of the first sample; empty where they cannot be updated."""
+    if not (spans := results[0].weight_versions):
+        return {}
+    return {
+        "weight_version": spans[-1].version,
+        "weight_versions": [span._asdict() for span in spans],
+    }
+
+
 class Answer(ABC):
     """The answer to one HTTP request. Its choices are the `n` samples of the first prompt, followed
     by those of the next."""
@@ -194,7 +204,8 @@ class Answer(ABC):
             for output in result.outputs
         ]
         answer = {**self._head, "object": self.kind, "choices": choices}
-        return {**answer, "usage": self._usage(results), **metrics_of(results)}
+        of_engine = metrics_of(results) | weights_of(results)
+        return {**answer, "usage": self._usage(results), **of_engine}
 
     def _usage(self, results: Sequence[RequestOutput]) -> Json:
         return usage_of(results)
@@ -268,7 +279,7 @@ class Answer(ABC):
         """The events after the last chunk of a sample: with `include_usage` one of it."""
         if not self.chunk_usage:
             return DONE
-        usage = {"usage": self._usage(results), **metrics_of(results)}
+        usage = {"usage": self._usage(results), **metrics_of(results), **weights_of(results)}
         return event({**self._chunk([]), **usage}) + DONE
 
     def failed(self, refusal: RequestRefused) -> bytes:

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
@@ -21,6 +21,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from tllm_spec.chat_formats.pieces import PlainText
 from tllm_spec.intake import max_model_len
 from tllm_spec.outputs import RequestOutput
+from tllm_spec.request_errors import PauseMode
 from tllm_spec.request_handle import RequestHandle
 from tllm_spec.sampling_params import DEFAULT_OPTIONS, SamplingParams
 from tllm_spec.server import messages_api, responses_api
@@ -52,9 +53,10 @@ from tllm_spec.server.protocol import (
     GenerationRequest,
     StreamOptions,
     TokenizeRequest,
+    WeightUpdateRequest,
 )
 from tllm_spec.server.refusals import MESSAGES_PATH, RequestRefused, add_error_handlers
-from tllm_spec.server.replicas import Engine
+from tllm_spec.server.replicas import Engine, Replicas
 from tllm_spec.server.responses_api import ResponseAnswer, ResponsesRequest
 from tllm_spec.server.streaming import (
     EventStream,
@@ -67,6 +69,10 @@ from tllm_spec.server.traces import Traces
 from tllm_spec.text.chat_prompt import ChatPrompts
 from tllm_spec.text.reasoning import Section
 from tllm_spec.version import __version__
+
+if TYPE_CHECKING:
+    from tllm_spec.llm import LLM
+    from tllm_spec.server.engine_client import EngineClient
 
 MAX_TEMPLATE_TOKENS = 1024  # that a chat template adds to what the body has, usually
 DRAINING = "the server is about to end"
@@ -143,6 +149,11 @@ class OpenAIServer:
         post("/detokenize", self.detokenize)
         if self._options.draft_model_root is not None:
             post("/v1/draft_model", self.swap_draft_weights)
+        if self._options.allow_weight_updates:
+            post("/pause", self.pause)
+            post("/resume", self.resume)
+            get("/is_paused", self.is_paused)
+            post("/update_weights_from_disk", self.update_weights)
         pages = Pages(self._llm, self._model, self._histograms, self._options.api_key is not None)
         pages.add_to(app)
         app.add_middleware(Guard, options=self._options)
@@ -173,7 +184,9 @@ class OpenAIServer:
         """200 while requests are welcome, else 503: the engine is down, or the server will end."""
         if self._draining.is_set():
             return PlainTextResponse(DRAINING, 503)
-        return Response() if self._llm.is_healthy else PlainTextResponse(ENGINE_DOWN, 503)
+        if not self._llm.is_healthy:
+            return PlainTextResponse(ENGINE_DOWN, 503)
+        return Response() if self._llm.pause_mode is None else PlainTextResponse("paused")
 
     async def health_generate(self, request: Request) -> Response:
         """200 once the engine has generated one token, 500 when that fails, 503 when it is down."""
@@ -333,14 +346,49 @@ class OpenAIServer:
     def swap_draft_weights(self, body: DraftModelRequest, request: Request) -> dict[str, Any]:
         """`/v1/draft_model`, for the operator's key only: waits until the weights are served. Not
         async: it runs in a thread."""
-        if request.scope["state"]["client"] != f"key {self._options.draft_model_key}":
-            raise RequestRefused(403, "this key may not swap draft weights")
+        _check_key(request, self._options.draft_model_key, "swap draft weights")
         with bad_request(), engine_running():
-            folder = _folder_below(Path(self._options.draft_model_root or ""), body.folder)
+            root = Path(self._options.draft_model_root or "")
+            folder = _folder_below(root, body.folder, "folder", "--draft_model_root")
             told = self._llm.load_draft_weights(
                 str(folder), keep_cache=body.keep_cache, force=body.force
             )
         return told | {"folder": body.folder}
+
+    def pause(self, request: Request, mode: PauseMode = "abort") -> dict[str, Any]:
+        """`/pause`, for the operator's key only: waits until no round runs, in a thread."""
+        _check_key(request, self._options.weights_key, "pause the engine")
+        with bad_request(), engine_running():
+            self._updatable.pause(mode)
+        return self.is_paused()
+
+    def resume(self, request: Request) -> dict[str, Any]:
+        """`/resume`, likewise."""
+        _check_key(request, self._options.weights_key, "resume the engine")
+        with engine_running():
+            self._updatable.resume()
+        return self.is_paused()
+
+    def is_paused(self) -> dict[str, Any]:
+        """Whether no rounds run before `/resume`."""
+        return {"is_paused": self._llm.pause_mode is not None}
+
+    def update_weights(self, body: WeightUpdateRequest, request: Request) -> dict[str, Any]:
+        """`/update_weights_from_disk`, likewise: waits until the weights are served."""
+        _check_key(request, self._options.weights_key, "update weights")
+        with bad_request(), engine_running():
+            root = Path(self._options.weights_root or "")
+            folder = _folder_below(root, body.model_path, "model_path", "--weights_root")
+            version = body.weight_version
+            told = self._updatable.update_weights(str(folder), version, running=body.running)
+        message = f"weights of {body.model_path} are served"
+        return {"success": True, "message": message, "weight_version": told.pop("version"), **told}
+
+    @property
+    def _updatable(self) -> EngineClient | LLM:
+        """One engine: `options_of` refuses updates of several."""
+        assert not isinstance(self._llm, Replicas)
+        return self._llm
 
     async def _params_of(
         self,
@@ -425,10 +473,15 @@ class OpenAIServer:
             self._traces.add(request, is_streamed, output)
 
 
-def _folder_below(root: Path, name: str) -> Path:
+def _check_key(request: Request, name: str | None, what: str) -> None:
+    if request.scope["state"]["client"] != f"key {name}":
+        raise RequestRefused(403, f"this key may not {what}")
+
+
+def _folder_below(root: Path, name: str, key: str, option: str) -> Path:
     """Symbolic links are followed before it is compared with the root. Raises ValueError."""
     root = root.resolve()
     folder = root if "\0" in name else (root / name).resolve()
     if folder == root or root not in folder.parents or not folder.is_dir():
-        raise ValueError(f"folder = {name!r} is not a folder below --draft_model_root")
+        raise ValueError(f"{key} = {name!r} is not a folder below {option}")
     return folder

@@ -19,7 +19,7 @@ from tllm_spec.executor.request import Response, StopChecker, StopMatch
 from tllm_spec.executor.request_wire import RequestLimits, pack_requests
 from tllm_spec.intake import Intake, Prompt, Submission
 from tllm_spec.outputs import Logprob
-from tllm_spec.request_errors import GrammarsUnavailable
+from tllm_spec.request_errors import REFUSING_MODES, EnginePaused, GrammarsUnavailable
 from tllm_spec.request_handle import RequestHandle
 from tllm_spec.sampling_params import DEFAULT_OPTIONS, RequestOptions, SamplingParams
 from tllm_spec.server.child import engine_process
@@ -93,8 +93,8 @@ class RemoteSample:
 logger = logging.getLogger(__name__)
 
 # Seconds that the engine has for work of its threads: to compile a grammar, which is given up much
-# earlier, and to load weights and replay requests with them.
-WORK_SECONDS = {"compile": 60.0, "stage": 600.0, "whole": 600.0}
+# earlier, and to load weights, replay requests with them, and end requests before a pause.
+WORK_SECONDS = {"compile": 60.0, **dict.fromkeys(("stage", "whole", "update", "pause"), 600.0)}
 QUESTIONS_PAUSE = 0.25  # of the time-out, between an answer and the next question
 SHUT_DOWN = "the server is shutting down"
 
@@ -181,6 +181,7 @@ class EngineClient:
         self._num_own_tokens = 0  # that the samples want
         self._num_in_engine = self._num_tokens_in_engine = 0  # of all fronts
         self._down: str | None = None
+        self.pause_mode: str | None = None
         self._timeout, self._name = timeout, name
         self._is_late = False
         connection.serve(self._receive, self._lose)
@@ -232,6 +233,8 @@ class EngineClient:
         """Sends the requests of a prompt to the engine. Raises ValueError for what cannot be sent;
         then they count nowhere."""
         self._check_alive()
+        if self.pause_mode in REFUSING_MODES:
+            raise EnginePaused
         for request in made.requests:
             # Stop strings are looked for here, so the tokens must come as they are made.
             request.streaming = request.streaming or request.stop_checker is not None
@@ -259,8 +262,20 @@ class EngineClient:
         """As `LLM.load_draft_weights`. Not from the event loop."""
         return self.swap_step("whole", folder, keep_cache, force)
 
-    def swap_step(self, step: str, *arguments: str | bool | int) -> dict[str, Any]:
-        """As the method of `DraftSwap` with this name. Not from the event loop."""
+    def pause(self, mode: str) -> None:
+        """As `LLM.pause`. Not from the event loop."""
+        self.swap_step("pause", mode)
+
+    def resume(self) -> None:
+        """As `LLM.resume`. Not from the event loop."""
+        self.swap_step("resume")
+
+    def update_weights(self, folder: str, version: str | None, *, running: str) -> dict[str, Any]:
+        """As `LLM.update_weights`, of a folder. Not from the event loop."""
+        return self.swap_step("update", folder, version, running)
+
+    def swap_step(self, step: str, *arguments: str | bool | int | None) -> dict[str, Any]:
+        """As one of the engine process' `steps`. Not from the event loop."""
         told: dict[str, Any] = self._ask("swap", step, *arguments)
         return told
 
@@ -278,7 +293,7 @@ class EngineClient:
         if self._down is not None:
             raise RuntimeError(self._down)
 
-    def _ask(self, kind: str, *question: str | bool | int) -> Any:
+    def _ask(self, kind: str, *question: str | bool | int | None) -> Any:
         """Raises ValueError where the question is a mistake, RuntimeError where the engine cannot
         answer, or not in time."""
         self._check_alive()
@@ -359,6 +374,8 @@ class EngineClient:
             self._on_kv_events(message[1])
         elif kind == "worse":
             self._on_worse(message[1])
+        elif kind == "paused":
+            self.pause_mode = message[1]
         elif kind == "answer":
             _, question_id, value, error, is_mistake = message
             answer = self._asked.pop(question_id, None)

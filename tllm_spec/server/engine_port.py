@@ -67,6 +67,7 @@ class EnginePort:
         self._queueing = threading.Lock()
         self.num_submitted = 0  # requests since the start: the latest one's id
         self._down: str | None = None
+        self._pause_mode: str | None = None
         # Compiling a grammar may take seconds. Fronts ask for one of each client at a time.
         self._compiling = ThreadPoolExecutor(MAX_COMPILING, thread_name_prefix="tllm-grammars")
 
@@ -102,6 +103,16 @@ class EnginePort:
         """These draft weights have fewer tokens a round than those before."""
         self._tell_all("worse", folder)
 
+    def set_pause(self, mode: str | None) -> None:
+        """mode: of a pause that begins; None: it has ended."""
+        self._pause_mode = mode
+        self._tell_all("paused", mode)
+
+    def cancel_all(self) -> None:
+        """Cancels all requests, of all fronts."""
+        for request_id in list(self._entries):
+            self._queue.cancel(request_id)
+
     def _tell_all(self, *message: Any) -> None:
         for link in list(self._own_ids):
             link.send(message)
@@ -112,6 +123,7 @@ class EnginePort:
         """Adds a front that has connected."""
         self._own_ids[link] = {}
         link.send(["hello", asdict(self._limits)])
+        link.send(["paused", self._pause_mode])
         self._between_rounds("add_sink", link)
         if self._down is not None:
             link.send(["down", self._down])

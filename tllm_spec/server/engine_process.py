@@ -164,6 +164,7 @@ class EngineProcess:
         from tllm_spec.models.registry import model_config
         from tllm_spec.ranks import build_together, join_ranks
         from tllm_spec.server.child import adopt_transformers_logs
+        from tllm_spec.target_update import TargetUpdate
         from tllm_spec.text.tokenizer import load_tokenizer
         from tllm_spec.zoo.registry import resolve_model
 
@@ -180,6 +181,7 @@ class EngineProcess:
         self._worker = Worker(built.executor, built.queue, self._on_end)
         swap = self._draft_swap = DraftSwap(args, built.executor, self._worker)
         weights, stats = built.executor.parts.draft_weights, built.executor.parts.iteration_stats
+        self._update = TargetUpdate(args.model, built.executor, self._worker)
         self._port = EnginePort(
             built,
             self._grammars,
@@ -189,7 +191,15 @@ class EngineProcess:
                 "stats": list if stats is None else stats.take,
                 "ping": lambda: None,
             },
-            {"whole": swap.whole, "stage": swap.stage, "commit": swap.commit, "keep": swap.keep},
+            {
+                "whole": swap.whole,
+                "stage": swap.stage,
+                "commit": swap.commit,
+                "keep": swap.keep,
+                "update": self._update.update,
+                "pause": self._pause,
+                "resume": self._resume,
+            },
         )
         if weights is not None and draft_version is not None:
             weights.version, weights.report_worse = draft_version, self._port.report_worse
@@ -215,6 +225,16 @@ class EngineProcess:
     def _on_end(self, reason: str) -> None:
         self._port.fail_all(reason)
         self._loop.stop()
+
+    def _pause(self, mode: str) -> dict[str, Any]:
+        self._port.set_pause(mode)
+        self._update.pause(mode, self._port.cancel_all)
+        return {}
+
+    def _resume(self) -> dict[str, Any]:
+        self._update.resume()
+        self._port.set_pause(None)
+        return {}
 
     def _state(self) -> Any:
         from tllm_spec.server_info import plain

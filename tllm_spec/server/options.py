@@ -47,6 +47,9 @@ class ServerOptions:
     otlp_traces_endpoint: str | None = None  # URL to send spans to
     draft_model_root: str | None = None  # folder of the draft weights that may be swapped in
     draft_model_key: str | None = None  # name of the key that may do so
+    allow_weight_updates: bool = False
+    weights_root: str | None = None  # folder of the target's weights that may be loaded
+    weights_key: str | None = None  # name of the key that may do so, and pause
 
 
 def hosts_of(address: str, allowed: Sequence[str] = ()) -> Sequence[str] | None:

@@ -456,6 +456,18 @@ class DraftModelRequest(BodyModel):
     force: bool = False
 
 
+class WeightUpdateRequest(BodyModel):
+    """Body of `/update_weights_from_disk`, which is SGLang's. model_path: below `--weights_root`.
+    running: whether requests that run are computed again or go on with what they have."""
+
+    model_path: str
+    weight_version: str | None = None
+    running: Literal["retract", "keep"] = "retract"
+    load_format: Literal["auto"] | None = None
+    flush_cache: Literal[True] = True
+    abort_all_requests: Literal[False] = False
+
+
 def _conversation(
     body: ChatCompletionRequest | TokenizeRequest, *, needs_tools: bool = True, **variables: Any
 ) -> Conversation:

@@ -278,6 +278,8 @@ class Replicas:
         await replicas._first.wait()
         return replicas
 
+    pause_mode = None  # weights of several engines are not updated
+
     @property
     def is_healthy(self) -> bool:
         return any(client.is_healthy for client in self._clients.values())

@@ -4,8 +4,8 @@ From a front: `["submit", ids, seeds, tokens, rules, options, grammar]`, `["canc
 `["call", id, name]`, `["compile", id, kind, text]`, `["swap", id, step, its arguments…]`. From the
 engine: `["hello", limits]`, `["responses", number of unfinished requests, their tokens, responses]`
 once a round, `["load", number, tokens]`, `["answer", id, value, error, whether it is the asker's
-mistake]`, and `["down", reason]`; of an engine of several `["kv_events", batch]` and `["worse",
-folder]`, its draft weights. No message can make the other side run code.
+mistake]`, `["paused", mode]`, and `["down", reason]`; of an engine of several `["kv_events",
+batch]` and `["worse", folder]`, its draft weights. No message can make the other side run code.
 
 msgspec does not serve: its decoder takes exactly one message and raises when a socket's read has
 more, so each connection would need frames of its own."""
@@ -27,7 +27,7 @@ MAX_BYTES = 1 << 30  # of one message; prompt log probabilities are the largest
 
 # Fields of a `Response` that its front gets with the first tokens, and with the last ones.
 FIRST = ("cached_tokens", "first_scheduled_time", "first_token_time")
-LAST = ("finish_reason", "stop_reason", "error")
+LAST = ("finish_reason", "stop_reason", "error", "weight_versions")
 
 
 def pack(message: Any) -> bytes:

@@ -1,0 +1,222 @@
+"""The target's weights are replaced in a running engine: what is answered is that of a new engine
+with these weights, whatever drafts; what runs meanwhile goes on or is computed again; what does not
+fit changes nothing. And an engine pauses."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.executor.harness import Harness
+from tests.executor.test_draft_weights import copy_of
+from tests.models.mtp_reference import save_predictable
+from tllm_spec.llm import LLM
+from tllm_spec.outputs import WeightVersion
+from tllm_spec.request_handle import RequestHandle
+from tllm_spec.zoo.registry import resolve_model
+
+A = "zoo:llama"
+HEAD = {"decoding_type": "Eagle3", "speculative_model": "zoo:llama-eagle3", "max_draft_len": 3}
+DRAFTERS: dict[str, dict[str, Any] | None] = {
+    "plain": None,
+    "ngram": {"decoding_type": "NGram", "max_draft_len": 3},
+    "draft_model": {
+        "decoding_type": "Draft_Target",
+        "speculative_model": "zoo:llama-draft",
+        "max_draft_len": 2,
+    },
+    "eagle3": HEAD,
+    "eagle3_two_model": HEAD | {"eagle3_one_model": False},
+    "eagle3_tree": HEAD | {"use_dynamic_tree": True, "dynamic_tree_max_topK": 3},
+}
+PROMPT = list(range(300, 312))
+SAMPLED = {"max_tokens": 30, "temperature": 0.5, "seed": 7, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """B: a checkpoint with other answers."""
+    return str(copy_of(A, tmp_path_factory.mktemp("b") / "other", 0.9))
+
+
+def make_llm(model: str = A, spec: dict[str, Any] | None = HEAD, **options: Any) -> LLM:
+    options = {"skip_tokenizer_init": True, "max_batch_size": 8, "max_seq_len": 256} | options
+    return LLM(model, speculative_config=spec, **options)
+
+
+def text(llm: LLM, prompt: list[int] = PROMPT, **params: Any) -> list[int]:
+    return llm.generate(prompt, SAMPLED | params).outputs[0].token_ids
+
+
+def run(harness: Harness, first: int = 300) -> tuple[list[int], list[int]]:
+    """A text, and its rounds by outcome. first: token of the prompt."""
+    request = harness.submit(list(range(first, first + 12)), **SAMPLED)
+    harness.run()
+    return request.tokens, request.counters.rounds_by_outcome
+
+
+def replaced(harness: Harness, folder: str, version: str | None = None) -> None:
+    weights = harness.parts.target_weights
+    assert weights is not None
+    harness.executor.replace_weights(weights.stage(folder), version, retract=True)
+
+
+@pytest.mark.thinned
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_an_updated_engine_answers_as_a_new_one_and_back(name: str, other: str) -> None:
+    options = {} if DRAFTERS[name] is None else {"speculative_config": DRAFTERS[name]}
+    harness = Harness(A, **options)
+    first = run(harness)
+    replaced(harness, other)
+    assert run(harness) == run(Harness(other, **options)) != first
+    replaced(harness, str(resolve_model(A)))
+    assert run(harness) == first
+
+
+def with_modules(folder: Path) -> Harness:
+    spec = {"decoding_type": "MTP", "max_draft_len": 2}
+    return Harness(folder, max_seq_len=64, speculative_config=spec)
+
+
+def test_mtp_modules_of_the_checkpoint_are_replaced_with_it(tmp_path: Path) -> None:
+    """And stay if it has none."""
+    save_predictable(tmp_path / "a")
+    b = copy_of(str(tmp_path / "a"), tmp_path / "b", 0.5)
+    harness = with_modules(tmp_path / "a")
+    first = run(harness, 5)
+    replaced(harness, str(b))
+    assert run(harness, 5) == run(with_modules(b), 5) != first
+    tensors = load_file(tmp_path / "a" / "model.safetensors")
+    number = json.loads((tmp_path / "a" / "config.json").read_text())["num_hidden_layers"]
+    without = {k: v for k, v in tensors.items() if not k.startswith(f"model.layers.{number}.")}
+    save_file(without, tmp_path / "a" / "model.safetensors")
+    replaced(harness, str(tmp_path / "a"))
+    after = run(harness, 5)
+    assert after[0] == first[0] and after[1] != first[1]
+
+
+def test_a_request_that_is_kept_goes_on_with_its_old_keys_and_values(other: str) -> None:
+    harness = Harness(A, speculative_config=HEAD)
+    expected, weights = run(harness)[0], harness.parts.target_weights
+    request = harness.submit(PROMPT, **SAMPLED)
+    harness.rounds(6)
+    assert weights is not None
+    harness.executor.replace_weights(weights.stage(other), "b", retract=False)
+    start = request.num_output_tokens
+    harness.run()
+    assert request.weight_versions == [("default", 0), ("b", start)]
+    end = len(PROMPT) + start
+    assert request.num_preemptions == 0 and 0 < start < 30
+    assert request.tokens[:end] == expected[:end] and request.tokens != expected
+    assert run(harness)[0] == run(Harness(other, speculative_config=HEAD))[0], "not its pages"
+
+
+def test_a_request_that_is_retracted_is_computed_again(other: str) -> None:
+    """Its text is A's and then what B makes of it."""
+    harness, greedy = Harness(A, speculative_config=HEAD), {"max_tokens": 30, "ignore_eos": True}
+    request = harness.submit(PROMPT, **greedy)
+    harness.rounds(6)
+    replaced(harness, other)
+    end = request.num_tokens
+    harness.run()
+    assert request.num_preemptions == 1 and request.weight_versions[1:] == [("1", end - 12)]
+    fresh = Harness(other, speculative_config=HEAD)
+    rest = fresh.submit(request.tokens[:end], **greedy | {"max_tokens": 42 - end})
+    fresh.run()
+    assert request.tokens == rest.tokens
+
+
+def changed(folder: Path, name: str, tensor: torch.Tensor | None) -> str:
+    path = copy_of(A, folder, 0.9) / "model.safetensors"
+    tensors = load_file(path) | {name: tensor}
+    save_file({name: each for name, each in tensors.items() if each is not None}, path)
+    return str(folder)
+
+
+def test_what_does_not_fit_is_refused_and_the_old_model_answers(tmp_path: Path) -> None:
+    norm = "model.norm.weight"
+    with make_llm() as llm:
+        before = text(llm)
+        size = llm.model_config.hidden_size
+        for number, (tensor, why) in enumerate(
+            [
+                (None, f"missing {norm}"),
+                (torch.ones(size + 1), "has the shape"),
+                (torch.full((size,), torch.nan), "infinite or no numbers"),
+            ]
+        ):
+            folder = changed(tmp_path / str(number), norm, tensor)
+            with pytest.raises(ValueError, match=why):
+                llm.update_weights(folder)
+        with pytest.raises(ValueError, match="running = 'stop'"):
+            llm.update_weights(A, running="stop")  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="twice"):
+            llm.update_weights([("x", torch.ones(1)), ("x", torch.zeros(1))])
+        assert text(llm) == before and not llm.is_paused
+        llm.check_integrity()
+
+
+def tensors_of(folder: str) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from load_file(Path(folder) / "model.safetensors").items()
+
+
+def test_tensors_are_taken_by_their_names_while_streams_run(other: str) -> None:
+    with make_llm() as llm, make_llm(other) as fresh:
+        prompts = [list(range(first, first + 9)) for first in range(100, 500, 50)]
+        streams = [llm.generate_async(each, SAMPLED, streaming=True) for each in prompts]
+        for stream in streams:
+            next(stream)
+        llm.pause("keep")  # none may end before the update
+        told = llm.update_weights(tensors_of(other), version="step 1")
+        llm.resume()
+        assert told["version"] == "step 1" and told["staged_seconds"] > 0
+        for stream in streams:
+            output = stream.result()
+            assert output.outputs[0].length == 30 and output.weight_version == "step 1"
+            (first, second) = output.weight_versions
+            assert first == WeightVersion("default", 0, second.start) and second.end == 30
+        again = llm.generate(PROMPT, SAMPLED)
+        assert again.outputs[0].token_ids == text(fresh)
+        assert again.weight_versions == [WeightVersion("step 1", 0, 30)]
+        assert llm.server_info()["internal_states"][0]["weight_version"] == "step 1"
+        llm.check_integrity()
+
+
+def started(llm: LLM) -> RequestHandle:
+    stream = llm.generate_async(PROMPT, SAMPLED, streaming=True)
+    next(stream)
+    return stream
+
+
+@pytest.mark.parametrize("mode", ["keep", "retract"])
+def test_requests_wait_while_an_engine_is_paused(mode: Any) -> None:
+    with make_llm() as llm:
+        expected = text(llm)
+        stream = started(llm)
+        llm.pause(mode)
+        assert llm.is_paused and llm.num_unfinished == 1
+        new = llm.generate_async(PROMPT, SAMPLED)
+        assert llm.server_info()["internal_states"][0]["num_requests_running"] == (mode == "keep")
+        assert llm.num_unfinished == 2
+        llm.resume()
+        assert [each.result().outputs[0].token_ids for each in (stream, new)] == [expected] * 2
+        llm.check_integrity()
+
+
+@pytest.mark.parametrize("mode", ["abort", "wait"])
+def test_a_paused_engine_may_refuse_requests(mode: Any) -> None:
+    with make_llm() as llm:
+        stream = started(llm)
+        llm.pause(mode)
+        (output,) = stream.result().outputs
+        assert output.finish_reason == ("cancelled" if mode == "abort" else "length")
+        with pytest.raises(RuntimeError, match="paused and takes no requests"):
+            llm.generate(PROMPT)
+        llm.resume()
+        assert len(text(llm)) == 30
+        with pytest.raises(ValueError, match="mode = 'stop'; it must be one of abort, wait"):
+            llm.pause("stop")  # type: ignore[arg-type]
