@@ -15,6 +15,8 @@ from tllm_spec.chat_formats.names import REASONING, TOOLS
 from tllm_spec.chat_formats.pieces import (
     Arguments,
     CallStart,
+    ForcedCall,
+    ForcedCalls,
     NewParser,
     Parser,
     Piece,
@@ -92,6 +94,8 @@ CASES: Sequence[tuple[NewParser, str, list[Piece]]] = [
     (DeepSeekCalls, f"{ALL}{V31}{ALL_END}", CALLED),
     (DeepSeekCalls, f"{OPEN}x{CLOSE}", [Text(f"{OPEN}x{CLOSE}")]),
     (DeepSeekCalls, f"a {ALL[:9]}", [Text(f"a {ALL[:9]}")]),
+    (ForcedCalls, f"[{LLAMA}, {LLAMA}]", [*CALLED, *CALLED]),
+    (lambda: ForcedCall("f"), ARGUMENTS, CALLED),
     (r1(), "I think</think>\n\nso ", [Reasoning("I think"), Text("so ")]),
     (r1(), "<think>\nI </th\n</think>so", [Reasoning("I </th"), Text("so")]),
     (r1(), "I think ", [Reasoning("I think ")]),

@@ -227,8 +227,8 @@ def test_the_output_format_is_a_grammar(post: Post, llm: FakeLLM) -> None:
 @pytest.mark.parametrize(
     ("choice", "text"),
     [
-        ({"type": "any"}, '{"name": "weather", "parameters": {"at": "Rome"}}'),
-        ({"type": "tool", "name": "weather"}, '{"name": "weather", "parameters": {"at": "Rome"}}'),
+        ({"type": "any"}, '[{"name": "weather", "parameters": {"at": "Rome"}}]'),
+        ({"type": "tool", "name": "weather"}, '{"at": "Rome"}'),
     ],
 )
 def test_a_choice_of_tools_is_that_of_a_chat(

@@ -170,22 +170,22 @@ def test_items_of_one_answer_are_one_message_and_those_of_others_are_not(
     assert prompt_of(llm) == "assistant:x;assistant:y;assistant:Rs;zC{};tool:o;assistant:;"
 
 
-JSON_CALL = f'{{"name": "weather", "parameters": {ARGUMENTS}}}'
+JSON_CALLS = f'[{{"name": "weather", "parameters": {ARGUMENTS}}}]'
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("choice", "text"),
     [
-        ("required", JSON_CALL),
-        ({"type": "function", "name": "weather"}, JSON_CALL),
+        ("required", JSON_CALLS),
+        ({"type": "function", "name": "weather"}, ARGUMENTS),
         (
             {
                 "type": "allowed_tools",
                 "mode": "required",
                 "tools": [{"type": "function", "name": "weather"}],
             },
-            JSON_CALL,
+            JSON_CALLS,
         ),
     ],
 )

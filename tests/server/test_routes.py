@@ -397,6 +397,7 @@ def test_text_and_null_are_no_grammar() -> None:
         ({"response_format": {}}, "the types text, json_object"),
         ({"response_format": {"type": ["text"]}}, "the types text, json_object"),
         ({"response_format": {"type": {}}}, "the types text, json_object"),
+        ({"tool_choice": {"a": "b" * 70000}}, r"tools = \[...\]: guided_decoding.json has 70009"),
         ({"guided_choice": []}, "guided_choice = .*a list of non-empty strings"),
         ({"structured_outputs": {}}, "structured_outputs = .*exactly one of"),
     ],

@@ -13,8 +13,7 @@ from tests.grammar.walks import accepts, compiled
 from tests.server.fake_llm import MODEL, FakeLLM
 from tests.server.hosted import hosted
 from tests.server.http_answers import CHAT, Post, events_of
-from tllm_spec.chat_formats.chat_format import ChatFormat, Function
-from tllm_spec.chat_formats.llama import LLAMA_JSON
+from tllm_spec.chat_formats.chat_format import ChatFormat, Function, calls_schema
 from tllm_spec.server.bodies import LONG_BODY
 from tllm_spec.server.chat_answer import AnswerFormats
 from tllm_spec.server.options import ServerOptions
@@ -121,7 +120,6 @@ def bare(llm: FakeLLM) -> Iterator[openai.OpenAI]:
         yield openai.OpenAI(base_url=f"{url}/v1", api_key="-", max_retries=0)
 
 
-JSON_CALL = '{"name": "weather", "parameters": {"at": "Rome"}}'
 NAMED = {"type": "function", "function": {"name": "weather"}}
 
 
@@ -129,32 +127,26 @@ def test_a_named_function_is_forced_by_the_grammar_of_its_arguments(
     bare: openai.OpenAI, llm: FakeLLM
 ) -> None:
     for stream in (False, True):
-        answer = ask(bare, llm, JSON_CALL, tools=TOOLS, tool_choice=NAMED, stream=stream)
+        answer = ask(bare, llm, '{"at": "Rome"}', tools=TOOLS, tool_choice=NAMED, stream=stream)
         if stream:
             assert joined(answer) == ("", "", [CALLED], "stop")
         else:
             call = answer.choices[0].message.tool_calls[0].function
             assert (call.name, call.arguments) == CALLED
             assert answer.choices[0].message.content is None
-    _, call, _ = format_of(llm)["elements"]
-    assert call["json_schema"]["properties"] == {
-        "name": {"const": "weather"},
-        "parameters": {"$id": "function:weather", **PARAMETERS},
-    }
+    assert json.loads(llm.sampling[-1].guided_decoding.source.text) == PARAMETERS
 
 
-def test_required_forces_calls_as_json(bare: openai.OpenAI, llm: FakeLLM) -> None:
-    for is_parallel in (True, False):
-        options = {"tool_choice": "required", "parallel_tool_calls": is_parallel}
-        answer = ask(bare, llm, JSON_CALL, tools=TOOLS, **options)
-        assert answer.choices[0].message.tool_calls[0].function.arguments == '{"at": "Rome"}'
-        assert answer.choices[0].finish_reason == "tool_calls"
-        grammar = compiled({"format": format_of(llm)}, "structural_tag")
-        assert accepts(grammar, JSON_CALL) and not accepts(grammar, "")
-        assert not accepts(grammar, JSON_CALL.replace('"Rome"', "5"))
-        assert accepts(grammar, JSON_CALL.replace("weather", "time"))
-        assert not accepts(grammar, JSON_CALL.replace("weather", "other"))
-        assert accepts(grammar, f" {JSON_CALL} ; {JSON_CALL}") == is_parallel
+def test_required_forces_a_list_of_calls(bare: openai.OpenAI, llm: FakeLLM) -> None:
+    text = '[{"name": "weather", "parameters": {"at": "Rome"}}]'
+    answer = ask(bare, llm, text, tools=TOOLS, tool_choice="required")
+    assert answer.choices[0].message.tool_calls[0].function.arguments == '{"at": "Rome"}'
+    assert answer.choices[0].finish_reason == "tool_calls"
+    schema = json.loads(llm.sampling[-1].guided_decoding.source.text)
+    calls = [each["properties"] for each in schema["items"]["anyOf"]]
+    assert [each["name"]["const"] for each in calls] == ["weather", "time"]
+    assert calls[0]["parameters"] == {"$id": "function:0", **PARAMETERS}
+    assert "maxItems" not in schema
 
 
 def format_of(llm: FakeLLM) -> Any:
@@ -237,11 +229,10 @@ def test_references_of_a_function_are_to_its_own_schema() -> None:
         Function(name, {"type": "object", **inner, "$defs": {"n": {"type": kind}}})
         for name, kind in (("f", "integer"), ("g", "boolean"))
     ]
-    part = LLAMA_JSON.calls_tag(functions, is_parallel=False)
-    grammar = compiled({"format": part}, "structural_tag")
+    grammar = compiled(calls_schema(functions, is_parallel=False))
     for name, value in (("f", "1"), ("g", "true")):
         for at in ("1", "true"):
-            text = f'{{"name": "{name}", "parameters": {{"at": {at}, "in": {{"at": {at}}}}}}}'
+            text = f'[{{"name": "{name}", "parameters": {{"at": {at}, "in": {{"at": {at}}}}}}}]'
             assert accepts(grammar, text) == (at == value)
 
 
@@ -421,6 +412,18 @@ def test_only_allowed_tools_are_called(client: openai.OpenAI, llm: FakeLLM, mode
     grammar = compiled({"format": format_of(llm)}, "structural_tag")
     assert accepts(grammar, time) and not accepts(grammar, CALL)
     assert accepts(grammar, "It is noon.") == (mode == "auto")
+
+
+def test_without_a_parser_only_allowed_tools_are_in_the_list(
+    bare: openai.OpenAI, llm: FakeLLM
+) -> None:
+    choice: Any = {"type": "allowed_tools", "allowed_tools": {**ALLOWED, "mode": "required"}}
+    text = '[{"name": "time", "parameters": {}}]'
+    answer = ask(bare, llm, text, tools=TOOLS, tool_choice=choice)
+    assert answer.choices[0].message.tool_calls[0].function.name == "time"
+    source = llm.sampling[-1].guided_decoding.source
+    grammar = compiled(json.loads(source.text))
+    assert accepts(grammar, text) and not accepts(grammar, text.replace("time", "weather"))
 
 
 def test_wrong_allowed_tools_are_refused(post: Post) -> None:

@@ -112,6 +112,17 @@ def json_call(function: Function, arguments_key: str = "arguments") -> Part:
     return json_part({"type": "object", "properties": properties, **needed})
 
 
+def calls_schema(functions: Sequence[Function], *, is_parallel: bool) -> Schema:
+    """The schema of a JSON list of calls, which are forced where no format is known."""
+    numbered = [
+        each._replace(parameters={"$id": f"function:{number}", **each.parameters})
+        for number, each in enumerate(functions)
+    ]
+    calls = [json_call(each, "parameters")["json_schema"] for each in numbered]
+    limit = {} if is_parallel else {"maxItems": 1}
+    return {"type": "array", "minItems": 1, **limit, "items": {"anyOf": calls}}
+
+
 def named_call(function: Function, separator: str) -> Part:
     """A call as a name, a separator and arguments."""
     return sequence(text(function.name + separator), arguments(function))

@@ -202,3 +202,30 @@ class PlainText(StepParser):
 
     def steps(self) -> Steps[None]:
         return self.rest(CONTENT)
+
+
+# Calls of a text that a grammar has forced to be them: `tool_choice` required or one function.
+
+
+class ForcedCall(StepParser):
+    """The whole text is the arguments of one function."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        super().__init__()
+
+    def steps(self) -> Steps[None]:
+        yield CallStart(self._name)
+        yield from self.rest(ARGUMENTS)
+
+
+class ForcedCalls(StepParser):
+    """The text is a JSON list of `{"name": ..., "parameters": {...}}`."""
+
+    def steps(self) -> Steps[None]:
+        while not self.has_ended:
+            self.taken(self.text.find("{") if "{" in self.text else None)
+            if self.text:
+                yield from self.json_call()
+            else:
+                yield None

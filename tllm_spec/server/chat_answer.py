@@ -11,15 +11,16 @@ from functools import partial
 from typing import Any
 
 from tllm_spec.chat_formats import names
-from tllm_spec.chat_formats.chat_format import ChatFormat, Function, num_chars
+from tllm_spec.chat_formats.chat_format import Function, calls_schema, num_chars
 from tllm_spec.chat_formats.harmony import HarmonyParser, harmony_text
-from tllm_spec.chat_formats.llama import LLAMA_JSON
 from tllm_spec.chat_formats.marked_text import MarkedText, unsplit
 from tllm_spec.chat_formats.pieces import (
     CALL,
     CALL_ID,
     CONTENT,
     REASONING,
+    ForcedCall,
+    ForcedCalls,
     NewParser,
     Parser,
     PlainText,
@@ -31,9 +32,9 @@ from tllm_spec.outputs import CompletionOutput, Logprob, RequestOutput
 from tllm_spec.sampling_params import SamplingParams
 from tllm_spec.server.answers import Answer, Json, Logprobs, number_of, usage_of
 from tllm_spec.server.bodies import LONG_BODY
-from tllm_spec.server.chat_message import AllowedTools, Choice, NamedChoice, chosen_names
+from tllm_spec.server.chat_message import AllowedTools, NamedChoice, chosen_names
 from tllm_spec.server.options import ServerOptions
-from tllm_spec.server.protocol import ChatCompletionRequest
+from tllm_spec.server.protocol import ChatCompletionRequest, guided_params
 from tllm_spec.server.refusals import RequestRefused
 from tllm_spec.text.reasoning import Section, marker_tokens, section_after
 from tllm_spec.text.tokenizer import REPLACEMENT, Tokenizer, bytes_of_token
@@ -76,20 +77,25 @@ class AnswerFormats:
         return section_after(prompt, self._reasoning, self._markers, self._tokenizer)
 
     def guided(self, body: ChatCompletionRequest, params: SamplingParams) -> SamplingParams:
-        """The parameters with a grammar of calls in the model's own format, where the body asks for
-        calls that match. Raises ValueError for one that is too long, or that cannot be written."""
+        """The parameters with a grammar of calls, in the model's own format or JSON, where the body
+        asks for calls that match. Raises ValueError for what is too long or cannot be written."""
         choice, guided = body.mode, params.guided_decoding
-        calls, is_free = self._calls_of(choice), choice in FREE
+        calls, is_free = self._calls, choice in FREE
         if guided is not None and not is_free:
             raise ValueError(
                 "guided_decoding and tool_choice are given; one of them says what text must match"
             )
         functions, is_limited = _functions(body), isinstance(body.tool_choice, AllowedTools)
         is_bound = is_limited or any(each.is_strict for each in functions)
+        is_named = isinstance(choice, NamedChoice)
+        is_parallel = body.parallel_tool_calls and not is_named
+        if calls is None and not is_free:
+            several = calls_schema(functions, is_parallel=is_parallel)
+            schema = functions[0].parameters if is_named else several
+            return replace(params, guided_decoding=guided_params({"tool_choice": schema}))
         if calls is None or guided is not None or choice == "none" or not is_bound:
             return params
         make = calls.answer_tag if is_free else calls.calls_tag
-        is_parallel = body.parallel_tool_calls and not isinstance(choice, NamedChoice)
         try:
             plain = [
                 each._replace(parameters=without_notes(each.parameters)) if each.is_strict else each
@@ -107,10 +113,6 @@ class AnswerFormats:
         tag = {"type": "structural_tag", "format": part}
         return replace(params, guided_decoding=GuidedDecodingParams(structural_tag=tag))
 
-    def _calls_of(self, choice: Choice) -> ChatFormat | None:
-        """The format of calls: JSON where they are forced and no other one is known."""
-        return self._calls or (None if choice in FREE else LLAMA_JSON)
-
     def new_texts(
         self, body: ChatCompletionRequest, *, is_guided: bool
     ) -> Callable[[Section], ParsedText] | None:
@@ -125,10 +127,14 @@ class AnswerFormats:
             )
         if choice == "auto" and self._calls is None and not is_guided:
             raise RequestRefused(400, NO_PARSER)
-        calls = None if choice == "none" or (is_free and is_guided) else self._calls_of(choice)
-        if calls is None and self._reasoning is None:
+        calls = None if choice == "none" or (is_free and is_guided) else self._calls
+        new_parser: NewParser = ForcedCalls if choice == "required" else PlainText
+        if calls is not None:
+            new_parser = partial(calls.new_parser, functions)
+        elif isinstance(choice, NamedChoice):
+            new_parser = partial(ForcedCall, choice.function.name)
+        if new_parser is PlainText and self._reasoning is None:
             return None
-        new_parser: NewParser = partial(calls.new_parser, functions) if calls else PlainText
         markers = self._all_markers if calls else self._markers
         marks = {token: (name, name) for token, name in markers.items()}
         skips = body.skip_special_tokens is not False
@@ -136,7 +142,7 @@ class AnswerFormats:
         def text(section: Section) -> ParsedText:
             parser = new_parser()
             if (form := self._reasoning) is not None:
-                own = form if calls and calls is self._calls else replace(form, ends_at=())
+                own = form if calls else replace(form, ends_at=())
                 parser = ReasoningParser(parser, own, section)
             marked = MarkedText(self._tokenizer, marks, skip_special_tokens=skips)
             new_id = calls.new_id if calls else None

@@ -52,8 +52,9 @@ def _given(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def guided_params(options: Mapping[str, Any]) -> GuidedDecodingParams | None:
-    """options: `response_format`, `structured_outputs` and GUIDED_NAMES, None where they are not
-    given. Raises ValueError for several of them and for values that cannot be used."""
+    """options: `response_format`, `structured_outputs`, the schema of `tool_choice` and
+    GUIDED_NAMES, None where they are not given. Raises ValueError for several of them and for
+    values that cannot be used."""
     given = _given(options)
     if not given:
         return None
@@ -65,9 +66,12 @@ def guided_params(options: Mapping[str, Any]) -> GuidedDecodingParams | None:
             return _of_format(value)
         if name == "structured_outputs":
             return GuidedDecodingParams.of(value)
+        if name == "tool_choice":
+            return GuidedDecodingParams(json=value)
         return GuidedDecodingParams(**{name.removeprefix("guided_"): value})
     except ValueError as error:
-        raise ValueError(f"{name} = {shown(value)}: {error}") from error
+        option = "tools = [...]" if name == "tool_choice" else f"{name} = {shown(value)}"
+        raise ValueError(f"{option}: {error}") from error
 
 
 def _of_format(value: object) -> GuidedDecodingParams:
