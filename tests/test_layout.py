@@ -22,8 +22,8 @@ MAX_FUNCTION_LINES = 60
 # Functions of the product, and their files, that one `LLM.generate` runs through.
 MAX_WALKS = {"plain": (296, 48), "EAGLE-3": (341, 56), "EAGLE-3 tree + SA": (379, 63)}
 # Of the product; lines of code are those without blank lines, comments and docstrings.
-MAX_COUNTS = {"files": 307, "classes": 656, "lines": 70_415, "lines of code": 49_792}
-MAX_TEST_LINES = 76_062
+MAX_COUNTS = {"files": 307, "classes": 658, "lines": 70_577, "lines of code": 49_910}
+MAX_TEST_LINES = 76_177
 MIN_DOCUMENTED = 0.78  # of the product's public functions: those with a docstring; it only rises
 MAX_FRAMES, MAX_FRAME_FILES = 7, 5  # from `PyExecutor.step` to the target's forward
 # The worker's main and calls of users' programs: only these may turn any fault into an answer.

@@ -22,6 +22,10 @@ KEY, OTHER_KEY = "a" * 20, "b" * 20
 BODY = SHORT | {"max_tokens": 20, "ignore_eos": True, "temperature": 0.5, "seed": 3}
 
 
+def headers_of(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
 def expected(model: str) -> str:
     with LLM(model, device="cpu", max_batch_size=4) as llm:
         params = {name: value for name, value in BODY.items() if name not in ("model", "prompt")}
@@ -31,8 +35,8 @@ def expected(model: str) -> str:
 
 def test_the_operator_updates_the_weights_and_pauses(tmp_path: Path) -> None:
     keys, root = tmp_path / "keys", tmp_path / "weights"
-    keys.write_text(f"operator: {KEY}\nclient: {OTHER_KEY}\n")
     root.mkdir()
+    keys.write_text(f"operator: {KEY}\nclient: {OTHER_KEY}\n")
     other = copy_of("zoo:llama", root / "b", 0.9)
     broken = copy_of("zoo:llama", root / "broken", 0.9) / "model.safetensors"
     save_file(load_file(broken) | {"model.norm.weight": torch.ones(3)}, broken)
@@ -48,8 +52,7 @@ def test_the_operator_updates_the_weights_and_pauses(tmp_path: Path) -> None:
     ):  # fmt: skip
 
         def ask(path: str, key: str = KEY, **body: Any) -> httpx.Response:
-            headers = {"Authorization": f"Bearer {key}"}
-            return client.post(path, json=body, headers=headers)
+            return client.post(path, json=body, headers=headers_of(key))
 
         def update(folder: str, key: str = KEY, **more: Any) -> httpx.Response:
             return ask("/update_weights_from_disk", key, model_path=folder, **more)
@@ -79,15 +82,13 @@ def test_the_operator_updates_the_weights_and_pauses(tmp_path: Path) -> None:
 
         assert ask("/pause?mode=keep").json() == {"is_paused": True}
         waiting = thread.submit(ask, "/v1/completions", **BODY)
-        health = client.get("/health")
-        assert (health.status_code, health.text) == (200, "paused")
+        assert client.get("/health").text == "paused"
         assert ask("/resume").json() == {"is_paused": False}
         assert waiting.result().json()["choices"] == after["choices"]
         assert ask("/pause").json() == {"is_paused": True}, "abort, as at vLLM"
         refused = ask("/v1/completions", **BODY)
         assert refused.status_code == 503 and "paused and takes no requests" in refused.text
-        headers = {"Authorization": f"Bearer {KEY}"}
-        assert client.get("/is_paused", headers=headers).json() == {"is_paused": True}
+        assert client.get("/is_paused", headers=headers_of(KEY)).json() == {"is_paused": True}
         ask("/resume")
         assert ask("/v1/completions", **BODY).json()["choices"] == after["choices"]
     texts = [each["choices"][0]["text"] for each in (before, after)]
