@@ -22,6 +22,7 @@ from tllm_spec.executor.device.transfer import TextStates
 from tllm_spec.executor.request import DecodingRules, LlmRequest
 from tllm_spec.executor.rounds.round_reader import LaunchedRound
 from tllm_spec.grammar.guided_decoding import compiler_name
+from tllm_spec.grammar.thinking_budget import Budget
 from tllm_spec.recording.traffic_folder import HiddenStates, TrafficFolder
 from tllm_spec.recording.traffic_record import Sampling, TrafficRecord, rounds_until
 
@@ -47,11 +48,14 @@ class ReadRound(NamedTuple):
 
 
 def _guided_by(request: LlmRequest) -> bool | str:
-    """What compiled the request's grammar; the kind of other rules."""
+    """What compiled the grammar, after `thinking_budget` with a budget; or one of the two."""
     if request.grammar is None:
         return False
-    kind = request.grammar.source.kind
-    return kind if kind == "thinking_budget" else compiler_name()
+    source = request.grammar.source
+    if source.kind != "thinking_budget":
+        return compiler_name()
+    has_grammar = Budget.of(source)[1] is not None
+    return f"{source.kind} {compiler_name()}" if has_grammar else source.kind
 
 
 class TrafficRecorder:

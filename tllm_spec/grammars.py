@@ -14,7 +14,7 @@ from contextlib import suppress
 from functools import lru_cache, partial
 from typing import Any
 
-from tllm_spec.chat_formats.names import MARKERS, REASONING, reasoning_name
+from tllm_spec.chat_formats.names import AUTO_REASONING, MARKERS, REASONING, name_of
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.executor.request_wire import RequestLimits
 from tllm_spec.grammar.grammar_state import CompiledGrammar, GrammarState
@@ -23,7 +23,7 @@ from tllm_spec.grammar.guided_decoding import GrammarSource, GuidedDecodingParam
 from tllm_spec.grammar.structural_tags import NamedTokens
 from tllm_spec.grammar.thinking_budget import Budget, Sections, TextRules, ThinkingBudget
 from tllm_spec.sampling_params import SamplingParams
-from tllm_spec.text.reasoning import Marks, ReasoningFormat, Section, section_after
+from tllm_spec.text.reasoning import ReasoningFormat, Section, marker_tokens, section_after
 from tllm_spec.text.tokenizer import Tokenizer
 from tllm_spec.text.vocabulary import harmony_ends, token_bytes
 
@@ -183,7 +183,7 @@ class ReasoningRules:
         self._tokenizer, self._form = tokenizer, _form_of(args, tokenizer)
         self._in_reasoning = args.enable_in_reasoning or self._form is None
         if (form := self._form) is not None and tokenizer is not None:
-            self._marks = Marks(tokenizer, (form.opener, form.closer))
+            self._markers = marker_tokens(tokenizer, (form.opener, form.closer))
             parts = named_tokens(tokenizer, frozenset()).parts
             self._opener, self._closer = parts(form.opener), parts(form.closer)
             self._calls = [parts(each) for each in form.ends_at]
@@ -200,7 +200,7 @@ class ReasoningRules:
             return None
         section: Section = "over"
         if self._form is not None and self._tokenizer is not None:
-            section = section_after(prompt, self._form, self._marks, self._tokenizer)
+            section = section_after(prompt, self._form, self._markers, self._tokenizer)
         after = self._after(section, params.guided_decoding)
         if params.thinking_budget is None:
             return after
@@ -240,7 +240,7 @@ def _form_of(args: LlmArgs, tokenizer: Tokenizer | None) -> ReasoningFormat | No
         return None
     if tokenizer is None:
         raise ValueError("reasoning_parser needs a tokenizer; drop skip_tokenizer_init")
-    name = reasoning_name(args.reasoning_parser, str(tokenizer.chat_template or ""))
+    name = name_of(args.reasoning_parser, AUTO_REASONING, str(tokenizer.chat_template or ""))
     if name is not None and name not in REASONING:
         known = ", ".join(sorted(REASONING))
         raise ValueError(f"reasoning_parser = {name!r}: {known} and auto are accepted")

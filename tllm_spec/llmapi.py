@@ -11,7 +11,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import tllm_spec
-from tllm_spec.chat_formats.names import REASONING, reasoning_name
+from tllm_spec.chat_formats.names import AUTO_REASONING, REASONING, name_of
 from tllm_spec.config.neighbours import (
     ABSENT,
     CHAT_IGNORED,
@@ -140,7 +140,7 @@ def add_thinking_budget_logits_processor(
     it has opened a section, whatever `chat_template_kwargs` are."""
     if sampling_params.thinking_token_budget in (None, -1):
         return
-    name = reasoning_name(reasoning_parser or "", tokenizer.chat_template or "")
+    name = name_of(reasoning_parser or "", AUTO_REASONING, tokenizer.chat_template or "")
     if name is None or (form := REASONING.get(name)) is None:
         raise ValueError(
             f"reasoning_parser = {reasoning_parser!r}: {', '.join(REASONING)} are known"

@@ -169,6 +169,21 @@ def test_references_to_a_schema_from_many_places_make_one_part(
         assert num_chars(part) <= len(json.dumps(part))
 
 
+@pytest.mark.parametrize("name", sorted(TOOLS))
+def test_many_references_share_one_copy_of_a_functions_schema(name: str) -> None:
+    """A copy for each would take a minute of a small body."""
+    properties = {f"p{i}": {"$ref": "#/$defs/n"} for i in range(100)}
+    schema = {"properties": properties, "$defs": {"n": {"type": "integer"}}}
+    part = TOOLS[name][0].calls_tag([Function("f", schema)], is_parallel=True)
+    copies, left = set[int](), [part]
+    while left:
+        each = left.pop()
+        own = each if isinstance(each, dict) else {}
+        left += own.values() if own else each if isinstance(each, list) else ()
+        copies |= {id(own["of_function"])} if "of_function" in own else set()
+    assert len(copies) <= 1
+
+
 REFERENCES = {
     "type": "object",
     "properties": {"n": {"$ref": "#/$defs/N"}, "self": {"$ref": "#"}},

@@ -8,17 +8,17 @@ from tests.chat_formats.joined import joined
 from tests.chat_formats.samples import FUNCTIONS, SAMPLES
 from tllm_spec.chat_formats.marked_text import MarkedText, unsplit
 from tllm_spec.chat_formats.names import (
+    AUTO_REASONING,
     AUTO_TOOLS,
     REASONING,
     TOOLS,
-    reasoning_name,
+    name_of,
     tools_format,
-    tools_name,
 )
 from tllm_spec.chat_formats.pieces import Arguments, CallStart, Piece, PlainText, Reasoning, Text
 from tllm_spec.chat_formats.reasoning import ReasoningParser
 from tllm_spec.outputs import CompletionOutput
-from tllm_spec.text.reasoning import Marks, Section, marker_tokens, section_after
+from tllm_spec.text.reasoning import Section, marker_tokens, section_after
 from tllm_spec.text.tokenizer import load_tokenizer
 
 TURN = "<|im_start|>assistant\n"
@@ -39,7 +39,7 @@ def test_a_prompt_says_whether_its_answer_begins_inside_reasoning(name: str, kin
     tokenizer = new_tokenizer(
         tokens if kind == "special" else [], tokens if kind == "plain" else []
     )
-    marks = Marks(tokenizer, (form.opener, form.closer))
+    markers = marker_tokens(tokenizer, (form.opener, form.closer))
     opened, closed = form.opener, f"{form.opener}\n\n{form.closer}\n\n"
     cases: list[tuple[str, Section]] = [
         (TURN, "undecided"),
@@ -51,18 +51,18 @@ def test_a_prompt_says_whether_its_answer_begins_inside_reasoning(name: str, kin
     ]
     for prompt, section in cases:
         ids = tokenizer.encode(prompt, add_special_tokens=False)
-        assert section_after(ids, form, marks, tokenizer) == section, prompt
+        assert section_after(ids, form, markers, tokenizer) == section, prompt
 
 
 def test_an_opener_that_is_a_token_is_not_the_same_text_in_other_tokens() -> None:
     tokenizer = new_tokenizer([], ["<think>", "</think>"])
-    marks = Marks(tokenizer, ("<think>", "</think>"))
+    markers = marker_tokens(tokenizer, ("<think>", "</think>"))
     parts = [
         token
         for part in (TURN, "<", "think>")
         for token in tokenizer.encode(part, add_special_tokens=False)
     ]
-    assert section_after(parts, REASONING["qwen3"], marks, tokenizer) == "undecided"
+    assert section_after(parts, REASONING["qwen3"], markers, tokenizer) == "undecided"
 
 
 def read(name: str, section: Section, text: str, size: int = 3) -> list[Piece]:
@@ -146,18 +146,20 @@ def test_a_stop_string_is_no_text_where_markers_are_tokens() -> None:
 
 def test_auto_finds_the_format_in_the_chat_template() -> None:
     for sample in SAMPLES:
-        name = tools_name("auto", sample.template)
+        name = name_of("auto", AUTO_TOOLS, sample.template)
         if sample.name not in ("llama3_json", "llama4_json", "pythonic", "llama4_pythonic"):
             assert name is not None
             assert tools_format(name, sample.template) in TOOLS[sample.name]
-    assert set(AUTO_TOOLS) <= set(TOOLS)
-    assert tools_name("auto", "{{ x }}") is None and reasoning_name("auto", "{{ x }}") is None
-    assert tools_name("qwen3-coder", "") == "qwen3_coder"
-    assert reasoning_name("deepseek-r1", "") == "deepseek_r1"
-    assert reasoning_name("auto", "<think>\n</think>") == "qwen3"
-    assert reasoning_name("auto", "</think> <arg_key>") == "glm45"
-    assert reasoning_name("auto", "[THINK]") == "mistral"
-    assert reasoning_name("auto", "<|channel>thought") == "gemma4"
+    assert (
+        name_of("auto", AUTO_TOOLS, "{{ x }}") is None
+        and name_of("auto", AUTO_REASONING, "{{ x }}") is None
+    )
+    assert name_of("qwen3-coder", AUTO_TOOLS, "") == "qwen3_coder"
+    assert name_of("deepseek-r1", AUTO_REASONING, "") == "deepseek_r1"
+    assert name_of("auto", AUTO_REASONING, "<think>\n</think>") == "qwen3"
+    assert name_of("auto", AUTO_REASONING, "</think> <arg_key>") == "glm45"
+    assert name_of("auto", AUTO_REASONING, "[THINK]") == "mistral"
+    assert name_of("auto", AUTO_REASONING, "<|channel>thought") == "gemma4"
 
 
 def test_the_template_says_which_of_two_formats_a_name_means() -> None:

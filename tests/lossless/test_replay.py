@@ -208,9 +208,53 @@ def test_records_of_another_compilers_grammars_are_called_simulated() -> None:
     pytest.importorskip("llguidance")
     args = LlmArgs.from_kwargs("zoo:llama", **LIMITS, **engine("sa", 4))
     values = {"prompt": [1], "output": [2], "arrived_us": 1, "rounds": [], "num_preemptions": 0}
-    for guided, causes in ((False, 0), (compiler_name(), 1), (True, 2), ("llguidance 1.0.0", 2)):
+    for guided, causes in (
+        (False, 0), (compiler_name(), 1), (True, 2), ("llguidance 1.0.0", 2),
+        ("thinking_budget", 1), (f"thinking_budget {compiler_name()}", 1),
+        ("thinking_budget llguidance 1.0.0", 2),
+    ):  # fmt: skip
         record = TrafficRecord.model_construct(**values, draft_limit=None, guided=guided)
         assert len(why_simulated([record], args)) == causes
+
+
+BUDGET: dict[str, Any] = {"thinking_token_budget": 5}
+YES_OR_NO: dict[str, Any] = {"guided_decoding": {"choice": ["yes", "no"]}}
+# Nothing is forced or excluded.
+NO_EFFECT: list[dict[str, Any]] = [
+    {"thinking_token_budget": 500},
+    {"guided_decoding": {"regex": "(?s:.*)"}},
+    {"thinking_token_budget": 500, "guided_decoding": {"regex": "(?s:.*)"}},
+]
+
+
+@pytest.mark.parametrize("mode", ["eagle3_tree", pytest.param("sa", marks=pytest.mark.slow)])
+def test_a_replay_of_grammars_and_budgets_has_their_texts_and_says_what_it_lacks(
+    mode: str, tmp_path: Path
+) -> None:
+    """Where they change nothing it has the acceptance of serving, too."""
+    pytest.importorskip("llguidance")
+    record = {"record_traffic": str(tmp_path), "reasoning_parser": "qwen3"}
+    given = [*NO_EFFECT, BUDGET, YES_OR_NO, BUDGET | YES_OR_NO]
+    with LLM("zoo:llama", **record, **LIMITS, **options_of(mode)) as llm:
+        params = [SamplingParams(max_tokens=40, seed=3, **own) for own in given]
+        prompts = [f"import os{each}\nimport re\nimport os\n<think>" for each in range(6)]
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        llm.check_integrity()
+    assert isinstance(outputs, list)
+    texts = [output.outputs[0].token_ids for output in outputs]
+    found = {tuple(each.prompt): each for each in read_records(tmp_path)}
+    records = [found[tuple(output.prompt_token_ids)] for output in outputs]
+    kinds = ["thinking_budget", compiler_name(), f"thinking_budget {compiler_name()}"]
+    assert [each.guided for each in records] == kinds * 2
+    assert [each.output for each in records] == texts
+    again = replayed(records, mode, tmp_path)
+    assert [each.num_emitted_tokens for each in again.requests] == [
+        each.num_emitted for each in records
+    ]
+    lengths = [each.acceptance_length for each in again.requests]
+    assert lengths[:3] == [each.stats.acceptance_length for each in records[:3]]
+    assert sum(each.num_accepted_tokens for each in again.requests[:3]) > 0
+    assert again.simulated == ["some requests had a grammar or a budget"]
 
 
 # A prefix that comes back from host memory gives the text that it gives on the device, and that of

@@ -68,6 +68,7 @@ class FakeLLM:
         self.tokenizer = load_tokenizer("zoo:llama")
         self.is_healthy = True
         self.is_shut_down = False
+        self.pause_mode = None
         self.is_paced = False
         self.running: set[int] = set()
         self.aborted: set[int] = set()

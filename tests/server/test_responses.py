@@ -170,12 +170,23 @@ def test_items_of_one_answer_are_one_message_and_those_of_others_are_not(
     assert prompt_of(llm) == "assistant:x;assistant:y;assistant:Rs;zC{};tool:o;assistant:;"
 
 
+JSON_CALLS = f'[{{"name": "weather", "parameters": {ARGUMENTS}}}]'
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("choice", "text"),
     [
-        ("required", f'[{{"name": "weather", "parameters": {ARGUMENTS}}}]'),
+        ("required", JSON_CALLS),
         ({"type": "function", "name": "weather"}, ARGUMENTS),
+        (
+            {
+                "type": "allowed_tools",
+                "mode": "required",
+                "tools": [{"type": "function", "name": "weather"}],
+            },
+            JSON_CALLS,
+        ),
     ],
 )
 def test_a_choice_of_tools_is_that_of_a_chat(

@@ -13,10 +13,9 @@ from tests.grammar.walks import accepts, compiled
 from tests.server.fake_llm import MODEL, FakeLLM
 from tests.server.hosted import hosted
 from tests.server.http_answers import CHAT, Post, events_of
-from tllm_spec.chat_formats.chat_format import ChatFormat
+from tllm_spec.chat_formats.chat_format import ChatFormat, Function, calls_schema
 from tllm_spec.server.bodies import LONG_BODY
 from tllm_spec.server.chat_answer import AnswerFormats
-from tllm_spec.server.chat_message import Tool, forced_schema
 from tllm_spec.server.options import ServerOptions
 
 PARAMETERS = {
@@ -226,11 +225,11 @@ def test_a_guided_answer_has_reasoning(client: openai.OpenAI, llm: FakeLLM) -> N
 
 def test_references_of_a_function_are_to_its_own_schema() -> None:
     inner = {"properties": {"at": {"$ref": "#/$defs/n"}, "in": {"$ref": "#"}}, "required": ["at"]}
-    tools = [
-        Tool(function={"name": name, "parameters": {**inner, "$defs": {"n": {"type": kind}}}})
+    functions = [
+        Function(name, {"type": "object", **inner, "$defs": {"n": {"type": kind}}})
         for name, kind in (("f", "integer"), ("g", "boolean"))
     ]
-    grammar = compiled(forced_schema(tools, "required", is_parallel=False))
+    grammar = compiled(calls_schema(functions, is_parallel=False))
     for name, value in (("f", "1"), ("g", "true")):
         for at in ("1", "true"):
             text = f'[{{"name": "{name}", "parameters": {{"at": {at}, "in": {{"at": {at}}}}}}}]'
@@ -330,6 +329,13 @@ def test_guided_text_has_no_reasoning(client: openai.OpenAI, llm: FakeLLM) -> No
             {"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}},
             "response_format and tool_choice",
         ),
+        (
+            {
+                "tools": [{"function": {"name": "f", "parameters": {"a": "b" * 70000}}}],
+                "tool_choice": "required",
+            },
+            "tools: the grammar of calls has over 65536 characters",
+        ),
         ({"messages": [{"role": "user"}]}, "content is required"),
     ],
 )
@@ -347,3 +353,91 @@ def test_tools_without_a_parser_are_refused_unless_they_are_forced(llm: FakeLLM)
         forced = httpx.post(path, json=body | {"tool_choice": "required", "stream": True})
     assert refused.status_code == 400 and "--tool_call_parser" in refused.text
     assert events_of(forced)[-1] == "[DONE]"
+
+
+def tools_with(parameters: dict[str, Any], number: int = 1) -> Any:
+    return [
+        {"type": "function", "function": {"name": f"f{i}", "parameters": parameters}}
+        for i in range(number)
+    ]
+
+
+@pytest.mark.parametrize("parser", ["hermes", "qwen3_coder"])
+def test_only_the_models_own_grammar_limits_forced_calls(llm: FakeLLM, parser: str) -> None:
+    """Descriptions are not in it."""
+    text = {"type": "string", "description": "What the parameter does. " * 10}
+    named = {"title": {**text, "title": "T"}, "n": {"type": "integer", "default": "x"}}
+    schema = {
+        "type": "object",
+        "properties": {**{f"p{i}": text for i in range(4)}, **named},
+        "required": ["n"],
+    }
+    calls = {
+        "hermes": '{"name": "f59", "arguments": {"title": "a", "n": 1}}',
+        "qwen3_coder": "<function=f59>\n<parameter=title>\na\n</parameter>\n"
+        "<parameter=n>\n1\n</parameter>\n</function>",
+    }
+    options = ServerOptions(tool_call_parser=parser)
+    with hosted(llm, options) as url, httpx.Client(base_url=url) as client:
+        body = {"model": MODEL, "messages": CHAT, "tool_choice": "required"}
+
+        def answer(tools: Any) -> httpx.Response:
+            return client.post("/v1/chat/completions", json={**body, "tools": tools})
+
+        assert answer(tools_with(schema, 60)).status_code == 200
+        grammar = compiled({"format": format_of(llm)}, "structural_tag")
+        for value, is_right in (("1", True), ("1.5", False)):
+            call = calls[parser].replace("1", value)
+            assert accepts(grammar, f"<tool_call>\n{call}\n</tool_call>") == is_right
+        # Of a reference hermes has one copy, the other as many as there are parameters.
+        for number, each, is_hostile in (
+            (9000, {"type": "string"}, True),
+            (1500, {"$ref": "#"}, parser == "qwen3_coder"),
+        ):
+            given = answer(tools_with({"properties": {f"p{i}": each for i in range(number)}}))
+            assert given.status_code == (400 if is_hostile else 200)
+            assert ("grammar of calls has over" in given.text) == is_hostile
+
+
+ALLOWED = {"mode": "auto", "tools": [{"type": "function", "function": {"name": "time"}}]}
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_only_allowed_tools_are_called(client: openai.OpenAI, llm: FakeLLM, mode: str) -> None:
+    choice: Any = {"type": "allowed_tools", "allowed_tools": {**ALLOWED, "mode": mode}}
+    time = '<tool_call>{"name": "time", "arguments": {}}</tool_call>'
+    answer = ask(client, llm, f"<think></think>{time}", tools=TOOLS, tool_choice=choice)
+    assert answer.choices[0].message.tool_calls[0].function.name == "time"
+    assert "Tweather;" in llm.tokenizer.decode(llm.prompts[-1]), "the prompt names all tools"
+    grammar = compiled({"format": format_of(llm)}, "structural_tag")
+    assert accepts(grammar, time) and not accepts(grammar, CALL)
+    assert accepts(grammar, "It is noon.") == (mode == "auto")
+
+
+def test_without_a_parser_only_allowed_tools_are_in_the_list(
+    bare: openai.OpenAI, llm: FakeLLM
+) -> None:
+    choice: Any = {"type": "allowed_tools", "allowed_tools": {**ALLOWED, "mode": "required"}}
+    text = '[{"name": "time", "parameters": {}}]'
+    answer = ask(bare, llm, text, tools=TOOLS, tool_choice=choice)
+    assert answer.choices[0].message.tool_calls[0].function.name == "time"
+    source = llm.sampling[-1].guided_decoding.source
+    grammar = compiled(json.loads(source.text))
+    other = '[{"name": "weather", "parameters": {"at": "Rome"}}]'
+    assert accepts(grammar, text) and not accepts(grammar, other)
+
+
+def test_wrong_allowed_tools_are_refused(post: Post) -> None:
+    other = {"type": "function", "function": {"name": "x"}}
+    for own, sentence in (
+        ({"tools": [other]}, "tool_choice = 'x' is not one of the tools: weather, time"),
+        ({"tools": []}, "tool_choice.tools"),
+        ({"mode": "any"}, "tool_choice.mode"),
+        ({"type": "allowed_tools"}, "tool_choice.allowed_tools"),
+        ([], "tool_choice.allowed_tools"),
+        (5, "tool_choice.allowed_tools"),
+    ):
+        nested = {**ALLOWED, **own} if isinstance(own, dict) else own
+        choice = {"type": "allowed_tools", "allowed_tools": nested}
+        answer = post("/v1/chat/completions", messages=CHAT, tools=TOOLS, tool_choice=choice)
+        assert answer.status_code == 400 and sentence in answer.json()["error"]["message"]

@@ -112,6 +112,17 @@ def json_call(function: Function, arguments_key: str = "arguments") -> Part:
     return json_part({"type": "object", "properties": properties, **needed})
 
 
+def calls_schema(functions: Sequence[Function], *, is_parallel: bool) -> Schema:
+    """The schema of a JSON list of calls, which are forced where no format is known."""
+    numbered = [
+        each._replace(parameters={"$id": f"function:{number}", **each.parameters})
+        for number, each in enumerate(functions)
+    ]
+    calls = [json_call(each, "parameters")["json_schema"] for each in numbered]
+    limit = {} if is_parallel else {"maxItems": 1}
+    return {"type": "array", "minItems": 1, **limit, "items": {"anyOf": calls}}
+
+
 def named_call(function: Function, separator: str) -> Part:
     """A call as a name, a separator and arguments."""
     return sequence(text(function.name + separator), arguments(function))
@@ -176,8 +187,8 @@ def num_chars(part: Any, known: dict[int, int] | None = None) -> int:
     written, for each. known: of parts by their ids."""
     known = {} if known is None else known
     if id(part) not in known:
-        inner = part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
-        is_plain = not inner or "json_schema" in part
+        inner = [*part, *part.values()] if isinstance(part, dict) else part
+        is_plain = not inner or not isinstance(inner, list)
         own = len(json.dumps(part)) if is_plain else sum(num_chars(each, known) for each in inner)
         known[id(part)] = own
     return known[id(part)]

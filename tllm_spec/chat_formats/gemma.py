@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import re
-from math import isfinite
 from typing import Any
 
 from tllm_spec.chat_formats.chat_format import (
@@ -24,18 +23,18 @@ from tllm_spec.chat_formats.marked_calls import MarkedCalls
 from tllm_spec.chat_formats.pieces import Arguments, CallStart, Steps, num_held
 from tllm_spec.chat_formats.schema_values import (
     NO_SCHEMA,
-    NUMBER,
     alone,
+    as_json,
     properties_of,
     resolved,
     string_choices,
     types_of,
+    with_root,
 )
 
 BEGIN, END, QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
 HEAD = re.compile(r"\s*call:([^\s{}<]+)\s*(?=\{)")
 PARTS = re.compile(r"(Q.*?(?:Q|\Z)|[{}\[\],:])".replace("Q", re.escape(QUOTE)), re.DOTALL)
-MAX_DIGITS = 1000  # of an integer
 MAX_DEPTH = 64  # of a value that is read
 # Of values in a grammar, each one of whose type the schema says nothing counting three times.
 # Deeper ones are texts and numbers.
@@ -58,7 +57,7 @@ class GemmaCalls(MarkedCalls):
         written = self.taken(found if found >= 0 else len(self.text) - held)
         self.text = self.text[len(END) if found >= 0 else held :]
         parts = [each for each in PARTS.split(written) if each.strip()]
-        yield Arguments(json.dumps(_value(parts[::-1]), ensure_ascii=False))
+        yield Arguments(_value(parts[::-1]))
 
 
 def _end(text: str) -> int:
@@ -69,32 +68,32 @@ def _end(text: str) -> int:
     return position
 
 
-def _value(parts: list[str], depth: int = 0) -> Any:
+def _value(parts: list[str], depth: int = 0) -> str:
     """Reads a value from the end of `parts`, as far as it goes: what is open at the end of the text
-    ends there."""
+    ends there. Returns its JSON."""
     first = parts[-1] if parts else ""
     if first in ("{", "[") and depth < MAX_DEPTH:
         read = _members if parts.pop() == "{" else _items
         return read(parts, depth + 1)
     if first.startswith(QUOTE):
-        return _unquoted(parts.pop())
+        return _string(parts.pop())
     written = ""
     while parts and parts[-1] not in (",", "}", "]"):
         written += parts.pop()
-    return _plain(written)
+    return as_json(written.strip(), frozenset())
 
 
-def _members(parts: list[str], depth: int) -> dict[str, Any]:
-    made: dict[str, Any] = {}
+def _members(parts: list[str], depth: int) -> str:
+    made: dict[str, str] = {}
     while parts and (key := parts.pop()) != "}":
         if parts and parts[-1] == ":":
             parts.pop()
-            made[_unquoted(key.strip())] = _value(parts, depth)
-    return made
+            made[_string(key.strip())] = _value(parts, depth)
+    return f"{{{', '.join(f'{key}: {value}' for key, value in made.items())}}}"
 
 
-def _items(parts: list[str], depth: int) -> list[Any]:
-    made: list[Any] = []
+def _items(parts: list[str], depth: int) -> str:
+    made: list[str] = []
     while parts and parts[-1] not in ("]", "}"):
         if parts[-1] == ",":
             parts.pop()
@@ -102,18 +101,11 @@ def _items(parts: list[str], depth: int) -> list[Any]:
             made.append(_value(parts, depth))
     if parts and parts[-1] == "]":
         parts.pop()
-    return made
+    return f"[{', '.join(made)}]"
 
 
-def _unquoted(text: str) -> str:
-    return text.removeprefix(QUOTE).removesuffix(QUOTE)
-
-
-def _plain(written: str) -> Any:
-    plain = written.strip()
-    if plain in ("true", "false", "null") or (NUMBER.fullmatch(plain) and isfinite(float(plain))):
-        return json.loads(plain) if len(plain) < MAX_DIGITS else float(plain)
-    return plain
+def _string(text: str) -> str:
+    return json.dumps(text.removeprefix(QUOTE).removesuffix(QUOTE), ensure_ascii=False)
 
 
 Known = dict[tuple[int, int], Part]
@@ -167,8 +159,9 @@ def _object_part(schema: Schema, root: Schema, depth: int, known: Known) -> Part
 
 
 def _call(function: Function) -> Part:
-    root = resolved(function.parameters, function.parameters)
-    return sequence(text(f"call:{function.name}"), _object_part(root, function.parameters, 0, {}))
+    root = with_root(function.parameters)
+    own = _object_part(resolved(root, root), root, 0, {})
+    return sequence(text(f"call:{function.name}"), own)
 
 
 GEMMA = ChatFormat(GemmaCalls, _call, BEGIN, END, tokens=(QUOTE,), template=(BEGIN,))

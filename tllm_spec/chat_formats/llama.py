@@ -28,7 +28,7 @@ from tllm_spec.chat_formats.pieces import (
     Text,
     whole_call,
 )
-from tllm_spec.chat_formats.schema_values import alone, properties_of
+from tllm_spec.chat_formats.schema_values import alone, properties_of, with_root
 
 PYTHON_TAG = "<|python_tag|>"
 PYTHON_MARKS = ("<|python_start|>", "<|python_end|>")
@@ -117,7 +117,7 @@ class _JsonNames(ast.NodeTransformer):
 def _python(function: Function) -> Part:
     """A call with keyword arguments in JSON. Raises ValueError for a name that Python does not
     have."""
-    root = function.parameters
+    root = with_root(function.parameters)
     properties = properties_of(root, root)
     for name in (*function.name.split("."), *properties):
         if not name.isidentifier() or iskeyword(name):

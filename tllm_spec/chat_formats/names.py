@@ -17,8 +17,9 @@ from tllm_spec.text.reasoning import ReasoningFormat
 
 AUTO = "auto"
 REASONING: Mapping[str, ReasoningFormat] = {
-    **dict.fromkeys(("deepseek_r1", "deepseek_v3", "minimax_m2"), ReasoningFormat()),
-    **dict.fromkeys(("qwen3", "qwen3_5"), ReasoningFormat()),
+    **dict.fromkeys(
+        ("deepseek_r1", "deepseek_v3", "minimax_m2", "qwen3", "qwen3_5"), ReasoningFormat()
+    ),
     **dict.fromkeys(("kimi", "kimi_k2"), ReasoningFormat(ends_at=(KIMI.begin, KIMI.call_begin))),
     "gemma4": ReasoningFormat("<|channel>thought\n", "<channel|>"),
     "glm45": ReasoningFormat(ends_at=(GLM.call_begin,)),
@@ -27,36 +28,30 @@ REASONING: Mapping[str, ReasoningFormat] = {
 # Of several formats that models of a name write, the chat template says which. The first is the
 # usual one, the last has the most texts of its own in a template.
 TOOLS: Mapping[str, tuple[ChatFormat, ...]] = {
-    "deepseek_v3": (deepseek.DEEPSEEK_V3,),
-    "deepseek_v31": (deepseek.DEEPSEEK_V31,),
+    **dict.fromkeys(("qwen3_coder", "qwen3_xml"), (QWEN_CODER,)),
+    **dict.fromkeys(("glm45", "glm47"), (GLM,)),
+    "kimi_k2": (KIMI,),
+    "minimax_m2": (MINIMAX,),
     "deepseek_v32": (deepseek.DEEPSEEK_V32,),
     "deepseek_v4": (deepseek.DEEPSEEK_V4,),
+    "deepseek_v3": (deepseek.DEEPSEEK_V3,),
+    "deepseek_v31": (deepseek.DEEPSEEK_V31,),
     "gemma4": (GEMMA,),
-    "glm45": (GLM,),
-    "glm47": (GLM,),
-    "hermes": (HERMES,),
-    "kimi_k2": (KIMI,),
-    "llama3_json": (LLAMA_JSON,),
-    "llama4_json": (LLAMA_JSON,),
-    "llama4_pythonic": (PYTHONIC,),
-    "minimax_m2": (MINIMAX,),
     "mistral": (MISTRAL, MISTRAL_NAMED),
-    "pythonic": (PYTHONIC,),
+    "hermes": (HERMES,),
     "qwen3": (HERMES, QWEN_CODER),
-    "qwen3_coder": (QWEN_CODER,),
-    "qwen3_xml": (QWEN_CODER,),
+    **dict.fromkeys(("llama4_pythonic", "pythonic"), (PYTHONIC,)),
+    **dict.fromkeys(("llama3_json", "llama4_json"), (LLAMA_JSON,)),
 }
 # Texts that are markers where they are tokens of their own, special or not.
 MARKERS = frozenset(
     [each for form in REASONING.values() for each in (form.opener, form.closer, *form.ends_at)]
     + [each for formats in TOOLS.values() for form in formats for each in form.markers]
 )
-# In the order in which `auto` looks for their texts in the chat template.
-AUTO_TOOLS = (
-    *("qwen3_coder", "glm45", "kimi_k2", "minimax_m2", "deepseek_v32", "deepseek_v4"),
-    *("deepseek_v3", "deepseek_v31", "gemma4", "mistral", "hermes", "llama4_pythonic"),
-    "llama3_json",
-)
+# `auto` stands for the first name whose texts are all in the chat template.
+AUTO_TOOLS: Mapping[str, tuple[str, ...]] = {
+    name: formats[0].template for name, formats in TOOLS.items()
+}
 AUTO_REASONING: Mapping[str, tuple[str, ...]] = {
     "gemma4": ("<|channel>",),
     "mistral": ("[THINK]",),
@@ -73,19 +68,11 @@ def plain_name(name: str) -> str:
     return name.replace("-", "_")
 
 
-def reasoning_name(name: str, template: str) -> str | None:
+def name_of(name: str, auto: Mapping[str, tuple[str, ...]], template: str) -> str | None:
     """The name that `auto` stands for with a chat template, None for none; or `name` itself."""
     if plain_name(name) != AUTO:
         return plain_name(name)
-    return next((each for each, texts in AUTO_REASONING.items() if _has(template, texts)), None)
-
-
-def tools_name(name: str, template: str) -> str | None:
-    """The same for calls."""
-    if plain_name(name) != AUTO:
-        return plain_name(name)
-    found = (each for each in AUTO_TOOLS if _has(template, TOOLS[each][0].template))
-    return next(found, None)
+    return next((each for each, texts in auto.items() if _has(template, texts)), None)
 
 
 def tools_format(name: str, template: str) -> ChatFormat:

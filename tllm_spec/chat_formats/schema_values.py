@@ -88,12 +88,12 @@ def as_json(written: str, types: frozenset[str]) -> str:
         is_whole = "number" in types or not types or plain.lstrip("-").isdigit()
         if is_whole or float(plain).is_integer():
             return plain if is_whole else str(int(float(plain)))
-    if ("boolean" in types and plain in CONSTANTS) or (not types and plain in ("true", "false")):
+    if "boolean" in types and plain in CONSTANTS:
         return CONSTANTS[plain]
+    if not types and plain in ("true", "false", "null"):
+        return plain
     kinds = {"[": "array", "{": "object"}
     if plain[:1] in kinds and (not types or kinds[plain[0]] in types) and is_json(plain):
-        return plain
-    if not types and plain == "null":
         return plain
     return json.dumps(written, ensure_ascii=False)
 
@@ -111,12 +111,10 @@ def _refuse(name: str) -> None:
     raise ValueError(name)
 
 
-def alone(schema: Schema, root: Schema) -> Schema:
-    """A part of `root` as a schema by itself: its references are to a copy of `root` in it."""
-    if '"$ref"' not in json.dumps(schema):
-        return schema
-    own: dict[str, Any] = _moved(schema)
-    return {**own, "$defs": {**own.get("$defs", {}), "of_function": _moved(root)}}
+def with_root(schema: Schema) -> Schema:
+    """The schema with references to a copy of itself, which any part of it can have, too."""
+    moved: Schema = _moved(schema) if '"$ref"' in json.dumps(schema) else schema
+    return moved if moved is schema else {**moved, "$defs": {"of_function": moved}}
 
 
 def _moved(schema: Any) -> Any:
@@ -129,6 +127,11 @@ def _moved(schema: Any) -> Any:
     if isinstance(reference, str) and reference.startswith("#"):
         moved["$ref"] = f"#/$defs/of_function{reference[1:]}"
     return moved
+
+
+def alone(schema: Schema, root: Schema) -> Schema:
+    """A part of `root`, which is of `with_root`, as a schema by itself."""
+    return {**schema, "$defs": root["$defs"]} if '"$ref"' in json.dumps(schema) else schema
 
 
 def string_choices(schema: Schema, root: Schema) -> list[str] | None:

@@ -27,6 +27,7 @@ from tllm_spec.chat_formats.schema_values import (
     properties_of,
     typed_part,
     types_of,
+    with_root,
 )
 
 ANY_NAME: Part = {"type": "regex", "pattern": '[^<>"\n]+'}
@@ -62,7 +63,7 @@ class XmlTexts:
         return ChatFormat(parser, self._call, *blocks, tokens=tokens, template=template)
 
     def _call(self, function: Function) -> Part:
-        root = function.parameters
+        root = with_root(function.parameters)
         properties = properties_of(root, root)
         values: list[Part | None] = []
         for name, (schema, is_needed) in properties.items():

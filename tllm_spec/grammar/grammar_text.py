@@ -8,7 +8,7 @@ import re
 from decimal import Decimal
 from typing import Any
 
-from tllm_spec.grammar.guided_decoding import GrammarSource
+from tllm_spec.grammar.guided_decoding import MAX_GRAMMAR_CHARS, GrammarSource
 from tllm_spec.grammar.structural_tags import WHITESPACE, NamedTokens, TagGrammar
 
 JSON_OPTIONS = {"lenient": False, "whitespace_pattern": WHITESPACE}
@@ -23,6 +23,7 @@ LIMITS: dict[str, Any] = {
     "max_grammar_size": 200_000,
     "verbose_errors": False,
 }
+MAX_CHARS = 2 * MAX_GRAMMAR_CHARS  # of what is made of a structural tag
 # The time of a compilation grows with the square of the first two, and with the third.
 MAX_EBNF_RULES = 500
 MAX_PATTERN_NAMES = 32  # of a schema's `patternProperties`
@@ -34,6 +35,7 @@ ANNOTATIONS = frozenset(
     {"$comment", "$defs", "$id", "$schema", "default", "definitions", "deprecated", "description"}
     | {"discriminator", "examples", "readOnly", "title", "type", "writeOnly"}
 )
+NOTES = ("$comment", "description", "title")
 # llguidance goes through all of the text that is forced for each mask, and allows only its usual
 # tokens. Where the text may be long, it is told not to: then such text is not drafted, and may be
 # spelt with other tokens, as the fixed texts of structural tags may.
@@ -97,7 +99,10 @@ def grammar_text(source: GrammarSource, tokens: NamedTokens = NO_NAMES) -> str:
         made = [{"lark_grammar": lark[source.kind](source.text)}]
     if source.kind == "structural_tag" or forces_much(source):
         made[0]["lark_grammar"] = f"{NO_FORCING}\n{made[0]['lark_grammar']}"
-    return json.dumps({"grammars": made})
+    text = json.dumps({"grammars": made})
+    if source.kind == "structural_tag" and len(text) > MAX_CHARS:
+        raise ValueError(f"its grammar has {len(text)} characters; at most {MAX_CHARS} are served")
+    return text
 
 
 def forces_much(source: GrammarSource) -> bool:
@@ -173,6 +178,19 @@ def _checked(schema: Any, may_join: bool) -> Any:
         elif name != "uniqueItems" or value is not False:
             made[name] = value if name in VALUES else _checked(value, may_join)
     return made
+
+
+def without_notes(schema: Any) -> Any:
+    """The schema without descriptions, which change no text that matches."""
+    if isinstance(schema, list):
+        return [without_notes(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        name: value if name in VALUES else without_notes(value)
+        for name, value in schema.items()
+        if name not in NOTES or not isinstance(value, str)  # a member may have such a name
+    }
 
 
 def _joins(schema: dict[str, Any]) -> bool:

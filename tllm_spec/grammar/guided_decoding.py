@@ -12,6 +12,7 @@ from typing import Any, Literal
 from tllm_spec.config.option_checks import check_text, shown
 
 MAX_GRAMMAR_CHARS = 1 << 16
+MAX_TAG_CHARS = 1 << 18  # of a structural tag, whose grammar is much shorter
 Kind = Literal["json_schema", "regex", "choice", "grammar", "structural_tag", "thinking_budget"]
 # The escape of one half of a surrogate pair, after whole escapes of a backslash.
 HALF_ESCAPE = re.compile(r"(?<!\\)(?:\\\\)*\\u[dD][89a-fA-F]")
@@ -34,7 +35,7 @@ class GrammarSource:
 @dataclass(frozen=True, kw_only=True)
 class GuidedDecodingParams:
     """The text matches exactly one of these. Raises ValueError for none, several, or more than
-    `MAX_GRAMMAR_CHARS` characters."""
+    `MAX_GRAMMAR_CHARS` characters, of a structural tag `MAX_TAG_CHARS`."""
 
     json: str | Mapping[str, Any] | bool | type | None = None
     """A JSON schema: a dict, its text, or a pydantic model."""
@@ -58,10 +59,10 @@ class GuidedDecodingParams:
                 f"{', '.join(names)} is needed"
             )
         length = len(self.source.text)
-        if length > MAX_GRAMMAR_CHARS:
+        most = MAX_GRAMMAR_CHARS if self.structural_tag is None else MAX_TAG_CHARS
+        if length > most:
             raise ValueError(
-                f"guided_decoding.{given[0]} has {length} characters; at most {MAX_GRAMMAR_CHARS} "
-                "are accepted"
+                f"guided_decoding.{given[0]} has {length} characters; at most {most} are accepted"
             )
 
     @classmethod

@@ -132,7 +132,7 @@ class TagGrammar:
         begin, end, section = _text(part, "begin"), _text(part, "end"), part.get("section")
         if section not in ("inside", "undecided"):
             raise ValueError(f"section = {shown(section)}: inside and undecided are accepted")
-        then = f"WHITESPACE? {self._parts(rest, is_last)}"
+        then = self._rule(f"WHITESPACE? {self._parts(rest, is_last)}")
         calls = self._text_before(_texts(part, "ends_at"), rest, is_last, [end])
         inside = _either([f"{self._until([end], list(calls))} {then}", *calls.values()])
         if section == "inside":

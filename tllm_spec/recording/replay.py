@@ -194,9 +194,11 @@ def why_simulated(records: Sequence[TrafficRecord], args: LlmArgs) -> list[str]:
             each.draft_limit == 0 for each in records
         ),
         "what sa_config has learned depends on the order of requests": _learns(spec),
-        "some requests had a grammar": any(each.guided for each in records),
+        "some requests had a grammar or a budget": any(each.guided for each in records),
         "some grammars were another compiler's, which gives a seed other texts": any(
-            each.guided not in (False, "thinking_budget", compiler_name()) for each in records
+            each.guided not in (False, "thinking_budget")
+            and not str(each.guided).endswith(compiler_name())
+            for each in records
         ),
         "some requests were preempted": any(each.num_preemptions for each in records),
         "pages of the draft model may be missing": _may_lack_pages(records, args),

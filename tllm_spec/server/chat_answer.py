@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -10,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from tllm_spec.chat_formats import names
-from tllm_spec.chat_formats.chat_format import Function, num_chars
+from tllm_spec.chat_formats.chat_format import Function, calls_schema, num_chars
 from tllm_spec.chat_formats.harmony import HarmonyParser, harmony_text
 from tllm_spec.chat_formats.marked_text import MarkedText, unsplit
 from tllm_spec.chat_formats.pieces import (
@@ -25,23 +26,23 @@ from tllm_spec.chat_formats.pieces import (
     PlainText,
 )
 from tllm_spec.chat_formats.reasoning import ReasoningParser
-from tllm_spec.chat_formats.schema_values import properties_of
-from tllm_spec.grammar.guided_decoding import MAX_GRAMMAR_CHARS, GuidedDecodingParams
+from tllm_spec.grammar.grammar_text import without_notes
+from tllm_spec.grammar.guided_decoding import MAX_GRAMMAR_CHARS, MAX_TAG_CHARS, GuidedDecodingParams
 from tllm_spec.outputs import CompletionOutput, Logprob, RequestOutput
 from tllm_spec.sampling_params import SamplingParams
 from tllm_spec.server.answers import Answer, Json, Logprobs, number_of, usage_of
 from tllm_spec.server.bodies import LONG_BODY
-from tllm_spec.server.chat_message import NamedChoice
+from tllm_spec.server.chat_message import AllowedTools, NamedChoice, chosen_names
 from tllm_spec.server.options import ServerOptions
-from tllm_spec.server.protocol import ChatCompletionRequest
+from tllm_spec.server.protocol import ChatCompletionRequest, guided_params
 from tllm_spec.server.refusals import RequestRefused
-from tllm_spec.text.reasoning import Marks, Section, marker_tokens, section_after
+from tllm_spec.text.reasoning import Section, marker_tokens, section_after
 from tllm_spec.text.tokenizer import REPLACEMENT, Tokenizer, bytes_of_token
 
 logger = logging.getLogger(__name__)
 
-TOO_LONG = f"tools: the grammar of calls has over {MAX_GRAMMAR_CHARS} characters"
-MAX_MEMBERS = MAX_GRAMMAR_CHARS // 8  # of functions: each takes at least so much in any format
+TOO_LONG = "tools: the grammar of calls has over"
+FREE = ("auto", "none")  # choices
 NO_PARSER = (
     "tool_choice = 'auto' needs a server with --tool_call_parser; none, required and a function "
     "are served without"
@@ -57,45 +58,58 @@ class AnswerFormats:
         self, options: ServerOptions, tokenizer: Tokenizer, harmony: Mapping[int, str]
     ) -> None:
         template, given = str(tokenizer.chat_template or ""), options.reasoning_parser
-        reasoning = _named("reasoning_parser", given, names.reasoning_name, template)
-        calls = _named("tool_parser", options.tool_call_parser, names.tools_name, template)
+        reasoning = _named("reasoning_parser", given, names.AUTO_REASONING, template)
+        calls = _named("tool_parser", options.tool_call_parser, names.AUTO_TOOLS, template)
         form = self._reasoning = names.REASONING[reasoning] if reasoning else None
         self._calls = names.tools_format(calls, template) if calls else None
         self._harmony = {} if reasoning or calls else harmony
         self._tokenizer = tokenizer
         markers = [form.opener, form.closer] if form else []
-        self._marks = Marks(tokenizer, markers)
         of_calls = self._calls.markers if self._calls else ()
-        self._tokens = marker_tokens(tokenizer, [*markers, *of_calls])  # names by id
+        # Names by id: of reasoning, and of calls, too.
+        self._markers = marker_tokens(tokenizer, markers)
+        self._all_markers = marker_tokens(tokenizer, [*markers, *of_calls])
 
     def section(self, prompt: Sequence[int]) -> Section:
         """How the answer to a rendered prompt begins."""
         if self._reasoning is None:
             return "over"
-        return section_after(prompt, self._reasoning, self._marks, self._tokenizer)
+        return section_after(prompt, self._reasoning, self._markers, self._tokenizer)
 
     def guided(self, body: ChatCompletionRequest, params: SamplingParams) -> SamplingParams:
-        """The parameters with a grammar of calls in the model's own format, where the body asks for
-        calls that match. Raises ValueError for one that is too long, or that cannot be written."""
-        calls, functions, choice = self._calls, _functions(body), _choice(body)
-        is_parallel = body.parallel_tool_calls
-        if calls is None or choice == "none":
+        """The parameters with a grammar of calls, in the model's own format or JSON, where the body
+        asks for calls that match. Raises ValueError for what is too long or cannot be written."""
+        choice, guided = body.mode, params.guided_decoding
+        calls, is_free = self._calls, choice in FREE
+        if guided is not None and not is_free:
+            raise ValueError(
+                "guided_decoding and tool_choice are given; one of them says what text must match"
+            )
+        functions, is_limited = _functions(body), isinstance(body.tool_choice, AllowedTools)
+        is_bound = is_limited or any(each.is_strict for each in functions)
+        is_named = isinstance(choice, NamedChoice)
+        is_parallel = body.parallel_tool_calls and not is_named
+        if calls is None and not is_free:
+            several = calls_schema(functions, is_parallel=is_parallel)
+            schema = functions[0].parameters if is_named else several
+            return replace(params, guided_decoding=guided_params({"tool_choice": schema}))
+        if calls is None or guided is not None or choice == "none" or not is_bound:
             return params
-        if isinstance(choice, NamedChoice):
-            chosen = [each for each in functions if each.name == choice.function.name]
-            part = calls.calls_tag(chosen, is_parallel=False)
-        elif choice == "required":
-            part = calls.calls_tag(functions, is_parallel=is_parallel)
-        elif params.guided_decoding is None and any(each.is_strict for each in functions):
-            strict = [each.parameters for each in functions if each.is_strict]
-            # Forced calls have their limit from the same calls as JSON.
-            if sum(len(properties_of(each, each)) for each in strict) > MAX_MEMBERS:
-                raise ValueError(TOO_LONG)
-            part = calls.answer_tag(functions, is_parallel=is_parallel)
-        else:
-            return params
-        if num_chars(part) > MAX_GRAMMAR_CHARS:
-            raise ValueError(TOO_LONG)
+        make = calls.answer_tag if is_free else calls.calls_tag
+        try:
+            plain = [
+                each._replace(parameters=without_notes(each.parameters)) if each.is_strict else each
+                for each in functions
+            ]
+            # What takes long to make is not made.
+            written = [len(json.dumps(each.parameters)) for each in plain if each.is_strict]
+            if sum(written) > MAX_GRAMMAR_CHARS:
+                raise ValueError(f"{TOO_LONG} {MAX_GRAMMAR_CHARS} characters of schemas")
+            part = make(plain, is_parallel=is_parallel)
+            if num_chars(part) > MAX_TAG_CHARS:
+                raise ValueError(f"{TOO_LONG} {MAX_TAG_CHARS} characters")
+        except RecursionError:
+            raise ValueError("tools: a schema is nested too deeply") from None
         tag = {"type": "structural_tag", "format": part}
         return replace(params, guided_decoding=GuidedDecodingParams(structural_tag=tag))
 
@@ -104,8 +118,8 @@ class AnswerFormats:
     ) -> Callable[[Section], ParsedText] | None:
         """Makes what reads a sample's text that begins so; None if the text is the answer. Raises
         RequestRefused for tools without a parser."""
-        choice, functions, is_parallel = _choice(body), _functions(body), body.parallel_tool_calls
-        is_free = choice in ("auto", "none")
+        choice, functions, is_parallel = body.mode, _functions(body), body.parallel_tool_calls
+        is_free = choice in FREE
         if self._harmony and is_free and not is_guided:
             known = frozenset() if choice == "none" else {each.name for each in functions}
             return lambda section: ParsedText(
@@ -121,8 +135,8 @@ class AnswerFormats:
             new_parser = partial(ForcedCall, choice.function.name)
         if new_parser is PlainText and self._reasoning is None:
             return None
-        of_reasoning = self._marks.of_token
-        marks = {i: (each, each) for i, each in self._tokens.items() if calls or i in of_reasoning}
+        markers = self._all_markers if calls else self._markers
+        marks = {token: (name, name) for token, name in markers.items()}
         skips = body.skip_special_tokens is not False
 
         def text(section: Section) -> ParsedText:
@@ -138,22 +152,24 @@ class AnswerFormats:
 
 
 def _named(
-    option: str, given: str | None, name_of: Callable[[str, str], str | None], template: str
+    option: str, given: str | None, auto: Mapping[str, tuple[str, ...]], template: str
 ) -> str | None:
-    found = given and name_of(given, template)
+    found = given and names.name_of(given, auto, template)
     if given == names.AUTO:
         logger.info("--%s auto: %s, by the chat template", option, found or "none is known")
     return found
 
 
-def _choice(body: ChatCompletionRequest) -> Any:
-    return body.tool_choice or ("auto" if body.tools else "none")
-
-
 def _functions(body: ChatCompletionRequest) -> list[Function]:
+    """Those that may be called. Where calls are forced they match the schemas, too."""
+    tools, is_forced = [tool.function for tool in body.tools or ()], body.mode not in FREE
+    names = chosen_names(body.tool_choice, [each.name for each in tools])
     return [
-        Function(each.name, {"type": "object", **(each.parameters or {})}, bool(each.strict))
-        for each in (tool.function for tool in body.tools or ())
+        Function(
+            each.name, {"type": "object", **(each.parameters or {})}, bool(each.strict) or is_forced
+        )
+        for each in tools
+        if each.name in names
     ]
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, ConfigDict, Field, model_serializer
 
 from tllm_spec.config.config_base import check
 from tllm_spec.config.neighbours import Ignored, Renamed
 from tllm_spec.server.bodies import BodyModel, as_json_type
 from tllm_spec.text.messages import as_object
 
-# The parts of a chat body about tools, and the JSON schema that a forced call must match.
+# The parts of a chat body about tools.
 
 
 MAX_TOOLS = 128  # as at OpenAI
@@ -54,6 +54,11 @@ class NamedChoice(BodyModel):
     type: Literal["function"] = "function"
     function: FunctionName
 
+    @model_serializer
+    def flat(self) -> Json:
+        """The choice as bodies and answers of `/v1/responses` have it."""
+        return {"type": self.type, "name": self.function.name}
+
 
 class CalledFunction(BodyModel):
     """arguments: a JSON object as text. A model may have written something else."""
@@ -83,20 +88,43 @@ class ToolCall(BodyModel):
 
 
 def _as_choice(given: object) -> object:
-    """A function's name may be nested, or not, as in `/v1/responses`."""
+    """Names of functions may be nested, or not, as in `/v1/responses`."""
     if isinstance(given, dict):
         named = dict(given)
+        if named.get("type") == "allowed_tools":
+            nested = named.get("allowed_tools")
+            if isinstance(nested, dict) and not nested.keys() & named.keys():
+                named = {**named, **nested}
+                del named["allowed_tools"]
+            return AllowedTools(**named)
         if (name := named.pop("name", None)) is not None:
             named["function"] = {"name": name}
         return NamedChoice(**named)
-    if given not in ("none", "auto", "required") and not isinstance(given, NamedChoice):
+    is_choice = isinstance(given, NamedChoice | AllowedTools)
+    if given not in ("none", "auto", "required") and not is_choice:
         raise ValueError("none, auto, required or an object that names a function is needed")
     return given
 
 
+class AllowedTools(BodyModel):
+    """The functions that the model may call, or with mode required must call."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[Annotated[NamedChoice, BeforeValidator(_as_choice)]], Field(min_length=1)]
+
+
 Choice = Annotated[
-    Literal["none", "auto", "required"] | NamedChoice | None, BeforeValidator(_as_choice)
+    Literal["none", "auto", "required"] | NamedChoice | AllowedTools | None,
+    BeforeValidator(_as_choice),
 ]
+
+
+def chosen_names(choice: Choice, names: list[str]) -> list[str]:
+    """The functions that may be called, of these."""
+    if isinstance(choice, NamedChoice):
+        return [choice.function.name]
+    return [t.function.name for t in choice.tools] if isinstance(choice, AllowedTools) else names
 
 
 def choice_mistakes(tools: Sequence[Tool], choice: Choice) -> Iterator[str]:
@@ -108,37 +136,9 @@ def choice_mistakes(tools: Sequence[Tool], choice: Choice) -> Iterator[str]:
         return
     if not tools:
         yield "tool_choice = ... needs tools"
-    elif isinstance(choice, NamedChoice) and choice.function.name not in names:
-        yield f"tool_choice = {choice.function.name!r} is not one of the tools: {', '.join(names)}"
-
-
-def forced_schema(tools: Sequence[Tool], choice: Choice, *, is_parallel: bool) -> Json | None:
-    """The schema of one function's arguments, or of a list of `{"name": ..., "parameters":
-    {...}}`. None if the model may answer with text."""
-    if isinstance(choice, NamedChoice):
-        chosen = next(tool for tool in tools if tool.function.name == choice.function.name)
-        return _arguments_schema(chosen)
-    if choice != "required":
-        return None
-    calls = [
-        {
-            "type": "object",
-            "properties": {
-                "name": {"const": tool.function.name},
-                # With a name of its own its references are to itself.
-                "parameters": {"$id": f"function:{number}", **_arguments_schema(tool)},
-            },
-            "required": ["name", "parameters"],
-            "additionalProperties": False,
-        }
-        for number, tool in enumerate(tools)
-    ]
-    limit = {} if is_parallel else {"maxItems": 1}
-    return {"type": "array", "minItems": 1, **limit, "items": {"anyOf": calls}}
-
-
-def _arguments_schema(tool: Tool) -> Json:
-    return {"type": "object", **(tool.function.parameters or {})}
+    for name in chosen_names(choice, names):
+        if tools and name not in names:
+            yield f"tool_choice = {name!r} is not one of the tools: {', '.join(names)}"
 
 
 # A message of a conversation, as chat bodies have it.

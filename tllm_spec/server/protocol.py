@@ -19,11 +19,11 @@ from tllm_spec.sampling_params import IGNORED, RequestOptions, SamplingParams
 from tllm_spec.server.bodies import BodyModel, as_json_type
 from tllm_spec.server.chat_message import (
     MAX_TOOLS,
+    AllowedTools,
     ChatMessage,
     Choice,
     Tool,
     choice_mistakes,
-    forced_schema,
 )
 from tllm_spec.server.guard import digest, kept_name
 from tllm_spec.text.chat_prompt import Conversation
@@ -304,7 +304,7 @@ class GenerationRequest(ClientRequest):
     def client_names(self) -> dict[str, str]:
         """What the client calls the option of `SamplingParams` that several options set."""
         given = list(_given(self._grammars()))  # one at most
-        return {"guided_decoding": given[0].replace("tool_choice", "tools")} if given else {}
+        return {"guided_decoding": given[0]} if given else {}
 
     def _grammars(self) -> dict[str, Any]:
         """The options that say what the text must match."""
@@ -397,15 +397,15 @@ class ChatCompletionRequest(GenerationRequest):
                 yield f"{name} = {shown(value)} and another one in chat_template_kwargs"
 
     @property
+    def mode(self) -> Choice:
+        """The choice among the functions that may be called."""
+        given = self.tool_choice or ("auto" if self.tools else "none")
+        return given.mode if isinstance(given, AllowedTools) else given
+
+    @property
     def conversation(self) -> Conversation:
         own = self.model_dump(include={"reasoning_effort", "enable_thinking"}, exclude_none=True)
-        return _conversation(self, needs_tools=self.tool_choice in (None, "auto"), **own)
-
-    def _grammars(self) -> dict[str, Any]:
-        schema = forced_schema(
-            self.tools or [], self.tool_choice, is_parallel=self.parallel_tool_calls
-        )
-        return super()._grammars() | {"tool_choice": schema}
+        return _conversation(self, needs_tools=self.mode == "auto", **own)
 
     def to_sampling_params(self) -> SamplingParams:
         """Without a limit an answer may be as long as the model's context allows. Raises ValueError

@@ -22,7 +22,6 @@ from tllm_spec.server.chat_message import (
     ChatMessage,
     Choice,
     FunctionDefinition,
-    NamedChoice,
     ToolCall,
     text_of,
 )
@@ -241,7 +240,8 @@ class ResponsesRequest(ClientRequest):
 
 # Options that answers repeat.
 ECHOED = {
-    *("instructions", "max_output_tokens", "model", "parallel_tool_calls", "temperature", "top_p")
+    *("instructions", "max_output_tokens", "model", "parallel_tool_calls", "temperature"),
+    *("tool_choice", "top_p"),
 }
 ID_PREFIXES: Mapping[str, str] = {REASONING: "rs", CONTENT: "msg", CALL: "fc"}
 EVENTS: Mapping[str, str] = {
@@ -278,8 +278,7 @@ class ResponseAnswer(BlockAnswer):
         )
 
     def _response(self, status: str, **own: Any) -> Json:
-        body, choice = self._body, self._body.tool_choice
-        named = choice.function.name if isinstance(choice, NamedChoice) else None
+        body = self._body
         return {
             "id": self._id,
             "object": "response",
@@ -290,7 +289,6 @@ class ResponseAnswer(BlockAnswer):
             "previous_response_id": None,
             "reasoning": {"effort": body.reasoning and body.reasoning.effort, "summary": None},
             "text": {"format": (body.text and body.text.format) or {"type": "text"}},
-            "tool_choice": {"type": "function", "name": named} if named else choice,
             "tools": [tool.model_dump() for tool in body.tools or ()],
             "truncation": "disabled",
             **body.model_dump(include=ECHOED),

@@ -3,19 +3,18 @@ says about the answer after it."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Literal
 
-from tllm_spec.text.tokenizer import Tokenizer, decoder_of
+from tllm_spec.text.tokenizer import REPLACEMENT, Tokenizer, decoder_of
 
 Section = Literal["inside", "over", "undecided"]
 """How an answer begins: inside the reasoning that the prompt has opened, after reasoning that the
 prompt has closed, or as its first text that is not blank says: reasoning if it is the opener."""
 
-# Of characters that stand for marker tokens: noncharacters of Unicode, which no text has.
-FIRST_MARK = 0xFDD0
 MAX_TAIL = 4096  # tokens of a prompt's end that are read
 
 
@@ -27,26 +26,6 @@ class ReasoningFormat:
     opener: str = "<think>"
     closer: str = "</think>"
     ends_at: tuple[str, ...] = ()
-
-
-class Marks:
-    """Markers in a text, as characters where they are tokens of their own: then only the token is
-    the marker, and the same text written with other tokens is text."""
-
-    def __init__(self, tokenizer: Tokenizer, markers: Sequence[str]) -> None:
-        """markers: texts that are tokens, or have some in them; at most 32 such tokens."""
-        found = marker_tokens(tokenizer, markers)
-        longest_first = sorted(found.values(), key=len, reverse=True)
-        self.names: Mapping[str, str] = {
-            name: chr(FIRST_MARK + place) for place, name in enumerate(longest_first)
-        }
-        self.of_token: Mapping[int, str] = {i: self.names[name] for i, name in found.items()}
-
-    def marked(self, text: str) -> str:
-        """A marker as the parser finds it: parts that are tokens are characters."""
-        for name, mark in self.names.items():
-            text = text.replace(name, mark)
-        return text
 
 
 def marker_tokens(tokenizer: Any, markers: Sequence[str]) -> dict[int, str]:
@@ -61,26 +40,27 @@ def marker_tokens(tokenizer: Any, markers: Sequence[str]) -> dict[int, str]:
 
 
 def section_after(
-    prompt: Sequence[int], form: ReasoningFormat, marks: Marks, tokenizer: Tokenizer
+    prompt: Sequence[int], form: ReasoningFormat, tokens: Mapping[int, str], tokenizer: Tokenizer
 ) -> Section:
     """What the end of a rendered prompt says. An opener or closer that another special token
-    follows, such as the end of a turn, is a part of an earlier message. marks: those of the
+    follows, such as the end of a turn, is a part of an earlier message. tokens: those of the
     format's markers."""
-    tail = _last_turn(prompt[-MAX_TAIL:], marks, tokenizer)
-    opener, closer = marks.marked(form.opener), marks.marked(form.closer)
-    opened, closed = tail.rfind(opener), tail.rfind(closer)
+    tail = _last_turn(prompt[-MAX_TAIL:], tokens, tokenizer)
+    opened, closed = tail.rfind(form.opener), tail.rfind(form.closer)
     if opened > closed:
         return "inside"
     return "undecided" if closed < 0 else "over"
 
 
-def _last_turn(prompt: Sequence[int], marks: Marks, tokenizer: Tokenizer) -> str:
-    """The text after the last special token that is no marker, with marks."""
-    special = special_ids(tokenizer) - marks.of_token.keys()
+def _last_turn(prompt: Sequence[int], tokens: Mapping[int, str], tokenizer: Tokenizer) -> str:
+    """The text after the last special token that is no marker. What other tokens write is no
+    marker where there is a token of that name."""
+    special = special_ids(tokenizer) - tokens.keys()
     start = max((place + 1 for place, each in enumerate(prompt) if each in special), default=0)
     decode = decoder_of(tokenizer, skip_special_tokens=False)
-    runs = groupby(prompt[start:], marks.of_token.get)
-    return "".join(mark or decode([*run]) for mark, run in runs)
+    names = re.compile("|".join(map(re.escape, tokens.values())) or r"\Z.")
+    runs = groupby(prompt[start:], tokens.get)
+    return "".join(name or names.sub(REPLACEMENT, decode([*run])) for name, run in runs)
 
 
 def special_ids(tokenizer: Any) -> set[int]:
