@@ -272,6 +272,17 @@ def test_gates_and_ups_are_clamped_to_the_limit(form: str, device: str) -> None:
         check(replace(p, gate_up=p.gate_up * 1.1), LIMIT)
 
 
+@on_each_kernel_device
+def test_gates_may_have_gelu(device: str) -> None:
+    p = problem("plain", SMALL[0], 9, torch.float32, device)
+    found, expected = (
+        each(p.x, p.layers[0], p.rows, activation="gelu_pytorch_tanh")
+        for each in (gate_up_silu, gate_up_silu.reference)
+    )
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    assert (found - p.inner()).abs().max() > 1e-2
+
+
 @pytest.mark.interpreted("form", "plain", "tile")
 @on_each_kernel_device
 @pytest.mark.parametrize("form", ["tile", "token", "int4 32", "fp8", "plain"])

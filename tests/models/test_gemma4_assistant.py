@@ -178,3 +178,16 @@ def test_an_assistant_for_another_target_is_refused(tmp_path: Path) -> None:
     eagle["speculative_config"]["max_draft_len"] = K
     with pytest.raises(ValueError, match="use it with decoding_type: MTP"):
         LLM(str(tmp_path), **eagle, **OPTIONS)
+
+
+def test_dummy_weights_of_both_need_only_their_configs(tmp_path: Path) -> None:
+    folder = tmp_path / "assistant"
+    save_assistant(folder, save_larger(tmp_path, "per layer"), ordered=True)
+    for each in (tmp_path, folder):
+        (each / "model.safetensors").unlink()
+    prompt, params = random_tokens(20), SamplingParams(max_tokens=9, ignore_eos=True)
+    texts = []
+    for spec in ({}, assisted(folder)):
+        with LLM(str(tmp_path), load_format="dummy", **spec, **OPTIONS) as llm:
+            texts.append(llm.generate(prompt, params).outputs[0].token_ids)
+    assert texts[0] == texts[1]
