@@ -36,7 +36,7 @@ class RouterWeights:
     """See `moe_routing`."""
     rule: RoutingRule
     dtype: torch.dtype
-    """Of the logits."""
+    """The dtype of the logits."""
     num_arrived: torch.Tensor
     """int32 `[MAX_TOKENS]`: programs that have stored a token's logits; 0 before and after a
     launch."""

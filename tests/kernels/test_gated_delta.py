@@ -201,17 +201,20 @@ def test_a_path_of_a_tree_has_the_bits_of_a_chain(kernel_size: int) -> None:
 
 
 @only_outside_the_interpreter
+@STATE_DTYPES
 @pytest.mark.parametrize("parts", [(12,), (1, 11), (5, 5, 2), (1,) * 12])
-def test_chunks_of_a_prompt_leave_the_same_bits(parts: tuple[int, ...]) -> None:
+def test_chunks_of_a_prompt_leave_the_same_bits(
+    parts: tuple[int, ...], state_dtype: torch.dtype
+) -> None:
     shape, weights = SHAPES["odd"], weights_of(SHAPES["odd"])
-    projected, memory, first = projections(shape, 12), memory_of(shape), 0
+    memory, whole = (memory_of(shape, state_dtype=state_dtype) for _ in range(2))
+    projected, first = projections(shape, 12), 0
     found = []
     for part in parts:
         rows = rows_in([1], [first], rows_of([part]), are_kept=True)
         piece = projected[first : first + part]
         found.append(answers_of(gated_delta.reference, piece, memory, shape, weights, rows))
         first += part
-    whole = memory_of(shape)
     rows = rows_in([1], [0], rows_of([12]), are_kept=True)
     expected = answers_of(gated_delta.reference, projected, whole, shape, weights, rows)
     assert torch.equal(torch.cat(found), expected) and torch.equal(memory.states, whole.states)
