@@ -1,19 +1,22 @@
 """The kernels of a decoding round on one GPU, each in a CUDA graph, with its floor.
 
     python -m benchmarks.gpu_kernels [attention] [tree_attention] [small_m_gemm] [tuned_gemm]
-        [sampling]
+        [sampling] [prompt_attention]
 
 attention       query windows of 1 to 8 tokens over a paged KV cache, layer after layer
 tree_attention  draft trees of 8 to 64 rows and a draft step of 8 beams, and chains of as many rows
 small_m_gemm    our GEMM of up to 8 rows, with what is fused into it, and torch's GEMM and ops
 tuned_gemm      all GEMMs of the 8B shape by torch, and by the fastest cuBLASLt algorithms
 sampling        choosing tokens of 128,256 logits, with filters
+prompt_attention  a layer's attention of whole prompts as TRITON and FLASHINFER run it, by head_dim
+        and query heads of a KV head; FlashInfer compiles what was not built ahead, for minutes
 
 Shapes are an 8B Llama's in bf16. Every call has weights or pools of its own, so that no cache holds
 them. The floor reads the bytes once at 4.45 TB/s, or computes at 790 TFLOP/s."""
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from itertools import product
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,6 +27,7 @@ from benchmarks.harness.models import MATMUL_FLOPS, READ_BYTES_PER_S
 from benchmarks.harness.report import Options, Row, Subject, crossed, main, number, numbers, table
 
 if TYPE_CHECKING:
+    from tllm_spec.attention.interface import HeadsBackend
     from tllm_spec.kernels.attention.visible_keys import TreeMask
 
 LAYERS, VOCAB, CUDA, BF16 = 32, 128256, "cuda", torch.bfloat16
@@ -35,6 +39,8 @@ WINDOWS = (1, 4, 8)
 TREES = ((8, 0), (16, 0), (32, 0), (64, 0), (8, 24))
 TREE_CASES = tuple((batch, context) for context in (1024, 8192) for batch in (1, 8, 32))
 MAX_TREE_RATIO = 1.15
+PROMPT_DIMS, PROMPT_GROUPS, PROMPT_LAYERS = (64, 128, 256), (4, 8), 4
+PROMPTS = ((1, 512), (1, 2048), (1, 8192), (16, 512))
 GEMMS = {"qkv": (4096, 6144), "o": (4096, 4096), "gate_up": (4096, 28672), "down": (14336, 4096)}
 NORMED, ADDS = ("qkv", "gate_up"), ("o", "down")
 
@@ -311,6 +317,74 @@ def sampling_table(rows: Sequence[Row]) -> list[str]:
     )
 
 
+def prompt_attention(options: Options) -> Iterator[Row]:
+    from tllm_spec.attention.choice import BACKENDS
+    from tllm_spec.attention.geometry import AttentionGeometry, KVFormat, KVPool
+
+    shapes = product(PROMPT_DIMS[: 2 if options.quick else None], PROMPT_GROUPS)
+    for (head_dim, group), (count, length) in product(shapes, PROMPTS):
+        heads = HEADS * HEAD_DIM // head_dim
+        geometry = AttentionGeometry(PROMPT_LAYERS, heads, heads // group, head_dim, 0.1)
+        num_pages = 1 + count * length // PAGE_SIZE
+        pool = KVPool(
+            geometry,
+            num_pages=num_pages,
+            page_size=PAGE_SIZE,
+            kv_format=KVFormat(BF16),
+            device=torch.device(CUDA),
+        )
+        us = call_us(
+            {
+                name: prompt_calls(BACKENDS[name](geometry, pool), count, length)
+                for name in ("TRITON", "FLASHINFER")
+            }
+        )
+        yield {"head_dim": head_dim, "group": group, "prompts": f"{count} x {length:,}"} | us
+
+
+def prompt_calls(backend: "HeadsBackend", count: int, length: int) -> list[Callable[[], object]]:
+    """One call for each layer: rotary embedding, the KV write, and attention of the prompts."""
+    from tllm_spec.attention.interface import AttentionMetadata
+    from tllm_spec.kernels.attention.rotary_write import Rotary
+    from tllm_spec.kernels.slots.round_rows import RoundRows
+
+    geometry, rows = backend.geometry, count * length
+    lens = (length,) * count
+    tables = torch.arange(1, 1 + rows // PAGE_SIZE, dtype=torch.int32, device=CUDA)
+    positions = torch.arange(length, device=CUDA).repeat(count)
+    plan = backend.plan(
+        AttentionMetadata(
+            context_lens=lens,
+            context_kv_lens=lens,
+            rows=RoundRows.rectangle(0, 1),
+            block_tables=tables.view(count, -1),
+            kv_lens=torch.full((count,), length, dtype=torch.int32, device=CUDA),
+            positions=positions,
+            kv_slots=PAGE_SIZE + torch.arange(rows, device=CUDA),
+            max_kv_len=0,
+        )
+    )
+    num_heads = geometry.num_heads + 2 * geometry.num_kv_heads
+    table = torch.randn(length, 2, 1, geometry.head_dim, device=CUDA).to(BF16)
+
+    def call(layer: int) -> Callable[[], object]:
+        qkv = torch.randn(rows, num_heads, geometry.head_dim, device=CUDA).to(BF16)
+        return lambda: backend.run(layer, qkv, Rotary(table, positions), plan)
+
+    return [call(layer) for layer in range(geometry.num_layers)]
+
+
+def prompt_table(rows: Sequence[Row]) -> list[str]:
+    titles = ("head_dim", "query heads of a KV head", "prompts", "TRITON, µs", "FLASHINFER, µs",
+              "ratio")  # fmt: skip
+    lines = []
+    for row in rows:
+        us = row["TRITON"], row["FLASHINFER"]
+        case = (str(row["head_dim"]), str(row["group"]), row["prompts"])
+        lines.append([*case, *map(number, us), f"{us[0] / us[1]:.2f}"])
+    return table(titles, lines)
+
+
 SUBJECTS = tuple(
     Subject(*parts, needs_cuda=True)
     for parts in (
@@ -319,6 +393,7 @@ SUBJECTS = tuple(
         ("small_m_gemm", "GEMMs of up to 8 rows", small_m_gemm, small_m_table),
         ("tuned_gemm", "GEMMs of more rows", tuned_gemm, tuned_table),
         ("sampling", "Choosing tokens of 128,256 logits", sampling, sampling_table),
+        ("prompt_attention", "Attention of prompts", prompt_attention, prompt_table),
     )
 )
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from time import monotonic
 from typing import Any, TypeVar
 
-from tllm_spec.attention.choice import create_backend, create_batch_invariant
-from tllm_spec.attention.geometry import KVPool
-from tllm_spec.attention.interface import SpecMetadata, default_capture_layers
+from tllm_spec.attention.choice import backend_name, create_backend, create_batch_invariant
+from tllm_spec.attention.geometry import Geometry, KVPool
+from tllm_spec.attention.interface import AttentionBackend, SpecMetadata, default_capture_layers
 from tllm_spec.attention.recurrent import RecurrentMemory
 from tllm_spec.draft_network.network import ExternalDraft
 from tllm_spec.executor.building.draft_backend import check_pool, load_head_network, load_network
@@ -306,9 +306,19 @@ def _build_target(
         if plan.args.deterministic:
             backend = create_batch_invariant(own.geometry, place.pools[0])
         else:
-            backend = create_backend(plan.attention, own.geometry, place.pools[0])
+            backend = _backend(plan, own.geometry, place.pools[0])
         groups.append(PagedGroup(backend, place.rows))
     return ModelEngine(target, AttentionGroups(groups, states), spec), kv, net
+
+
+def _backend(plan: BuildPlan, geometry: Geometry, pool: KVPool) -> AttentionBackend:
+    kind = plan.attention_of(geometry)
+    if kind is not plan.attention:
+        logger.info(
+            "attention of %d layers: %s, which has nothing to compile for their prompts",
+            *(geometry.num_layers, backend_name(kind)),
+        )
+    return create_backend(kind, geometry, pool)
 
 
 def _recurrent_memory(plan: BuildPlan, target: CausalLM) -> RecurrentMemory | None:
@@ -343,7 +353,7 @@ def _draft_net(plan: BuildPlan, draft: LoadedDraft, memory: list[_Memory]) -> Dr
     if isinstance(model, ExternalDraft):
         return ExternalModelNet(model, pools[0], place.rows, vocab_size)
     paged = [
-        PagedGroup(create_backend(plan.attention, own.geometry, pool), place.rows)
+        PagedGroup(create_backend(plan.attention_of(own.geometry), own.geometry, pool), place.rows)
         for own, pool in zip(groups, pools, strict=True)
     ]
     return draft.net(AttentionGroups(paged, sees=draft.plan.sees), vocab_size)

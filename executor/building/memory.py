@@ -28,7 +28,7 @@ def reserved_bytes(plan: BuildPlan, draft: LoadedDraft | None, groups: Sequence[
     states, their snapshots and what blocks of prompts need; the backlog of a draft network on the
     target's pages; a draft network's distributions for rejection sampling; texts."""
     num_bytes = sum(
-        workspace_bytes(plan.attention, geometry, kv_format)
+        workspace_bytes(plan.attention_of(geometry), geometry, kv_format)
         for group in groups
         for geometry, kv_format in group.pools
     )

@@ -8,7 +8,9 @@ from math import gcd
 
 import torch
 
-from tllm_spec.attention.choice import choose_backend
+from tllm_spec.attention.choice import choose_backend, kind_of_pool
+from tllm_spec.attention.geometry import Geometry
+from tllm_spec.attention.interface import HeadsBackend
 from tllm_spec.attention.recurrent import RecurrentGeometry
 from tllm_spec.config.draft_shape import DraftShapes, chain_of, draft_len_table
 from tllm_spec.config.llm_args import LlmArgs
@@ -120,6 +122,11 @@ class BuildPlan:
             logger.info("layers with latent attention (MLA) run TRITON, as with attn_backend: auto")
         if self.why_no_overlap:
             logger.info("rounds do not overlap: %s", self.why_no_overlap)
+
+    def attention_of(self, geometry: Geometry) -> type[HeadsBackend]:
+        """The backend of one pool."""
+        chooses = self.args.attn_backend == "auto" and not self.args.deterministic
+        return kind_of_pool(self.attention, geometry, chooses=chooses)
 
     def of_model(self, folder: str) -> "BuildPlan":
         """The same for the checkpoint in another folder."""

@@ -8,7 +8,12 @@ from types import ModuleType
 import pytest
 import torch
 
-from tllm_spec.attention.choice import choose_backend, create_backend, workspace_bytes
+from tllm_spec.attention.choice import (
+    choose_backend,
+    create_backend,
+    kind_of_pool,
+    workspace_bytes,
+)
 from tllm_spec.attention.flashinfer import FlashInferAttention
 from tllm_spec.attention.geometry import (
     MAX_TOKENS,
@@ -209,6 +214,31 @@ def test_layers_with_chunks_run_triton_where_flashinfer_was_chosen(
     assert len(caplog.messages) == is_replaced
     num_bytes = workspace_bytes(kind, geometry, kv_format)
     assert num_bytes == own_kind.workspace_bytes(geometry, kv_format)
+
+
+SLIDING = KeySpan(16, slides=True)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "span", "has_sinks", "kind"),
+    [
+        (128, None, False, FlashInferAttention),
+        (64, None, True, FlashInferAttention),
+        (64, SLIDING, False, FlashInferAttention),
+        (64, SLIDING, True, TritonAttention),
+        (256, None, False, TritonAttention),
+        (256, SLIDING, False, TritonAttention),
+        (96, None, False, FlashInferAttention),  # `create_backend` says that it has no kernels
+    ],
+)
+def test_auto_takes_triton_for_shapes_whose_prompts_are_as_fast(
+    head_dim: int, span: KeySpan | None, has_sinks: bool, kind: type[HeadsBackend]
+) -> None:
+    geometry = AttentionGeometry(2, 4, 2, head_dim, 0.1, span, has_sinks)
+    for chosen in (VanillaAttention, TritonAttention):
+        assert kind_of_pool(chosen, geometry, chooses=True) is chosen
+    assert kind_of_pool(FlashInferAttention, geometry, chooses=False) is FlashInferAttention
+    assert kind_of_pool(FlashInferAttention, geometry, chooses=True) is kind
 
 
 @pytest.mark.parametrize("kind", [FlashInferAttention, TritonAttention])
