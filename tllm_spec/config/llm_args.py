@@ -67,8 +67,8 @@ class LlmArgs(ConfigModel):
     """Attention kernels. `auto`: VANILLA (plain torch) on a CPU; on CUDA FLASHINFER, which is
     TRITON with FlashInfer's prefill, or TRITON without the package or in float32, and for layers
     whose prompts FlashInfer is not known to run faster: 256 elements a head, and windows with
-    sinks (gpt-oss). Layers with latent attention (MLA) and those that attend within chunks (Llama 4) run TRITON.
-    `TRTLLM` is taken as `auto`."""
+    sinks (gpt-oss). Layers with latent attention (MLA) and those that attend within chunks (Llama
+    4) run TRITON. `TRTLLM` is taken as `auto`."""
     deterministic: bool = False
     """Batch-invariant kernels: text and log probabilities do not depend on batch, draft length,
     prompt chunks, prefix hits or preemption. Slower; CUDA only; on two devices at most."""
