@@ -12,6 +12,7 @@ from tllm_spec.kernels.attention import (
     batch_invariant_attention,
     batch_invariant_latent,
     latent_attention,
+    prompt_attention,
     window_attention,
     window_splits,
 )
@@ -278,6 +279,17 @@ def invariant_attention(*, has_codes: bool) -> None:
         )
 
 
+def prompts() -> None:
+    """The heads of Gemma 4's layers without a window."""
+    for dtype, span, (q_heads, kv_heads) in product(FLOATS, (None, SLIDING), ((8, 1), (32, 4))):
+        q = empty(256, q_heads, 512, dtype=dtype)
+        size = prompt_attention.prompt_tokens_per_tile(q, 512, q_heads // kv_heads)
+        tiles = batch_invariant_attention.QueryTiles(int32(4, 16), size)
+        for stored in (dtype, FP8):
+            layer = empty(2, 4096, PAGE_SIZE, kv_heads, 512, dtype=stored)
+            prompt_attention.prompt_attention(q, layer, int32(1, 128), tiles, 0.1, span)
+
+
 def tree_paths(batch: int, window: int) -> TreePaths:
     mask = TreeMask(int64(batch, window), window)
     return TreePaths(mask, int32(batch * window, window), int32(batch * window))
@@ -343,6 +355,7 @@ CALLS: dict[str, Callable[[], None]] = {
     "heads": heads,
     "windows": lambda: windows(has_codes=False),
     "invariant_attention": lambda: invariant_attention(has_codes=False),
+    "prompts": prompts,
     "latents": lambda: latents(has_codes=False),
     "invariant_latents": lambda: invariant_latents(has_codes=False),
     "windows over codes": lambda: windows(has_codes=True),
