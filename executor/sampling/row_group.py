@@ -14,7 +14,7 @@ from itertools import accumulate
 import torch
 
 from tllm_spec.executor.device.transfer import to_device
-from tllm_spec.executor.request import DecodingRules, LlmRequest
+from tllm_spec.executor.request import DecodingRules, LlmRequest, LogprobForm
 from tllm_spec.executor.resources.interface import SeqSlotManager
 from tllm_spec.executor.resources.slot_state import WindowTree
 from tllm_spec.kernels.slots.round_rows import RoundRows
@@ -194,7 +194,7 @@ class RowGroup:
     penalised: Subset | None = None
     early: Subset | None = None  # min_tokens
     bias: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None  # row, token, value
-    with_logprobs: Subset | None = None
+    with_logprobs: dict[LogprobForm, Subset] = field(default_factory=dict)
     num_logprobs: int = 0
     edited: list[int] = field(default_factory=list)  # indices of those that `HostEdits` edits
     is_edited: bool = False  # whether anything changes logits before temperature and filters
@@ -302,7 +302,11 @@ class RowGroups:
             penalised=penalised,
             early=early,
             bias=bias,
-            with_logprobs=subset(lambda rules: rules.logprobs is not None),
+            with_logprobs={
+                form: own
+                for form in dict.fromkeys(rules.logprob_form for rules in all_rules)
+                if form and (own := subset(form.is_of))
+            },
             num_logprobs=max((rules.logprobs or 0 for rules in all_rules), default=0),
             edited=edited,
             is_edited=bool(penalised or early or bias or edited),

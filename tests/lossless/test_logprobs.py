@@ -1,12 +1,14 @@
 """Log probabilities with speculation are those of plain decoding and of transformers."""
 
-from typing import Any
+import math
+from typing import Any, get_args
 
 import pytest
 import torch
 
 from tests.lossless.engines import engine
-from tests.lossless.oracle import GetOracle
+from tests.lossless.oracle import GetOracle, _edited, _filtered
+from tllm_spec.config.option_checks import LogprobsMode
 from tllm_spec.llm import LLM
 from tllm_spec.outputs import Logprob, RequestOutput
 from tllm_spec.sampling_params import SamplingParams
@@ -110,3 +112,90 @@ def assert_entry(entry: dict[int, Logprob], row: torch.Tensor, token: int) -> No
     best = row.topk(NUM_BEST).values
     assert all(float(row[each]) > float(best[-1]) - 1e-4 for each in list(entry)[1:])
     assert len(entry) in (NUM_BEST, NUM_BEST + 1)
+
+
+PROMPT_LEN = 20
+MODES: tuple[LogprobsMode, ...] = get_args(LogprobsMode)
+TREE = engine("eagle3_tree", 3)
+SAMPLED: dict[str, Any] = {
+    "temperature": 0.7,
+    "top_p": 0.9,
+    "repetition_penalty": 1.3,
+    "logit_bias": {5: 2.0},
+    "bad_token_ids": [7],
+    "seed": 3,
+}
+PROCESSED_WAYS: dict[str, dict[str, Any]] = {
+    "sampled": SAMPLED,
+    "greedy": SAMPLED | {"temperature": 0},
+    "min_tokens": {"temperature": 1.1, "top_k": 8, "min_p": 0.02, "min_tokens": 8, "seed": 4},
+}
+WITH_MODES = {
+    "plain": engine("plain", 0),
+    "chain": engine("eagle3", 4) | CHUNKS,
+    "tree": TREE,
+    "rejection": engine("eagle3", 3, use_rejection_sampling=True),
+}
+
+
+def said(raw: torch.Tensor, params: SamplingParams, text: list[int], at: int) -> torch.Tensor:
+    """`[V]` float64: what a mode says of the token at `at`, by the oracle's own rules. raw `[V]`:
+    logits of the token before it."""
+    assert params.logprobs_mode is not None
+    values = raw.double()
+    if params.logprobs_mode.startswith("processed"):
+        values = _edited(raw, params, text[:PROMPT_LEN], text[PROMPT_LEN:at])
+        if not params.is_greedy:
+            values = _filtered(values / params.effective_temperature, params)
+    return values if params.logprobs_mode.endswith("logits") else values.log_softmax(-1)
+
+
+@pytest.mark.parametrize("name", WITH_MODES)
+def test_every_mode_says_what_a_forward_of_the_whole_text_gives(
+    name: str, prompts: list[list[int]], oracle: GetOracle
+) -> None:
+    """All modes are in one batch, and the whole vocabulary is compared."""
+    prompt, vocab_size = (prompts[0] * PROMPT_LEN)[:PROMPT_LEN], oracle().logits([1]).shape[1]
+    own: dict[str, Any] = {"max_tokens": 16, "ignore_eos": True, "logprobs": vocab_size}
+    asked = [
+        SamplingParams(**own, **way, logprobs_mode=mode)
+        for way in PROCESSED_WAYS.values()
+        for mode in MODES
+    ]
+    with LLM("zoo:llama", **WITH_MODES[name]) as llm:
+        outputs = llm.generate([prompt] * len(asked), asked, use_tqdm=False)
+        llm.check_integrity()
+    assert isinstance(outputs, list)
+    for params, output in zip(asked, outputs, strict=True):
+        text = prompt + output.outputs[0].token_ids
+        rows = oracle().logits(text)
+        for at, entry in enumerate(output.outputs[0].logprobs, PROMPT_LEN):
+            expected = said(rows[at - 1], params, text, at)
+            assert len(entry) == vocab_size and next(iter(entry)) == text[at]
+            assert math.isfinite(entry[text[at]].logprob)
+            found = torch.tensor([entry[token].logprob for token in range(vocab_size)])
+            torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-4)
+
+
+def test_the_engines_mode_holds_where_a_request_has_none_and_prompts_are_raw(
+    prompts: list[list[int]], oracle: GetOracle
+) -> None:
+    params = [
+        SamplingParams(max_tokens=4, logprobs=0, prompt_logprobs=0, logprobs_mode=mode, **SAMPLED)
+        for mode in (None, *MODES)
+    ]
+    with LLM("zoo:llama", logprobs_mode="processed_logits", **TREE) as llm:
+        outputs = llm.generate([prompts[0]] * len(params), params, use_tqdm=False)
+        llm.check_integrity()
+    assert isinstance(outputs, list)
+    by_mode = dict(zip((None, *MODES), outputs, strict=True))
+    assert by_mode[None].outputs[0].logprobs == by_mode["processed_logits"].outputs[0].logprobs
+    assert by_mode[None].outputs[0].logprobs != by_mode["raw_logits"].outputs[0].logprobs
+    logits = oracle().logits(prompts[0])
+    for mode, output in by_mode.items():
+        is_logits = mode is None or mode.endswith("logits")
+        rows = logits if is_logits else logits.log_softmax(-1)
+        for row, token, entry in zip(
+            rows, prompts[0][1:], output.outputs[0].prompt_logprobs[1:], strict=False
+        ):
+            assert entry is not None and abs(entry[token].logprob - float(row[token])) < 1e-4
