@@ -285,6 +285,7 @@ class RowGroups:
             parameters = state.gather(own.expand(slots.index_select(0, indices)))
             return Subset(own, parameters, indices, _indices(indices, own, all_rows.offsets))
 
+        asking = [rules for rules in all_rules if rules.logprobs is not None]
         row_counts = [window] * len(requests) if counts is None else list(counts)
         bias = None
         if any(rules.token_bias for rules in all_rules):
@@ -304,10 +305,10 @@ class RowGroups:
             bias=bias,
             with_logprobs={
                 form: own
-                for form in dict.fromkeys(rules.logprob_form for rules in all_rules)
+                for form in dict.fromkeys(rules.logprob_form for rules in asking)
                 if form and (own := subset(form.is_of))
             },
-            num_logprobs=max((rules.logprobs or 0 for rules in all_rules), default=0),
+            num_logprobs=max((rules.logprobs or 0 for rules in asking), default=0),
             edited=edited,
             is_edited=bool(penalised or early or bias or edited),
             is_guided=any(request.grammar is not None for request in requests),

@@ -127,12 +127,15 @@ class Sampler:
         logprobs: LogprobRows,
     ) -> SampledTokens:
         """`sample` of as many requests as one part may have."""
-        values = self._values(group, logits, processed=False)
+        values = dict[LogprobForm, torch.Tensor]()
+        if group.with_logprobs:
+            values = self._values(group, logits, processed=False)
         if group.is_edited:
             logits = self._edit(group, logits, at)
         if group.is_guided:
             self.grammar_masks.apply(group, logits)
-        values |= self._values(group, logits, processed=True)
+        if group.with_logprobs:
+            values |= self._values(group, logits, processed=True)
         sampled = self._emit(group, logits, at, draft_probs)
         if self._relaxed is not None:
             self._relaxed.note(group.slots, sampled.new_tokens, sampled.new_lens)
