@@ -9,9 +9,9 @@ from enum import Enum, auto
 from functools import cached_property
 from operator import attrgetter
 from time import monotonic
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from tllm_spec.config.option_checks import check_text
+from tllm_spec.config.option_checks import LOGITS, PROCESSED, LogprobsMode, check_text
 from tllm_spec.grammar.thinking_budget import TextRules
 from tllm_spec.logits_processor import LogitsEdit
 from tllm_spec.outputs import Logprob, SpeculativeStats
@@ -19,6 +19,18 @@ from tllm_spec.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from tllm_spec.executor.device.transfer import TextStates
+
+
+class LogprobForm(NamedTuple):
+    """Which values of a row are returned: after edits and grammars or before them, over the
+    temperature and filtered, and as logits or normalised."""
+
+    is_processed: bool
+    is_scaled: bool
+    is_logits: bool
+
+    def is_of(self, rules: "DecodingRules") -> bool:
+        return rules.logprob_form == self
 
 
 @dataclass(frozen=True)
@@ -42,10 +54,20 @@ class DecodingRules:
     edits: tuple[LogitsEdit, ...]  # the user's logits processors
     logprobs: int | None
     prompt_logprobs: int | None
+    logprobs_mode: LogprobsMode
 
     @cached_property
     def is_greedy(self) -> bool:
         return self.temperature == 0
+
+    @cached_property
+    def logprob_form(self) -> LogprobForm | None:
+        """None: no log probabilities. A greedy choice is made without temperature and filters."""
+        if self.logprobs is None:
+            return None
+        is_processed = self.logprobs_mode in PROCESSED
+        is_scaled = is_processed and not self.is_greedy
+        return LogprobForm(is_processed, is_scaled, self.logprobs_mode in LOGITS)
 
     @property
     def has_filters(self) -> bool:
@@ -77,8 +99,11 @@ class DecodingRules:
         vocab_size: int,
         end_ids: Iterable[int],
         encode: Callable[[str], list[int]] | None,
+        logprobs_mode: LogprobsMode = "raw_logprobs",
     ) -> "DecodingRules":
-        """Raises ValueError for token ids outside the vocabulary, for words without a tokenizer,
+        """logprobs_mode: where the parameters have none.
+
+        Raises ValueError for token ids outside the vocabulary, for words without a tokenizer,
         and for words with lone surrogates."""
         sequences = list(params.bad_sequences)
         for word in params.bad_strings:
@@ -117,6 +142,7 @@ class DecodingRules:
             edits=tuple(map(LogitsEdit.of, params.logits_processors)),
             logprobs=params.logprobs,
             prompt_logprobs=params.prompt_logprobs,
+            logprobs_mode=params.logprobs_mode or logprobs_mode,
         )
 
 

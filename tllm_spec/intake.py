@@ -92,6 +92,7 @@ class Intake:
         self.reasoning = ReasoningRules(args, tokenizer, limits.vocab_size)
         self._num_ranks = args.tensor_parallel_size
         self._records = args.record_traffic is not None
+        self._args = args
         self._lock = threading.Lock()
         self._ids = count(1)
         self._limits = limits
@@ -157,9 +158,16 @@ class Intake:
             raise ValueError("stop strings need a tokenizer; use stop_token_ids")
         for word in params.stop_strings:
             check_text(word, "stop")
+        mode = params.logprobs_mode or self._args.logprobs_mode
+        if params.logprobs is not None and (problem := self._args.why_no_logprobs(mode)):
+            raise ValueError(problem)
         encode = None if tokenizer is None else partial(tokenizer.encode, add_special_tokens=False)
         return DecodingRules.from_params(
-            params, vocab_size=self._limits.vocab_size, end_ids=self._end_ids, encode=encode
+            params,
+            vocab_size=self._limits.vocab_size,
+            end_ids=self._end_ids,
+            encode=encode,
+            logprobs_mode=mode,
         )
 
     def _read(self, prompt: Prompt, params: SamplingParams) -> tuple[str | None, list[int]]:

@@ -12,9 +12,11 @@ from typing import Any, TypeVar
 
 from tllm_spec.config.neighbours import Ignored
 from tllm_spec.config.option_checks import (
+    LogprobsMode,
     check_bool,
     check_integer,
     check_list,
+    check_logprobs_mode,
     check_number,
     check_text,
     refusals,
@@ -216,6 +218,9 @@ class SamplingParams:
     """Return the log probabilities of this many best tokens and of the chosen one. True: 1."""
     prompt_logprobs: bool | int | None = None
     """The same for the prompt's tokens."""
+    logprobs_mode: LogprobsMode | None = None
+    """What `logprobs` has: log probabilities or logits, of the model itself (`raw_…`) or after all
+    that changes what is chosen (`processed_…`). The prompt's are raw. null: `LlmArgs`'."""
     detokenize: bool = True
     """Return text."""
     add_special_tokens: bool = True
@@ -261,6 +266,8 @@ class SamplingParams:
                 yield check_integer if name in INTEGERS else check_number, name, value, *limits
         for name in BOOLS:
             yield check_bool, name, getattr(self, name)
+        if self.logprobs_mode is not None:
+            yield check_logprobs_mode, self.logprobs_mode
         for name in ("bad", "stop"):
             yield self._check_strings, name
         yield (self._check_bad_token_ids,)

@@ -1,5 +1,5 @@
 """Edits of logits: penalties, biases and processors, on the device and by the host. And the log
-probabilities of emitted tokens, from the model's own logits before any edit."""
+probabilities of emitted tokens."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 import torch
 import torch.nn.functional as F
 
+from tllm_spec.config.option_checks import LOGITS
 from tllm_spec.executor.batch import SampledTokens
-from tllm_spec.executor.request import LlmRequest
-from tllm_spec.executor.sampling.row_group import RowGroup, Subset
+from tllm_spec.executor.request import LlmRequest, LogprobForm
+from tllm_spec.executor.sampling.row_group import RowGroup
 from tllm_spec.kernels.sampling.choose_token import choose_best
 from tllm_spec.outputs import Logprob
 
@@ -152,7 +153,7 @@ def rows_at_once(group: RowGroup, logits: torch.Tensor, *, rejection: bool) -> i
     """How many of the group's logits `[R, V]` are sampled together."""
     vocab_size = logits.shape[1]
     is_fused = logits.is_cuda and logits.element_size() == 2
-    if not is_fused or rejection or group.is_edited or group.with_logprobs is not None:
+    if not is_fused or rejection or group.is_edited or group.with_logprobs:
         num_bytes = BYTES_PER_LOGIT * vocab_size
     elif group.sampled is None:
         return len(logits)
@@ -170,11 +171,11 @@ class LogprobRows:
     _found: list[tuple[list[LlmRequest], int]] = field(default_factory=list)
 
     def add(
-        self, group: RowGroup, raw: torch.Tensor, subset: Subset, sampled: SampledTokens
+        self, group: RowGroup, form: LogprobForm, raw: torch.Tensor, sampled: SampledTokens
     ) -> None:
-        """raw `[T, V]`: log-softmax of the rows of the group's M requests that ask for log
-        probabilities, which are `subset`."""
-        requests = [request for request in group.requests if request.rules.logprobs is not None]
+        """raw `[T, V]`: the values of the rows of the group's M requests that ask for this form."""
+        requests = [request for request in group.requests if form.is_of(request.rules)]
+        subset = group.with_logprobs[form]
         tokens = subset.take_requests(sampled.new_tokens)
         raw = subset.own.padded(raw).flatten(0, 1)
         if sampled.rows is not None:
@@ -214,7 +215,7 @@ def token_logprobs(
     """values and ids `[R, 2 + k]`: of the token, then of the k best ones; the last id column is the
     token's rank, and the last value column is unused.
 
-    raw `[R, V]` log-softmax; tokens `[R]`. Of equal values the lowest id is the best."""
+    raw `[R, V]` log-softmax or logits; tokens `[R]`. Of equal values the lowest id is the best."""
     chosen = raw.gather(1, tokens.unsqueeze(1))
     rank = (raw > chosen).sum(dim=1, keepdim=True) + 1
     best = _best_ids(raw, min(num_best, raw.shape[1]))
@@ -281,7 +282,8 @@ def _entries(
     """Entries of the prompt tokens from `first` on, which the logits `[R, V]` predict."""
     num_best = request.rules.prompt_logprobs or 0
     tokens = torch.tensor(request.tokens[first : first + len(logits)], device=logits.device)
-    values, ids = token_logprobs(log_probabilities(logits), tokens, num_best)
+    raw = logits.float() if request.rules.logprobs_mode in LOGITS else log_probabilities(logits)
+    values, ids = token_logprobs(raw, tokens, num_best)
     return [
         logprob_entry(*row, num_best) for row in zip(values.tolist(), ids.tolist(), strict=True)
     ]

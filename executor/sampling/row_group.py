@@ -14,7 +14,7 @@ from itertools import accumulate
 import torch
 
 from tllm_spec.executor.device.transfer import to_device
-from tllm_spec.executor.request import DecodingRules, LlmRequest
+from tllm_spec.executor.request import DecodingRules, LlmRequest, LogprobForm
 from tllm_spec.executor.resources.interface import SeqSlotManager
 from tllm_spec.executor.resources.slot_state import WindowTree
 from tllm_spec.kernels.slots.round_rows import RoundRows
@@ -194,7 +194,7 @@ class RowGroup:
     penalised: Subset | None = None
     early: Subset | None = None  # min_tokens
     bias: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None  # row, token, value
-    with_logprobs: Subset | None = None
+    with_logprobs: dict[LogprobForm, Subset] = field(default_factory=dict)
     num_logprobs: int = 0
     edited: list[int] = field(default_factory=list)  # indices of those that `HostEdits` edits
     is_edited: bool = False  # whether anything changes logits before temperature and filters
@@ -285,6 +285,7 @@ class RowGroups:
             parameters = state.gather(own.expand(slots.index_select(0, indices)))
             return Subset(own, parameters, indices, _indices(indices, own, all_rows.offsets))
 
+        asking = [rules for rules in all_rules if rules.logprobs is not None]
         row_counts = [window] * len(requests) if counts is None else list(counts)
         bias = None
         if any(rules.token_bias for rules in all_rules):
@@ -302,8 +303,12 @@ class RowGroups:
             penalised=penalised,
             early=early,
             bias=bias,
-            with_logprobs=subset(lambda rules: rules.logprobs is not None),
-            num_logprobs=max((rules.logprobs or 0 for rules in all_rules), default=0),
+            with_logprobs={
+                form: own
+                for form in dict.fromkeys(rules.logprob_form for rules in asking)
+                if form and (own := subset(form.is_of))
+            },
+            num_logprobs=max((rules.logprobs or 0 for rules in asking), default=0),
             edited=edited,
             is_edited=bool(penalised or early or bias or edited),
             is_guided=any(request.grammar is not None for request in requests),

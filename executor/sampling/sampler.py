@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import torch
 
 from tllm_spec.executor.batch import SampledTokens
-from tllm_spec.executor.request import LlmRequest
+from tllm_spec.executor.request import LlmRequest, LogprobForm
 from tllm_spec.executor.resources.slot_state import SlotState, WindowTree
 from tllm_spec.executor.sampling.acceptance_rules import (
     Rates,
@@ -127,21 +127,40 @@ class Sampler:
         logprobs: LogprobRows,
     ) -> SampledTokens:
         """`sample` of as many requests as one part may have."""
-        raw = None
-        if group.with_logprobs is not None:
-            raw = log_probabilities(group.with_logprobs.take(logits))
+        values = dict[LogprobForm, torch.Tensor]()
+        if group.with_logprobs:
+            values = self._values(group, logits, processed=False)
         if group.is_edited:
             logits = self._edit(group, logits, at)
         if group.is_guided:
             self.grammar_masks.apply(group, logits)
+        if group.with_logprobs:
+            values |= self._values(group, logits, processed=True)
         sampled = self._emit(group, logits, at, draft_probs)
         if self._relaxed is not None:
             self._relaxed.note(group.slots, sampled.new_tokens, sampled.new_lens)
         if group.penalised is not None:
             self._count(group, group.penalised, sampled)
-        if raw is not None and group.with_logprobs is not None:
-            logprobs.add(group, raw, group.with_logprobs, sampled)
+        for form, rows in values.items():
+            logprobs.add(group, form, rows, sampled)
         return sampled
+
+    def _values(
+        self, group: RowGroup, logits: torch.Tensor, *, processed: bool
+    ) -> dict[LogprobForm, torch.Tensor]:
+        """By form, what the rows of requests that ask for log probabilities say before or after
+        all edits of `logits` `[T, V]`. A copy: edits may be in place."""
+        found = {}
+        for form, own in group.with_logprobs.items():
+            if form.is_processed == processed:
+                rows = own.take(logits)
+                if form.is_scaled:
+                    rows = self.scaled(group, rows, own.parameters)
+                if form.is_logits:
+                    found[form] = rows.to(torch.float32, copy=True)
+                else:
+                    found[form] = log_probabilities(rows)
+        return found
 
     def _emit(
         self,

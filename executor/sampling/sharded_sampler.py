@@ -53,7 +53,7 @@ class ShardedSampler(Sampler):
             or self._relaxed is not None
             or group.filtered
             or group.is_edited
-            or group.with_logprobs is not None
+            or group.with_logprobs
         )
 
     def sample(

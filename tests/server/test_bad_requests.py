@@ -95,6 +95,7 @@ JSON = {"content-type": "application/json"}
             "messages.0.type",
             "accepted: None or 'text'",
         ),
+        (TEXT, {"logprobs_mode": "raw"}, "logprobs_mode", "'raw_logprobs', 'processed_logprobs'"),
         (CHAT_PATH, {"top_logprobs": 2}, "top_logprobs", "logprobs = true"),
     ],
 )

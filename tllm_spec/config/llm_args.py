@@ -25,7 +25,12 @@ from tllm_spec.config.engine_config import CudaGraphConfig as CudaGraphConfig
 from tllm_spec.config.engine_config import KvCacheConfig as KvCacheConfig
 from tllm_spec.config.engine_config import SchedulerConfig
 from tllm_spec.config.neighbours import LLM_IGNORED, LLM_RENAMED, Ignored, Renamed
-from tllm_spec.config.option_checks import import_also_from, read_yaml
+from tllm_spec.config.option_checks import (
+    PROCESSED,
+    LogprobsMode,
+    import_also_from,
+    read_yaml,
+)
 from tllm_spec.config.speculative_config import (
     DecodingBaseConfig,
     MTPDecodingConfig,
@@ -121,6 +126,10 @@ class LlmArgs(ConfigModel):
     """Devices that share an expert. null: `tensor_parallel_size` / `moe_expert_parallel_size`."""
     gpus_per_node: PositiveInt | None = None
     """Devices of one host, which its ranks use in turn. null: as many as torch sees."""
+    logprobs_mode: LogprobsMode = "raw_logprobs"
+    """What `logprobs` has where a request does not say it: `raw_logprobs` and `raw_logits` of the
+    model itself, `processed_logprobs` and `processed_logits` after all that changes what is chosen.
+    """
     guided_decoding_backend: Literal["xgrammar", "llguidance", "guidance"] | None = "llguidance"
     """`guided_decoding` is llguidance's under each of these names. null refuses such requests."""
 
@@ -212,6 +221,11 @@ class LlmArgs(ConfigModel):
             )
 
     @check
+    def _check_logprobs_mode(self) -> Iterator[str]:
+        if problem := self.why_no_logprobs(self.logprobs_mode):
+            yield problem
+
+    @check
     def _check_recording(self) -> Iterator[str]:
         if self.record_hidden_states and self.record_traffic is None:
             yield (
@@ -287,6 +301,16 @@ class LlmArgs(ConfigModel):
         """Parts that the experts are divided into."""
         expert, sliced = self.moe_expert_parallel_size, self.moe_tensor_parallel_size
         return expert or (1 if sliced is None else self.tensor_parallel_size // sliced)
+
+    def why_no_logprobs(self, mode: LogprobsMode) -> str | None:
+        """Why log probabilities of this mode cannot be returned, or None."""
+        spec = self.speculative_config
+        if mode not in PROCESSED or spec is None or spec.lossy_option is None:
+            return None
+        return (
+            f"logprobs_mode = {mode!r} is refused with {spec.lossy_option}: tokens that it accepts "
+            "were not drawn from these probabilities; raw_logprobs and raw_logits are accepted"
+        )
 
     @property
     def why_no_overlap(self) -> str | None:

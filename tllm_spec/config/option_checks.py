@@ -16,7 +16,7 @@ from importlib import import_module
 from inspect import isabstract, signature
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import yaml
 
@@ -248,6 +248,17 @@ def _range(low: float, high: float) -> str:
     if math.isinf(low):
         return "a finite number is needed"
     return f"at least {low} is needed" if math.isinf(high) else f"{low} to {high} is accepted"
+
+
+# Log probabilities or logits of the model itself, or of what each token was chosen from.
+LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
+PROCESSED: tuple[LogprobsMode, ...] = ("processed_logprobs", "processed_logits")
+LOGITS: tuple[LogprobsMode, ...] = ("raw_logits", "processed_logits")
+
+
+def check_logprobs_mode(mode: object) -> None:
+    if mode not in (modes := get_args(LogprobsMode)):
+        raise ValueError(f"logprobs_mode = {shown(mode)}: one of {', '.join(modes)} is needed")
 
 
 # Objects that a configuration names by "package.module:ClassName" and keyword arguments.

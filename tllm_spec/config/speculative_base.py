@@ -348,6 +348,18 @@ class DecodingBaseConfig(ConfigModel):
         return None
 
     @property
+    def lossy_option(self) -> str | None:
+        """The option that lets drafts be accepted that the target would not draw, if one does."""
+        if self.relaxed_rule is not None:
+            return "use_relaxed_acceptance_for_thinking"
+        if self.synthetic_acceptance_rates is not None:
+            return "synthetic_acceptance_rates"
+        lowered = [
+            name for name in ("threshold_single", "threshold_acc") if getattr(self, name) < 1
+        ]
+        return lowered[0] if lowered else None
+
+    @property
     def may_pause(self) -> bool:
         """Whether a request that pauses saves the time of its drafts: they have launches of their
         own or are the user's code's."""

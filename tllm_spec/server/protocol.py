@@ -13,7 +13,7 @@ from pydantic import BeforeValidator, FailFast, Field, SkipValidation
 
 from tllm_spec.config.config_base import check
 from tllm_spec.config.neighbours import Ignored, Renamed
-from tllm_spec.config.option_checks import shown
+from tllm_spec.config.option_checks import LogprobsMode, shown
 from tllm_spec.grammar.guided_decoding import GuidedDecodingParams
 from tllm_spec.sampling_params import IGNORED, RequestOptions, SamplingParams
 from tllm_spec.server.bodies import BodyModel, as_json_type
@@ -271,6 +271,7 @@ class GenerationRequest(ClientRequest):
     skip_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    logprobs_mode: LogprobsMode | None = None
     speculation: dict[str, Any] | None = None
     thinking_token_budget: int | None = None
 

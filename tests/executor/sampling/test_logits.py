@@ -194,6 +194,7 @@ def test_filters_and_log_probabilities_of_a_row_do_not_depend_on_other_rows(
 CPU = torch.device("cpu")
 VOCAB, NUM_REQUESTS, WINDOW = 1 << 13, 8, 4
 EVERYTHING = {name: value for way in WAYS.values() for name, value in way.items()}
+PROCESSED = EVERYTHING | {"logprobs_mode": "processed_logprobs"}
 
 
 def allocated_bytes(work: Callable[[], object]) -> int:
@@ -233,11 +234,11 @@ def sampling(params: list[dict[str, Any]], *, rejection: bool) -> Callable[[], o
 
 @pytest.mark.parametrize("rejection", [False, True])
 @pytest.mark.parametrize("num_greedy", [0, 1])
-@pytest.mark.parametrize("way", [*WAYS, "everything"])
+@pytest.mark.parametrize("way", [*WAYS, "everything", "processed"])
 def test_sampling_allocates_no_more_per_logit_than_is_planned(
     way: str, num_greedy: int, rejection: bool
 ) -> None:
-    options = EVERYTHING if way == "everything" else WAYS[way]
+    options = PROCESSED if way == "processed" else (WAYS | {"everything": EVERYTHING})[way]
     params = [options] * (NUM_REQUESTS - num_greedy) + [{}] * num_greedy
     with torch.inference_mode():
         work = sampling(params, rejection=rejection)
