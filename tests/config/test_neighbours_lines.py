@@ -193,6 +193,9 @@ LINES_TAKEN: dict[str, dict[str, Any]] = {
     "--speculative-algorithm NGRAM --speculative-num-draft-tokens 16": speculates("NGram", 15),
     "--speculative-algorithm DFLASH --speculative-draft-model-path x "
     "--speculative-num-draft-tokens 16": speculates("DFlash", 15, speculative_model="x"),
+    "--speculative-algorithm NEXTN --speculative-eagle-topk 1 --speculative-num-draft-tokens 4": (
+        speculates("MTP", 3)
+    ),
     "--speculative-algorithm NGRAM --speculative-num-draft-tokens 16 "
     "--speculative-ngram-max-match-window-size 12": (
         speculates("NGram", 15, max_matching_ngram_size=12)

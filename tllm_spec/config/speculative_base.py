@@ -159,7 +159,8 @@ class DecodingBaseConfig(ConfigModel):
         if options.get(ADAPTIVE_FILE) is not None:
             options = {name: each for name, each in options.items() if name != ADAPTIVE}
         renamed = super().with_our_names(options)
-        if NUM_NODES in options and not (NUM_CHILDREN in options or "eagle_choices" in options):
+        is_chain = options.get(NUM_CHILDREN, 1) == 1 and "eagle_choices" not in options
+        if NUM_NODES in options and is_chain:
             renamed.setdefault("max_draft_len", renamed.get("max_total_draft_tokens"))
         return renamed
 
