@@ -297,14 +297,14 @@ def test_all_flags_that_are_not_served_are_refused_in_one_message() -> None:
 
 
 def test_all_unknown_flags_are_named_at_once() -> None:
-    others = ("--grpc", "--attention-backend", "fa3")
+    others = ("--grpc", "--attention-backend", "fa9")
     result = llm_flags_serve(
         "zoo:llama", "--max-bach-size", "3", "--frob=1", *others, "--", "--not-a-flag"
     )
     assert result.exit_code == 2
     assert "--max_bach_size is not a known flag; did you mean --max_batch_size" in result.output
     assert "--frob is not a known flag" in result.output
-    assert "--grpc is refused" in result.output and "attn_backend = 'FA3': must be" in result.output
+    assert "--grpc is refused" in result.output and "attn_backend = 'FA9': must be" in result.output
     assert "--not_a_flag" not in result.output
 
 
@@ -338,7 +338,7 @@ REFUSED = [
     ("--hf_revision v2", "nothing is downloaded; accepted: None or 'main'"),
     ("--generation_config auto", "accepted: None or 'trtllm'"),
     ("--telemetry", "no usage data is collected"),
-    ("--custom_tokenizer deepseek_v32", "--tokenizer takes a folder"),
+    ("--custom_tokenizer my.module.Tokenizer", "--tokenizer takes a folder"),
     ("--custom_module_dirs x", "no Python code is imported"),
     ("--chat_template x.jinja", "in the tokenizer's folder"),
     ("--allow_request_chat_template", "in the tokenizer's folder"),

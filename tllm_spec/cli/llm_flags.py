@@ -21,11 +21,12 @@ from pydantic.fields import FieldInfo
 from tllm_spec.cli.version import Decorator, flag, option, together
 from tllm_spec.config.config_base import ConfigError, ConfigModel
 from tllm_spec.config.llm_args import LlmArgs, overlay
+from tllm_spec.config.neighbours import SHORT_FLAGS
 from tllm_spec.config.option_checks import absent_reason, read_value, refusals, row_of, shown
 from tllm_spec.server_info import plain
 
 # What flags without a value begin with, of those that there is nothing for here.
-SWITCHES = ("enable_", "disable_", "allow_", "no_", "use_", "grpc", "speculative_adaptive")
+SWITCHES = ("enable_", "disable_", "allow_", "no_", "use_", "grpc")
 LLM_FLAGS = "llm_flags"  # what a command gets them as
 
 
@@ -55,7 +56,8 @@ class LlmCommand(click.Command):
         words, rest, flags = list(args), [], LlmFlags({}, [])
         unknown: list[str] = []
         while words:
-            word = words.pop(0)
+            head, dot, key = words.pop(0).partition(".")
+            word = SHORT_FLAGS.get(head, head) + dot + key
             given_name, equals, text = word[2:].partition("=")
             name = either_spelling(given_name)
             if word == "--":

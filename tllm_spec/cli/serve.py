@@ -31,7 +31,7 @@ from tllm_spec.config.config_base import ConfigError
 from tllm_spec.config.llm_args import LlmArgs, with_yaml
 from tllm_spec.config.option_checks import read_yaml
 from tllm_spec.distributed.mpirun import end_mpirun, mpirun_rank, mpirun_size, undo_default_binding
-from tllm_spec.models.draft_kind import check_folders
+from tllm_spec.models.draft_kind import check_folders, with_decoding_type
 from tllm_spec.server.child import ChildSettings, configure_logs, raise_file_limit
 from tllm_spec.server.options import ANY, ServerOptions, hosts_of
 from tllm_spec.server.supervisor import ServeError, Supervisor
@@ -245,7 +245,7 @@ def read_args(model: str, flags: LlmFlags, yaml_path: str | None) -> LlmArgs:
     with refused_together(flags.refusals):
         if yaml_path is not None:
             given = with_yaml(given, yaml_path)
-        args = LlmArgs(**given)
+        args = LlmArgs(**with_decoding_type(given))
         if args.skip_tokenizer_init:
             raise ConfigError(
                 ["skip_tokenizer_init = True cannot be served over HTTP: answers are text"]

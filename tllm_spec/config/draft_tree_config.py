@@ -168,6 +168,10 @@ class DraftTreeDecodingConfig(TreeDecodingConfig):
     @classmethod
     def with_our_names(cls, options: Mapping[str, Any]) -> dict[str, Any]:
         renamed = super().with_our_names(options)
+        if renamed.get("use_sa_spec") is True:  # before TensorRT-LLM had sa_config
+            del renamed["use_sa_spec"]
+            threshold = renamed.pop("sa_spec_threshold", 4)
+            renamed.setdefault("sa_config", {"threshold": threshold})
         if renamed.get("eagle_choices") is not None and renamed.get("max_draft_len") is None:
             # Another check refuses what is no tree; its depth must not be refused first.
             renamed["max_draft_len"] = _measures(renamed["eagle_choices"])[0] or 1

@@ -14,6 +14,7 @@ from tllm_spec.config.neighbours import (
     CUDA_GRAPH_IGNORED,
     CUDA_GRAPH_RENAMED,
     KV_CACHE_IGNORED,
+    KV_CACHE_RENAMED,
     KV_EVENTS_IGNORED,
     SCHEDULER_IGNORED,
     Ignored,
@@ -116,6 +117,7 @@ class KvCacheConfig(ConfigModel):
     """Events of the prefix cache for routers, in vLLM's form. null: none. See
     `docs/deploying.md`."""
 
+    renamed: ClassVar[Mapping[str, Renamed]] = KV_CACHE_RENAMED
     ignored: ClassVar[Ignored] = KV_CACHE_IGNORED
     null_is_default: ClassVar[frozenset[str]] = frozenset(
         ("free_gpu_memory_fraction", "host_cache_size")

@@ -24,7 +24,13 @@ from tllm_spec.config.config_base import ConfigModel, PathText, check, check_key
 from tllm_spec.config.engine_config import CudaGraphConfig as CudaGraphConfig
 from tllm_spec.config.engine_config import KvCacheConfig as KvCacheConfig
 from tllm_spec.config.engine_config import SchedulerConfig
-from tllm_spec.config.neighbours import LLM_IGNORED, LLM_RENAMED, Ignored, Renamed
+from tllm_spec.config.neighbours import (
+    LLM_IGNORED,
+    LLM_RENAMED,
+    OTHER_ATTENTION,
+    Ignored,
+    Renamed,
+)
 from tllm_spec.config.option_checks import (
     PROCESSED,
     LogprobsMode,
@@ -73,7 +79,7 @@ class LlmArgs(ConfigModel):
     TRITON with FlashInfer's prefill, or TRITON without the package or in float32, and for layers
     whose prompts FlashInfer is not known to run faster: 256 elements a head, and windows with
     sinks (gpt-oss). Layers with latent attention (MLA) and those that attend within chunks (Llama
-    4) run TRITON. `TRTLLM` is taken as `auto`."""
+    4) run TRITON. `TRTLLM`, `FA3` and other kernels of others are taken as `auto`."""
     deterministic: bool = False
     """Batch-invariant kernels: text and log probabilities do not depend on batch, draft length,
     prompt chunks, prefix hits or preemption. Slower; CUDA only; on two devices at most."""
@@ -180,10 +186,10 @@ class LlmArgs(ConfigModel):
 
     @field_validator("attn_backend", mode="before")
     @classmethod
-    def _serve_trtllm(cls, name: object) -> object:
-        if name != "TRTLLM":
+    def _name_kernels_of_others(cls, name: object) -> object:
+        if not isinstance(name, str) or name not in OTHER_ATTENTION:
             return name
-        logger.info("attn_backend = 'TRTLLM' is taken as 'auto': its kernels are not part of this")
+        logger.info("attn_backend = %r is taken as 'auto': its kernels are not part of this", name)
         return "auto"
 
     @field_validator("tokenizer")

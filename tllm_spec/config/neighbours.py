@@ -7,6 +7,7 @@ refused: with the reason if `ABSENT` has one, as an unknown option otherwise."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 Values = tuple[object, ...]
@@ -30,6 +31,7 @@ _REUSE = "kv_cache_config.enable_block_reuse"
 _SPECULATIVE = "speculative_config"
 NUM_NODES = "speculative_num_draft_tokens"  # SGLang counts the root, too
 NUM_CHILDREN = "speculative_eagle_topk"
+ADAPTIVE, ADAPTIVE_FILE = "speculative_adaptive", "speculative_adaptive_config"
 
 # Decoding types by the methods of vLLM and the algorithms of SGLang.
 DECODING_TYPES: Mapping[object, object] = {
@@ -38,8 +40,9 @@ DECODING_TYPES: Mapping[object, object] = {
     "draft_model": "Draft_Target",
     "eagle": "Eagle",
     "eagle3": "Eagle3",
-    "mtp": "MTP",
+    **dict.fromkeys(("mtp", "glm4_moe_mtp", "qwen3_5_mtp", "qwen3_next_mtp"), "MTP"),
     "ngram": "NGram",
+    "suffix": "SA",
     "DFLASH": "DFlash",
     "EAGLE": "Eagle",
     "EAGLE3": "Eagle3",
@@ -47,6 +50,20 @@ DECODING_TYPES: Mapping[object, object] = {
     "NGRAM": "NGram",
     "STANDALONE": "Draft_Target",
 }
+
+
+def _schedule(ranges: Any) -> Any:
+    """vLLM's `[[1, 16, 3], [17, 64, 1]]`: the first and the last batch size, and the drafts. Of
+    sizes between and after its ranges the one before holds, as in a schedule of lower bounds."""
+    try:
+        rows = sorted((first, last, drafts) for first, last, drafts in ranges)
+    except (TypeError, ValueError):
+        return ranges
+    if any(after[0] <= before[1] for before, after in pairwise(rows)):
+        return ranges
+    return {first: drafts for first, last, drafts in rows if first <= last}
+
+
 SPECULATIVE_RENAMED: Mapping[str, Renamed] = {
     # TensorRT-LLM
     "speculative_model_dir": Renamed("speculative_model"),
@@ -56,9 +73,16 @@ SPECULATIVE_RENAMED: Mapping[str, Renamed] = {
     "method": Renamed("decoding_type", _by_name(DECODING_TYPES)),
     "model": Renamed("speculative_model"),
     "num_speculative_tokens": Renamed("max_draft_len"),
+    "num_speculative_tokens_per_batch_size": Renamed("draft_len_schedule", _schedule),
+    "draft_sample_method": Renamed("draft_sampling", _by_name({"probabilistic": "coupled"})),
     "prompt_lookup_max": Renamed("max_matching_ngram_size"),
     # SGLang
     "speculative_algorithm": Renamed("decoding_type", _by_name(DECODING_TYPES)),
+    "speculative_algo": Renamed("decoding_type", _by_name(DECODING_TYPES)),
+    ADAPTIVE: Renamed("adaptive", _by_name({True: "newest", False: None})),
+    ADAPTIVE_FILE: Renamed("adaptive"),
+    "speculative_draft": Renamed("speculative_model"),
+    "speculative_draft_model": Renamed("speculative_model"),
     "speculative_draft_model_path": Renamed("speculative_model"),
     "speculative_draft_window_size": Renamed("draft_window_size"),
     "speculative_draft_sink_size": Renamed("draft_sink_size"),
@@ -69,6 +93,7 @@ SPECULATIVE_RENAMED: Mapping[str, Renamed] = {
     NUM_CHILDREN: Renamed("dynamic_tree_max_topK"),
     "speculative_accept_threshold_single": Renamed("threshold_single"),
     "speculative_accept_threshold_acc": Renamed("threshold_acc"),
+    "speculative_ngram_max_match_window_size": Renamed("max_matching_ngram_size"),
     "speculative_ngram_external_corpus_path": Renamed("external_corpus_path"),
     "speculative_ngram_external_corpus_max_tokens": Renamed("external_corpus_max_tokens"),
 }
@@ -120,8 +145,12 @@ LLM_RENAMED: Mapping[str, Renamed] = {
     # SGLang
     "context_length": Renamed("max_seq_len"),
     "cuda_graph_max_bs": Renamed("cuda_graph_config.max_batch_size"),
+    "cuda_graph_max_bs_decode": Renamed("cuda_graph_config.max_batch_size"),
     "disable_cuda_graph": Renamed("cuda_graph_config", _by_name({True: None, False: {}})),
     "disable_overlap_schedule": Renamed("disable_overlap_scheduler"),
+    "disable_piecewise_cuda_graph": Renamed(
+        "prefill_cuda_graph_backend", _by_name({True: "disabled", False: "auto"})
+    ),
     "disable_radix_cache": Renamed(_REUSE, _OPPOSITE),
     "enable_deterministic_inference": Renamed("deterministic"),
     "grammar_backend": Renamed("guided_decoding_backend"),
@@ -136,7 +165,27 @@ LLM_RENAMED: Mapping[str, Renamed] = {
         for name in SPECULATIVE_RENAMED
         if name.startswith("speculative_") and name != "speculative_model_dir"
     },
+    ADAPTIVE: Renamed(f"{_SPECULATIVE}.{ADAPTIVE}", _by_name({True: "newest"})),
     "speculative_token_map": Renamed(f"{_SPECULATIVE}.speculative_token_map"),
+}
+# vLLM's flags of one hyphen.
+SHORT_FLAGS: Mapping[str, str] = {
+    "-cc": "--compilation_config",
+    "-dp": "--data_parallel_size",
+    "-pp": "--pipeline_parallel_size",
+    "-sc": "--speculative_config",
+    "-tp": "--tensor_parallel_size",
+}
+
+
+def _snapshot_interval(config: Any) -> Any:
+    """The only option of `mamba_state_config` that is served."""
+    is_known = isinstance(config, Mapping) and set(config) == {"periodic_snapshot_interval"}
+    return config["periodic_snapshot_interval"] if is_known else config
+
+
+KV_CACHE_RENAMED: Mapping[str, Renamed] = {
+    "mamba_state_config": Renamed("state_snapshot_tokens", _snapshot_interval)
 }
 CUDA_GRAPH_RENAMED: Mapping[str, Renamed] = {"padding_enabled": Renamed("enable_padding")}
 
@@ -144,6 +193,13 @@ CUDA_GRAPH_RENAMED: Mapping[str, Renamed] = {"padding_enabled": Renamed("enable_
 # of its members, and of a mapping a part is taken, too.
 _FLAG: Values = (True, False)
 _OFF: Values = (False,)
+# Attention kernels that stand for those that are chosen here.
+OTHER_ATTENTION = frozenset(
+    (
+        *("CUTLASS_MLA", "FA3", "FA4", "FLASH", "FLASHINFER_MLA", "FLASHMLA", "FLASH_ATTN_MLA"),
+        *("TRITON_MLA", "TRTLLM", "TRTLLM_MHA", "TRTLLM_MLA"),
+    )
+)
 _KERNELS_OF_EXPERTS = frozenset(
     (
         *("AUTO", "CUTLASS", "CUTEDSL", "DEEPGEMM", "DENSEGEMM", "MEGAMOE_DEEPGEMM"),
@@ -152,10 +208,10 @@ _KERNELS_OF_EXPERTS = frozenset(
 )
 _MOE = {
     "backend": _KERNELS_OF_EXPERTS,
-    "max_num_tokens": None,
+    "max_num_tokens": int,
     "load_balancer": None,
     "disable_finalize_fusion": False,
-    "use_low_precision_moe_combine": False,
+    "use_low_precision_moe_combine": bool,
 }
 LLM_IGNORED: Ignored = {
     "allreduce_strategy": ("AUTO",),
@@ -171,9 +227,11 @@ LLM_IGNORED: Ignored = {
     "checkpoint_format": ("HF",),
     "context_parallel_size": (1,),
     "cp_config": ({},),
+    "custom_tokenizer": (frozenset(("deepseek_v32", "deepseek_v4", "glm_moe_dsa")),),
     "garbage_collection_gen0_threshold": (int,),
     "generation_config": ("trtllm",),
     "hf_revision": ("main",),
+    "limit_mm_per_prompt": ({"audio": 0, "image": 0, "video": 0},),
     "max_beam_width": (1,),
     "moe_backend": (_KERNELS_OF_EXPERTS,),
     "moe_cluster_parallel_size": (-1, 1),
@@ -190,7 +248,7 @@ LLM_IGNORED: Ignored = {
     **dict.fromkeys(
         (
             *("batched_logits_processor", "build_config", "calib_config"),
-            *("checkpoint_loader", "custom_tokenizer", "extended_runtime_perf_knob_config"),
+            *("checkpoint_loader", "extended_runtime_perf_knob_config"),
             *("kv_cache_compression_config", "kv_connector_config", "lora_config"),
             *("mpi_session", "multimodal_config", "orchestrator_type", "peft_cache_config"),
             *("postprocess_tokenizer_dir", "prometheus_metrics_config", "quantization"),
@@ -201,7 +259,7 @@ LLM_IGNORED: Ignored = {
     ),
     **dict.fromkeys(
         (
-            *("enable_attention_dp", "enable_build_cache"),
+            *("enable_attention_dp", "enable_build_cache", "enable_log_requests"),
             *("enable_early_first_token_response", "enable_iter_req_stats"),
             *("enable_layerwise_nvtx_marker", "enable_lm_head_tp_in_adp", "enable_lora"),
             *("enable_trtllm_sampler", "force_dynamic_quantization"),
@@ -212,7 +270,9 @@ LLM_IGNORED: Ignored = {
     ),
     **dict.fromkeys(
         (
+            *("disable_custom_all_reduce", "disable_log_requests", "disable_log_stats"),
             *("disable_mm_encoder", "enable_auto_tool_choice", "enable_autotuner"),
+            *("enable_metrics", "enable_torch_compile", "per_request_spec_decode_metrics"),
             *("enable_in_graph_sampling", "enable_min_latency", "enable_mixed_sampler"),
             *("fail_fast_on_attention_window_too_large", "mixed_sampler"),
             *("torch_compile_enabled", "torch_compile_piecewise_cuda_graph"),
@@ -234,12 +294,12 @@ KV_CACHE_IGNORED: Ignored = {
     "max_gpu_total_bytes": (0,),
     "max_util_for_resume": (0.95,),
     "onboard_blocks": (True,),
-    "use_kv_cache_manager_v2": ("auto", False),
+    "use_kv_cache_manager_v2": ("auto", *_FLAG),
     "use_uvm": _OFF,
     **dict.fromkeys(
         (
             *("avg_seq_len", "block_reuse_config", "cross_kv_cache_fraction"),
-            *("disk_cache_path", "mamba_state_config", "max_attention_window", "pool_ratio"),
+            *("disk_cache_path", "max_attention_window", "pool_ratio"),
             *("secondary_offload_min_priority", "sink_token_length"),
         ),
         (),
@@ -260,22 +320,33 @@ SPECULATIVE_IGNORED: Ignored = {
     "acceptance_window": (0,),
     "advanced_sampling_mode": ("full",),
     "allow_advanced_sampling": _FLAG,
+    "attention_backend": (OTHER_ATTENTION | {"FLASHINFER", "FLASH_ATTN", "TRITON_ATTN"},),
+    "disable_padded_drafter_batch": _FLAG,
+    "draft_tensor_parallel_size": (int,),
     "enable_penalty": _FLAG,
     "greedy_sampling": (True,),
     "max_batch_size": (int,),
+    "max_model_len": (int,),
     "min_runtime_draft_len": (0,),
-    "moe_backend": ("AUTO",),
+    "moe_backend": (_KERNELS_OF_EXPERTS,),
+    "num_eagle_layers": (1,),
     "parallel_drafting": _OFF,
+    "prompt_lookup_min": (int,),
+    "rejection_sample_method": ("standard",),
     "sa_spec_threshold": (4,),
+    "spec_dec_variant": (1, 3),
     "speculative_model_subfolder": ("",),
+    "suffix_decoding_max_cached_requests": (int,),
+    "suffix_decoding_max_spec_factor": (float,),
+    "suffix_decoding_max_tree_depth": (int,),
+    "suffix_decoding_min_token_prob": (float,),
     "use_heterogeneous_vocab": _FLAG,
     "use_sa_spec": _OFF,
     **dict.fromkeys(
         (
-            *("acceptance_length_threshold", "attention_backend"),
-            *("draft_tensor_parallel_size", "load_format", "max_non_leaves_per_layer"),
-            *("num_eagle_layers", "posterior_threshold", "sa_config", "spec_dec_variant"),
-            *("speculative_model", "speculative_token_map"),
+            *("acceptance_length_threshold", "load_format", "max_non_leaves_per_layer"),
+            *("moe_tactic", "posterior_threshold", "sa_config", "speculative_model"),
+            "speculative_token_map",
         ),
         (),
     ),
@@ -321,7 +392,10 @@ ABSENT: Mapping[str, str] = {
     "context_parallel_size": "a request's KV cache is divided by heads only; use "
     "tensor_parallel_size",
     **dict.fromkeys(
-        ("cache_transceiver_config", "disagg", "disaggregated", "metadata_server_config_file"),
+        (
+            *("cache_transceiver_config", "disagg", "disaggregated", "disaggregation"),
+            *("kv_transfer_config", "metadata_server_config_file"),
+        ),
         _ONE_PROCESS,
     ),
     "server_role": _ONE_PROCESS,
@@ -333,7 +407,6 @@ ABSENT: Mapping[str, str] = {
     "sparse_attention": "a layer attends as config.json says",
     "max_attention_window": _LAYERS_SAY,
     "sink_token_length": _LAYERS_SAY,
-    "mamba_state_config": "use kv_cache_config.state_snapshot_tokens",
     "engine_dir": "there are no compiled engines to load",
     "build_config": "there are no compiled engines to load",
     "medusa": "Medusa is not served",
@@ -348,10 +421,15 @@ ABSENT: Mapping[str, str] = {
     "sa_spec_threshold": "use sa_config.threshold",
     "acceptance_length_threshold": "use acceptance_rate_threshold",
     "disable_by_batch_size": "use max_concurrency",
-    "speculative_adaptive": "use speculative_config.adaptive",
+    "rejection_sample_method": "use synthetic_acceptance_rates for benchmarks, or "
+    "use_rejection_sampling",
     "gpu_memory_utilization": _MEMORY,
-    "mem_fraction_static": _MEMORY,
+    "mem_fraction": _MEMORY,
     "enable_expert_parallel": "use moe_expert_parallel_size",
+    **dict.fromkeys(
+        ("sleep", "memory_saver"),
+        "a paused engine keeps its memory; --allow_weight_updates has POST /pause",
+    ),
     "chunked_prefill_size": "use enable_chunked_prefill: true and max_num_tokens",
     "max_prefill_tokens": "use max_num_tokens",
     "compilation_config": "use cuda_graph_config",

@@ -39,6 +39,11 @@ def row_of(name: object, renamed: Mapping[str, Renamed]) -> Renamed | None:
     return renamed.get(name.replace("-", "_")) if isinstance(name, str) else None
 
 
+def name_here(name: str, renamed: Mapping[str, Renamed]) -> str:
+    row = row_of(name, renamed)
+    return name if row is None else row.path
+
+
 def with_our_names(options: Mapping[str, Any], renamed: Mapping[str, Renamed]) -> dict[str, Any]:
     """The options under the names here; null for a renamed one means that it is not set. Raises
     ValueError, a line for each option that two names give different values."""

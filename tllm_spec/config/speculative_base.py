@@ -28,6 +28,9 @@ from tllm_spec.config.draft_shape import (
     with_lower_bounds,
 )
 from tllm_spec.config.neighbours import (
+    ADAPTIVE,
+    ADAPTIVE_FILE,
+    NUM_CHILDREN,
     NUM_NODES,
     SPECULATIVE_IGNORED,
     SPECULATIVE_RENAMED,
@@ -64,7 +67,8 @@ class DecodingBaseConfig(ConfigModel):
 
     decoding_type: str
     """Where drafts come from: `NGram`, `SA`, `Draft_Target`, `PARD`, `Eagle`, `Eagle3`, `DFlash`,
-    `MTP` or `User_Provided`."""
+    `MTP` or `User_Provided`. It may be left out where `speculative_model` is there: the JSON of its
+    folder says what it is."""
     max_draft_len: PositiveInt
     """Draft tokens of a request in one round, at most. With `adaptive` or a schedule it is the
     longest length that may be chosen."""
@@ -149,6 +153,16 @@ class DecodingBaseConfig(ConfigModel):
             super().__init__(**named)
         except ConfigError as error:
             raise ConfigError(error.lines + _counted_root(options, error.lines)) from error
+
+    @classmethod
+    def with_our_names(cls, options: Mapping[str, Any]) -> dict[str, Any]:
+        if options.get(ADAPTIVE_FILE) is not None:
+            options = {name: each for name, each in options.items() if name != ADAPTIVE}
+        renamed = super().with_our_names(options)
+        is_chain = options.get(NUM_CHILDREN, 1) == 1 and "eagle_choices" not in options
+        if NUM_NODES in options and is_chain:
+            renamed.setdefault("max_draft_len", renamed.get("max_total_draft_tokens"))
+        return renamed
 
     def as_options(self) -> dict[str, Any]:
         return super().as_options() | {"decoding_type": self.decoding_type}

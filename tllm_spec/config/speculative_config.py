@@ -26,10 +26,11 @@ from tllm_spec.config.draft_tree_config import (
     UserProvidedDecodingConfig as UserProvidedDecodingConfig,
 )
 from tllm_spec.config.engine_config import KVCacheType
+from tllm_spec.config.neighbours import SPECULATIVE_RENAMED
 from tllm_spec.config.option_checks import (
     absent_reason,
     many_unknown,
-    row_of,
+    name_here,
     shown,
     unknown_options,
     with_our_names,
@@ -269,7 +270,7 @@ TYPES_NOT_SERVED: Mapping[str, str] = {
 
 
 # Methods that other engines name.
-METHODS_NOT_SERVED = frozenset(("Domino", "LiLiCorr", "Suffix", "UNO", "XPress"))
+METHODS_NOT_SERVED = frozenset(("Domino", "LiLiCorr", "UNO", "XPress"))
 
 
 _TYPE_BY_NAME = {name.lower(): name for name in CONFIG_OF_TYPE}
@@ -296,6 +297,9 @@ def speculative_config_from(value: object) -> object:
         raise ConfigError([str(error)]) from None
     if options.get("decoding_type") == "Draft_Target" and options.get("parallel_drafting") is True:
         options |= {"decoding_type": "PARD", "parallel_drafting": None}  # as vLLM calls it
+    algorithm = value.get("speculative_algorithm", value.get("speculative_algo"))
+    if algorithm == "EAGLE" and not _has_model(options):
+        options["decoding_type"] = "MTP"  # SGLang's name for the target's own modules
     if "decoding_type" not in options:
         raise ConfigError([f"decoding_type is required; {TYPES_SERVED}", *_wrong_keys(options)])
     decoding_type = options.pop("decoding_type")
@@ -314,6 +318,13 @@ def speculative_config_from(value: object) -> object:
     if lines:
         raise ConfigError(lines)
     return config
+
+
+def _has_model(options: Mapping[str, Any]) -> bool:
+    return any(
+        value is not None and name_here(name, SPECULATIVE_RENAMED) == "speculative_model"
+        for name, value in options.items()
+    )
 
 
 def _wrong_keys(options: Mapping[str, Any]) -> list[str]:
@@ -336,8 +347,7 @@ def _owners_of(options: Mapping[str, Any], kind: type[DecodingBaseConfig]) -> di
     entry for a name that none has."""
     owners = {}
     for name in sorted(name for name, value in options.items() if value is not None):
-        row = row_of(name, kind.renamed)
-        ours = name if row is None else row.path
+        ours = name_here(name, kind.renamed)
         if ours not in kind.model_fields:
             kinds = [
                 each for each in dict.fromkeys(CONFIG_OF_TYPE.values()) if ours in each.model_fields

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from tllm_spec.config.neighbours import SPECULATIVE_RENAMED
+from tllm_spec.config.option_checks import name_here
 from tllm_spec.models.config_file import read_config, read_json
 from tllm_spec.zoo.registry import resolve_model
 
@@ -96,6 +98,27 @@ def check_folders(model: str, draft: str | None, decoding_type: str) -> None:
     if names is not None:
         kind = kind_by(config, lambda: names)
         check_kind(draft, kind, config, ACCEPTED[decoding_type])
+
+
+def with_decoding_type(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of `LLM`: where `speculative_config` has draft weights and no decoding type, as
+    vLLM takes it, the type is what the JSON of their folder says."""
+    spec = options.get("speculative_config")
+    if not isinstance(spec, Mapping):
+        return dict(options)
+    named = {name_here(str(name), SPECULATIVE_RENAMED): value for name, value in spec.items()}
+    draft = named.get("speculative_model")
+    if "decoding_type" in named or not isinstance(draft, str):
+        return dict(options)
+    try:
+        folder = resolve_model(draft)
+        config = read_config(folder)
+    except ValueError:
+        return dict(options)  # to be refused without a type
+    kind = kind_by(config, lambda: _names_in(folder) or ())
+    usual = "PARD" if "pard_token" in config else "Draft_Target"
+    found = "MTP" if is_exported(config) else TYPES[kind] if kind else usual
+    return {**options, "speculative_config": {**spec, "decoding_type": found}}
 
 
 def _names_in(folder: Path) -> list[str] | None:
