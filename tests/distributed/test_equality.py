@@ -38,6 +38,8 @@ LONG = (
     "latent-head",
     "latent-head-of-latents",
     "llama4-parts",
+    "minimax-m2",
+    "minimax-m2-parts",
     "olmo2",
     "pard",
     "peagle",

@@ -78,7 +78,7 @@ _KEYS: tuple[tuple[_Kind, str], ...] = (
     (
         _Kind(f"an integer from 1 to {MAX_INT}, or null", _is_int(1)),
         """
-        attention_chunk_size original_max_position_embeddings truncated_vocab_size
+        attention_chunk_size original_max_position_embeddings truncated_vocab_size rotary_dim
         sliding_window_pattern _sliding_window_pattern
         """,
     ),

@@ -39,6 +39,7 @@ from tllm_spec.models.llama import (
     read_qwen3_moe,
 )
 from tllm_spec.models.llama4 import Llama4ForCausalLM, read_llama4
+from tllm_spec.models.minimax_m2 import MiniMaxM2ForCausalLM, read_minimax_m2
 from tllm_spec.models.olmo2 import Olmo2ForCausalLM, read_olmo2
 from tllm_spec.models.phi3 import read_phi3
 from tllm_spec.models.qwen3_next import Qwen3NextForCausalLM, read_qwen3_next
@@ -71,6 +72,7 @@ MODELS: dict[str, Family] = {
     "Gemma4UnifiedForCausalLM": Family(Gemma4ForCausalLM, read_gemma4_unified),
     "Phi3ForCausalLM": Family(CausalLM, read_phi3),
     "Olmo2ForCausalLM": Family(Olmo2ForCausalLM, read_olmo2),
+    "MiniMaxM2ForCausalLM": Family(MiniMaxM2ForCausalLM, read_minimax_m2),
     "GptOssForCausalLM": Family(GptOssForCausalLM, read_gpt_oss),
     "Glm4MoeForCausalLM": Family(CausalLM, read_glm4_moe),
     "Qwen3NextForCausalLM": _QWEN3_NEXT,
