@@ -40,6 +40,7 @@ LONG = (
     "llama4-parts",
     "minimax-m2",
     "minimax-m2-parts",
+    "ministral3",
     "olmo2",
     "pard",
     "peagle",

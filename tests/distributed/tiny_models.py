@@ -17,7 +17,7 @@ from tests.models.gpt_oss import in_mxfp4, save_gpt_oss
 from tests.models.helpers import save_checkpoint
 from tests.models.mtp_reference import save_predictable
 from tests.models.qwen3_next import save_predictable as save_qwen3_next
-from tests.models.test_families import MINIMAX
+from tests.models.test_families import MINIMAX, MINISTRAL
 from tests.models.test_gemma3 import save_gemma3
 from tests.models.test_llama4 import save_llama4
 from tests.models.test_phi3 import save as save_phi3
@@ -128,6 +128,7 @@ SAVERS = {
     "gpt-oss-mxfp4": lambda folder: in_mxfp4(folder, save_gpt_oss(folder, intermediate_size=64)),
     "phi3": save_phi3,
     "minimax-m2": lambda folder: save_checkpoint(folder, "MiniMaxM2", **MINIMAX),
+    "ministral3": lambda folder: save_checkpoint(folder, "Ministral3", **MINISTRAL),
     "olmo2": lambda folder: save_checkpoint(folder, "Olmo2"),
     "qwen3-next": save_qwen3_next,
     "qwen3.5": lambda folder: save_qwen3_next(folder, family="Qwen3_5Moe"),

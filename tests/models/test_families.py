@@ -60,6 +60,11 @@ MINIMAX: dict[str, Any] = {
     "num_experts_per_tok": 3,
     "rope_parameters": {"rope_theta": 100.0, "partial_rotary_factor": 0.5},
 }
+# The queries' scale grows at every tenth position.
+SCALED: dict[str, Any] = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 6.4}
+SCALED |= {"original_max_position_embeddings": 10, "llama_4_scaling_beta": 0.7}
+SCALED |= {"mscale": 1.0, "mscale_all_dim": 1.0}
+MINISTRAL: dict[str, Any] = {"head_dim": 16, "rope_parameters": SCALED}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "GLM-4.5": ("Glm4Moe", {}),
     "GLM-4.5-Air": ("Glm4Moe", {"use_qk_norm": False, "routed_scaling_factor": 1.0}),
@@ -78,6 +83,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "MiniMax M2": ("MiniMaxM2", {}),
     "MiniMax M2, all of a head rotated": ("MiniMaxM2", {"rope_parameters": {"rope_theta": 100.0}}),
+    "Ministral 3": ("Ministral3", {}),
+    "Ministral 3, windows": ("Ministral3", {"sliding_window": 9}),
     "OLMo 2": ("Olmo2", {}),
     "OLMo 2, biases": ("Olmo2", {"attention_bias": True, "head_dim": 32}),
     "Gemma 3, two rotary embeddings": ("Gemma3", {}),
@@ -100,6 +107,7 @@ SAVE: dict[str, Callable[..., Any]] = {
     "GptOss": save_gpt_oss,
     "Llama4": save_llama4,
     "MiniMaxM2": partial(save_checkpoint, architecture="MiniMaxM2", **MINIMAX),
+    "Ministral3": partial(save_checkpoint, architecture="Ministral3", **MINISTRAL),
     "Olmo2": partial(save_checkpoint, architecture="Olmo2"),
     "Phi3": save_phi3,
 }
@@ -114,6 +122,7 @@ DEFAULTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {},
     ),
     "MiniMaxM2": ({}, {}),
+    "Ministral3": ({}, {}),
     "Olmo2": ({}, {}),
 }
 SMALL = {"vocab_size": 128, "hidden_size": 256, "intermediate_size": 96, "num_hidden_layers": 2}
@@ -142,7 +151,10 @@ def test_a_missing_key_has_the_default_of_transformers(family: str) -> None:
     assert model_config_of(own) == model_config_of(theirs | absent | {"dtype": None})
 
 
-STORED = {"MiniMaxM2": "model.layers.1.block_sparse_moe.e_score_correction_bias"}
+STORED = {
+    "MiniMaxM2": "model.layers.1.block_sparse_moe.e_score_correction_bias",
+    "Ministral3": "model.layers.1.self_attn.q_proj.weight",
+}
 
 
 @pytest.mark.parametrize("family", STORED)
