@@ -268,6 +268,7 @@ CASES: dict[str, Case] = {
     "minimax-m2": Case("minimax-m2", {"speculative_config": NGRAM}),
     "minimax-m2-parts": Case("minimax-m2", EP | {"speculative_config": NGRAM}),
     "ministral3": Case("ministral3", {"speculative_config": NGRAM}),
+    "mistral4": Case("mistral4", {"speculative_config": NGRAM}),
     "olmo2": Case("olmo2", {"speculative_config": NGRAM}),
     "gpt-oss-parts": Case("gpt-oss-mxfp4", EP | {"speculative_config": TINY_EAGLE3}),
     "deepseek-v3-parts-mtp": Case("deepseek-v3", EP | {"speculative_config": MTP}, accepts=True),

@@ -41,6 +41,7 @@ LONG = (
     "minimax-m2",
     "minimax-m2-parts",
     "ministral3",
+    "mistral4",
     "olmo2",
     "pard",
     "peagle",

@@ -10,7 +10,7 @@ from typing import Any
 import tllm_spec
 from tests.lossless.other_tokenizer import write_draft_with_another_tokenizer
 from tests.models import tiny_dflash as dflash
-from tests.models.deepseek import save_deepseek
+from tests.models.deepseek import MISTRAL4, save_deepseek
 from tests.models.fp8_checkpoint import quantise
 from tests.models.gemma4 import save_assistant, save_larger
 from tests.models.gpt_oss import in_mxfp4, save_gpt_oss
@@ -129,6 +129,7 @@ SAVERS = {
     "phi3": save_phi3,
     "minimax-m2": lambda folder: save_checkpoint(folder, "MiniMaxM2", **MINIMAX),
     "ministral3": lambda folder: save_checkpoint(folder, "Ministral3", **MINISTRAL),
+    "mistral4": lambda folder: save_checkpoint(folder, "Mistral4", **MISTRAL4),
     "olmo2": lambda folder: save_checkpoint(folder, "Olmo2"),
     "qwen3-next": save_qwen3_next,
     "qwen3.5": lambda folder: save_qwen3_next(folder, family="Qwen3_5Moe"),

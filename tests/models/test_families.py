@@ -13,6 +13,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from tests.distributed.thread_ranks import ThreadGroup
+from tests.models.deepseek import MISTRAL4
 from tests.models.fp8_checkpoint import quantise
 from tests.models.gemma4 import KINDS, save_larger
 from tests.models.glm4_moe import SIZES as GLM
@@ -108,6 +109,7 @@ SAVE: dict[str, Callable[..., Any]] = {
     "Llama4": save_llama4,
     "MiniMaxM2": partial(save_checkpoint, architecture="MiniMaxM2", **MINIMAX),
     "Ministral3": partial(save_checkpoint, architecture="Ministral3", **MINISTRAL),
+    "Mistral4": partial(save_checkpoint, architecture="Mistral4", **MISTRAL4),
     "Olmo2": partial(save_checkpoint, architecture="Olmo2"),
     "Phi3": save_phi3,
 }
@@ -123,6 +125,7 @@ DEFAULTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "MiniMaxM2": ({}, {}),
     "Ministral3": ({}, {}),
+    "Mistral4": ({}, {}),
     "Olmo2": ({}, {}),
 }
 SMALL = {"vocab_size": 128, "hidden_size": 256, "intermediate_size": 96, "num_hidden_layers": 2}
@@ -154,6 +157,7 @@ def test_a_missing_key_has_the_default_of_transformers(family: str) -> None:
 STORED = {
     "MiniMaxM2": "model.layers.1.block_sparse_moe.e_score_correction_bias",
     "Ministral3": "model.layers.1.self_attn.q_proj.weight",
+    "Mistral4": "model.layers.1.mlp.shared_experts.up_proj.weight",
 }
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import transformers
 from safetensors.torch import save_file
 
+from tests.models.deepseek import MISTRAL4
 from tests.models.helpers import SIZES, randomise
 from tests.models.test_families import SCALED
 
@@ -24,6 +25,10 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "Qwen2_5_VL": ({"rope_parameters": _ROPE | {"rope_type": "mrope"}}, _QWEN_IMAGES),
     "Mistral3": (
         {"model_type": "mistral", "head_dim": 32, "rms_norm_eps": 1e-5, "sliding_window": None},
+        _PIXTRAL | {"model_type": "pixtral", "image_size": 8},
+    ),
+    "Mistral3, Mistral 4": (
+        {"model_type": "mistral4", **MISTRAL4},
         _PIXTRAL | {"model_type": "pixtral", "image_size": 8},
     ),
     "Mistral3, Ministral 3": (
@@ -48,8 +53,11 @@ def save_with_images(folder: Path, family: str, *, is_tied: bool = False, **text
 def write_otherwise(folder: Path, model: Any) -> None:
     """Writes the model's checkpoint as other folders have it: with the names that transformers has
     in memory since version 5, and Qwen3-VL's experts with their inputs first, as published."""
+    is_turned = type(model).__name__.startswith("Qwen3VL")
     tensors = {
-        name: (tensor.transpose(1, 2) if ".mlp.experts." in name else tensor).clone().contiguous()
+        name: (tensor.transpose(1, 2) if is_turned and ".mlp.experts." in name else tensor)
+        .clone()
+        .contiguous()
         for name, tensor in model.state_dict().items()
     }
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

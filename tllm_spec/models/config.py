@@ -122,7 +122,11 @@ WITH_IMAGES: dict[str, TextPart] = {
     "Mistral3ForConditionalGeneration": TextPart(
         "MistralForCausalLM",
         ("vision_tower.", _PROJECTOR),
-        text_types={"mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM"},
+        text_types={
+            "mistral": "MistralForCausalLM",
+            "ministral3": "Ministral3ForCausalLM",
+            "mistral4": "Mistral4ForCausalLM",
+        },
     ),
 }
 

@@ -44,7 +44,7 @@ def read_ministral3(raw: dict[str, Any]) -> ModelConfig:
 
 
 def rope_fields(flat: dict[str, Any], default: dict[str, Any]) -> dict[str, Any]:
-    """Of the rotary embedding, in either spelling."""
+    """The fields of the rotary embedding, in either spelling."""
     fields: dict[str, Any] = flat.get("rope_parameters") or flat.get("rope_scaling") or default
     return fields
 

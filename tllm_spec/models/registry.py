@@ -41,6 +41,7 @@ from tllm_spec.models.llama import (
 from tllm_spec.models.llama4 import Llama4ForCausalLM, read_llama4
 from tllm_spec.models.minimax_m2 import MiniMaxM2ForCausalLM, read_minimax_m2
 from tllm_spec.models.ministral3 import Ministral3ForCausalLM, read_ministral3
+from tllm_spec.models.mistral4 import Mistral4ForCausalLM, read_mistral4
 from tllm_spec.models.olmo2 import Olmo2ForCausalLM, read_olmo2
 from tllm_spec.models.phi3 import read_phi3
 from tllm_spec.models.qwen3_next import Qwen3NextForCausalLM, read_qwen3_next
@@ -83,6 +84,7 @@ MODELS: dict[str, Family] = {
     "DeepseekV2ForCausalLM": _DEEPSEEK,
     "DeepseekV3ForCausalLM": _DEEPSEEK,
     "DeepseekV32ForCausalLM": _DEEPSEEK,
+    "Mistral4ForCausalLM": Family(Mistral4ForCausalLM, read_mistral4),
 }
 
 
