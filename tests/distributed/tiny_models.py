@@ -10,13 +10,14 @@ from typing import Any
 import tllm_spec
 from tests.lossless.other_tokenizer import write_draft_with_another_tokenizer
 from tests.models import tiny_dflash as dflash
-from tests.models.deepseek import save_deepseek
+from tests.models.deepseek import MISTRAL4, save_deepseek
 from tests.models.fp8_checkpoint import quantise
 from tests.models.gemma4 import save_assistant, save_larger
 from tests.models.gpt_oss import in_mxfp4, save_gpt_oss
 from tests.models.helpers import save_checkpoint
 from tests.models.mtp_reference import save_predictable
 from tests.models.qwen3_next import save_predictable as save_qwen3_next
+from tests.models.test_families import MINIMAX, MINISTRAL
 from tests.models.test_gemma3 import save_gemma3
 from tests.models.test_llama4 import save_llama4
 from tests.models.test_phi3 import save as save_phi3
@@ -126,6 +127,9 @@ SAVERS = {
     "gpt-oss": save_gpt_oss,
     "gpt-oss-mxfp4": lambda folder: in_mxfp4(folder, save_gpt_oss(folder, intermediate_size=64)),
     "phi3": save_phi3,
+    "minimax-m2": lambda folder: save_checkpoint(folder, "MiniMaxM2", **MINIMAX),
+    "ministral3": lambda folder: save_checkpoint(folder, "Ministral3", **MINISTRAL),
+    "mistral4": lambda folder: save_checkpoint(folder, "Mistral4", **MISTRAL4),
     "olmo2": lambda folder: save_checkpoint(folder, "Olmo2"),
     "qwen3-next": save_qwen3_next,
     "qwen3.5": lambda folder: save_qwen3_next(folder, family="Qwen3_5Moe"),

@@ -31,10 +31,11 @@ from tests.lossless.small_models import (
 )
 from tests.lossless.test_adaptive import EVERY_ROUND
 from tests.models import mtp_reference, qwen3_next
-from tests.models.deepseek import save_deepseek
+from tests.models.deepseek import MISTRAL4, save_deepseek
 from tests.models.gemma4 import save_assistant, save_larger
 from tests.models.gpt_oss import in_mxfp4, save_gpt_oss
 from tests.models.helpers import VOCAB_SIZE, random_tokens, save_checkpoint
+from tests.models.test_families import MINIMAX, MINISTRAL
 from tests.models.test_gemma3 import save_gemma3
 from tests.models.test_llama4 import save_llama4
 from tests.models.test_phi3 import save as save_phi3
@@ -190,6 +191,9 @@ FAMILIES: dict[str, Family] = {
     ),
     "Mixtral": Family(checkpoint("Mixtral"), WAYS, NONE),
     "Olmo2": Family(checkpoint("Olmo2"), WAYS, NONE),
+    "Mistral4": Family(checkpoint("Mistral4", **MISTRAL4), SETTINGS, NONE),
+    "Ministral3": Family(checkpoint("Ministral3", **MINISTRAL), WAYS, NONE),
+    "MiniMaxM2": Family(checkpoint("MiniMaxM2", **MINIMAX), WAYS, NONE),
     "Qwen2Moe": Family(
         checkpoint("Qwen2Moe", shared_expert_intermediate_size=40, **EXPERTS), WAYS, NONE
     ),

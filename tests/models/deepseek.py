@@ -31,6 +31,12 @@ MSCALE_YARN = {
     "mscale": 0.8,
     "mscale_all_dim": 0.6,
 }
+# The queries' scale grows at every tenth position.
+MISTRAL4: dict[str, Any] = DEEPSEEK | {"first_k_dense_replace": 0}
+MISTRAL4["rope_parameters"] = MSCALE_YARN | {
+    "original_max_position_embeddings": 10,
+    "llama_4_scaling_beta": 0.7,
+}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek v2": ("DeepseekV2", DEEPSEEK),
     "deepseek v2, groups": ("DeepseekV2", DEEPSEEK | V2_GROUPS | {"routed_scaling_factor": 4.0}),

@@ -125,6 +125,18 @@ MIXTRAL_8X7B |= sized(32000, 32768, 32, 4096, 14336, 32, 8, num_local_experts=8)
 MIXTRAL_8X7B |= {"eos_token_id": 2, "num_experts_per_tok": 2, "rms_norm_eps": 1e-5}
 MIXTRAL_8X7B |= {"rope_theta": 1000000.0, "sliding_window": None}
 del MIXTRAL_8X7B["attention_bias"]
+MINIMAX_M2: Raw = renamed(COMMON, "MiniMaxM2ForCausalLM") | {"quantization_config": _BLOCKS}
+MINIMAX_M2 |= sized(200064, 196608, 62, 3072, 1536, 48, 8, head_dim=128, rotary_dim=64)
+MINIMAX_M2 |= {
+    "eos_token_id": 200020,
+    "num_experts_per_tok": 8,
+    "num_local_experts": 256,
+    "qk_norm_type": "per_layer",
+    "rope_theta": 5000000,
+    "scoring_func": "sigmoid",
+    "use_qk_norm": True,
+    "use_routing_bias": True,
+}
 LLAMA3_ROPE: Raw = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192}
 LLAMA3_ROPE |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA_31_8B: Raw = renamed(COMMON, "LlamaForCausalLM")
@@ -234,6 +246,7 @@ PUBLISHED = {
     "Qwen3-30B-A3B": QWEN3_30B_A3B,
     "Qwen2-57B-A14B": QWEN2_57B_A14B,
     "Mixtral-8x7B": MIXTRAL_8X7B,
+    "MiniMax-M2": MINIMAX_M2,
     "GLM-4.5-Air": GLM_45_AIR,
     "GLM-4.5": GLM_45,
     "Llama-4-Scout": SCOUT,

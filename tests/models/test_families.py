@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from tests.distributed.thread_ranks import ThreadGroup
+from tests.models.deepseek import MISTRAL4
 from tests.models.fp8_checkpoint import quantise
 from tests.models.gemma4 import KINDS, save_larger
 from tests.models.glm4_moe import SIZES as GLM
@@ -26,7 +28,14 @@ from tests.models.helpers import (
     reference_logits,
     save_checkpoint,
 )
-from tests.models.published import GEMMA3_270M, GLM_45, GPT_OSS_20B, PHI4_MINI, Raw
+from tests.models.published import (
+    GEMMA3_270M,
+    GLM_45,
+    GPT_OSS_20B,
+    MINIMAX_M2,
+    PHI4_MINI,
+    Raw,
+)
 from tests.models.published_states import QWEN3_NEXT
 from tests.models.qwen3_next import FULL, LINEAR
 from tests.models.test_gemma3 import save_gemma3
@@ -46,6 +55,17 @@ from tllm_spec.zoo.quantise import Style
 from tllm_spec.zoo.quantise import quantise as quantise_int4
 
 TOKENS = random_tokens(MAX_POSITIONS, seed=3)
+MINIMAX: dict[str, Any] = {
+    "head_dim": 16,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 3,
+    "rope_parameters": {"rope_theta": 100.0, "partial_rotary_factor": 0.5},
+}
+# The queries' scale grows at every tenth position.
+SCALED: dict[str, Any] = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 6.4}
+SCALED |= {"original_max_position_embeddings": 10, "llama_4_scaling_beta": 0.7}
+SCALED |= {"mscale": 1.0, "mscale_all_dim": 1.0}
+MINISTRAL: dict[str, Any] = {"head_dim": 16, "rope_parameters": SCALED}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "GLM-4.5": ("Glm4Moe", {}),
     "GLM-4.5-Air": ("Glm4Moe", {"use_qk_norm": False, "routed_scaling_factor": 1.0}),
@@ -62,6 +82,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "Glm4Moe",
         {"rope_parameters": {"rope_theta": 10.0, "partial_rotary_factor": 0.25}},
     ),
+    "MiniMax M2": ("MiniMaxM2", {}),
+    "MiniMax M2, all of a head rotated": ("MiniMaxM2", {"rope_parameters": {"rope_theta": 100.0}}),
+    "Ministral 3": ("Ministral3", {}),
+    "Ministral 3, windows": ("Ministral3", {"sliding_window": 9}),
     "OLMo 2": ("Olmo2", {}),
     "OLMo 2, biases": ("Olmo2", {"attention_bias": True, "head_dim": 32}),
     "Gemma 3, two rotary embeddings": ("Gemma3", {}),
@@ -83,6 +107,9 @@ SAVE: dict[str, Callable[..., Any]] = {
     "Glm4Moe": partial(save_checkpoint, architecture="Glm4Moe", **GLM),
     "GptOss": save_gpt_oss,
     "Llama4": save_llama4,
+    "MiniMaxM2": partial(save_checkpoint, architecture="MiniMaxM2", **MINIMAX),
+    "Ministral3": partial(save_checkpoint, architecture="Ministral3", **MINISTRAL),
+    "Mistral4": partial(save_checkpoint, architecture="Mistral4", **MISTRAL4),
     "Olmo2": partial(save_checkpoint, architecture="Olmo2"),
     "Phi3": save_phi3,
 }
@@ -96,6 +123,9 @@ DEFAULTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         | {"num_attention_heads": 40},
         {},
     ),
+    "MiniMaxM2": ({}, {}),
+    "Ministral3": ({}, {}),
+    "Mistral4": ({}, {}),
     "Olmo2": ({}, {}),
 }
 SMALL = {"vocab_size": 128, "hidden_size": 256, "intermediate_size": 96, "num_hidden_layers": 2}
@@ -124,12 +154,33 @@ def test_a_missing_key_has_the_default_of_transformers(family: str) -> None:
     assert model_config_of(own) == model_config_of(theirs | absent | {"dtype": None})
 
 
+STORED = {
+    "MiniMaxM2": "model.layers.1.block_sparse_moe.e_score_correction_bias",
+    "Ministral3": "model.layers.1.self_attn.q_proj.weight",
+    "Mistral4": "model.layers.1.mlp.shared_experts.up_proj.weight",
+}
+
+
+@pytest.mark.parametrize("family", STORED)
+def test_a_tensor_missing_and_one_too_many_are_named(family: str, tmp_path: Path) -> None:
+    SAVE[family](tmp_path)
+    file, name = tmp_path / "model.safetensors", STORED[family]
+    tensors = load_file(file)
+    tensors["model.layers.2.extra"] = tensors.pop(name)
+    save_file(tensors, file)
+    with pytest.raises(ValueError) as refused:
+        load(tmp_path)
+    assert f"missing {name}; surplus model.layers.2.extra." in str(refused.value)
+
+
 WIDE = {"hidden_size": 128, "head_dim": 32, "intermediate_size": 256}
 QUANTISE: dict[int, Any] = {4: partial(quantise_int4, style=Style("gptq")), 8: quantise}
 
 
 @pytest.mark.parametrize("bits", QUANTISE)
-@pytest.mark.parametrize(("family", "change"), [("Gemma3", WIDE), ("Phi3", {})])
+@pytest.mark.parametrize(
+    ("family", "change"), [("Gemma3", WIDE), ("Phi3", {}), ("MiniMaxM2", WIDE)]
+)
 def test_quantised_weights_give_the_logits_of_their_values(
     family: str, change: dict[str, Any], bits: int, tmp_path: Path
 ) -> None:
@@ -182,6 +233,9 @@ REFUSED: list[tuple[Raw, Raw, str]] = [
         {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
         "rope_type is 'linear'; served are default, longrope",
     ),
+    (MINIMAX_M2, {"scoring_func": "softmax"}, 'scoring_func is "softmax"; served is "sigmoid"'),
+    (MINIMAX_M2, {"use_qk_norm": False}, "use_qk_norm is false; served is true"),
+    (MINIMAX_M2, {"rotary_dim": 63}, "of 128 elements a head, an even number must be rotated"),
     (GEMMA3_270M, {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0"),
     (GEMMA3_270M, {"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0"),
     (GEMMA3_270M, {"use_bidirectional_attention": True}, "use_bidirectional_attention is"),

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.kernels.tree_problem import bits_of, random_paths
+from tests.models.deepseek import MISTRAL4
 from tests.models.deepseek import MODELS as DEEPSEEK_MODELS
 from tests.models.gpt_oss import save_gpt_oss
 from tests.models.helpers import (
@@ -55,6 +56,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3 moe, dense first layer": ("Qwen3Moe", EXPERTS | {"decoder_sparse_step": 2}),
     "qwen3 moe, dense last layer": ("Qwen3Moe", EXPERTS | {"mlp_only_layers": [1]}),
     **DEEPSEEK_MODELS,
+    "mistral 4": ("Mistral4", MISTRAL4),
+    "mistral 4, dense first layer, no q_lora": (
+        "Mistral4",
+        MISTRAL4 | {"first_k_dense_replace": 1, "q_lora_rank": None, "norm_topk_prob": False},
+    ),
     "wide enough for packed weights": ("Llama", {"intermediate_size": 1024, "vocab_size": 1024}),
 }
 

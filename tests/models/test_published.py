@@ -24,6 +24,7 @@ from tllm_spec.models.registry import model_config_of
 TOKENS = random_tokens(200)
 ALL_LAYERS = {"Qwen3-30B-A3B": 48, "Qwen2-57B-A14B": 28, "Mixtral-8x7B": 32, "Llama-4-Scout": 48}
 SPARSE = ALL_LAYERS | {"DeepSeek-V2-Lite": 26, "DeepSeek-V2": 59, "DeepSeek-V3 and R1": 58}
+SPARSE |= {"MiniMax-M2": 62}
 SPARSE |= {"GLM-4.5-Air": 45, "GLM-4.5": 89, "Kimi-K2": 60, "Llama-4-Maverick": 24}
 
 

@@ -142,8 +142,8 @@ def test_quantised_experts_of_one_tensor_are_refused() -> None:
 
 
 def test_another_text_model_of_mistral_3_is_refused() -> None:
-    text = MISTRAL_SMALL_3_1["text_config"] | {"model_type": "ministral3"}
-    with pytest.raises(ValueError, match="text_config has the model_type 'ministral3'; served is"):
+    text = MISTRAL_SMALL_3_1["text_config"] | {"model_type": "pixtral"}
+    with pytest.raises(ValueError, match="text_config has the model_type 'pixtral'; served is"):
         model_config_of(MISTRAL_SMALL_3_1 | {"text_config": text})
 
 
@@ -177,11 +177,14 @@ def test_a_published_config_is_read_as_transformers_reads_it(name: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_missing_key_has_the_default_of_transformers(family: str) -> None:
-    kind = "Mistral" if family == "Mistral3" else f"{family}Text"
+    whose = {"Mistral3": "Mistral", "Mistral3, Ministral 3": "Ministral3"}
+    whose["Mistral3, Mistral 4"] = "Mistral4"
+    kind = whose.get(family, f"{family}Text")
     theirs = getattr(transformers, f"{kind}Config")()
-    names = [f"{family}ForConditionalGeneration"]
+    names = [f"{family.split(',')[0]}ForConditionalGeneration"]
     sizes = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
     text = {key: getattr(theirs, key) for key in (*sizes, "intermediate_size")}
+    text |= {"model_type": theirs.model_type} if family in whose else {}
     whole = {"architectures": names, "tie_word_embeddings": False}
     found = model_config_of(whole | {"text_config": text})
     assert found == model_config_of(whole | {"text_config": theirs.to_dict()})

@@ -6,7 +6,9 @@ from typing import Any
 import transformers
 from safetensors.torch import save_file
 
+from tests.models.deepseek import MISTRAL4
 from tests.models.helpers import SIZES, randomise
+from tests.models.test_families import SCALED
 
 _TEXT = SIZES | {"bos_token_id": None, "eos_token_id": 1}
 _ROPE = {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [3, 3, 2]}
@@ -25,16 +27,24 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"model_type": "mistral", "head_dim": 32, "rms_norm_eps": 1e-5, "sliding_window": None},
         _PIXTRAL | {"model_type": "pixtral", "image_size": 8},
     ),
+    "Mistral3, Mistral 4": (
+        {"model_type": "mistral4", **MISTRAL4},
+        _PIXTRAL | {"model_type": "pixtral", "image_size": 8},
+    ),
+    "Mistral3, Ministral 3": (
+        {"model_type": "ministral3", "head_dim": 16, "rope_parameters": SCALED},
+        _PIXTRAL | {"model_type": "pixtral", "image_size": 8},
+    ),
 }
 
 
 def save_with_images(folder: Path, family: str, *, is_tied: bool = False, **text: Any) -> Any:
     """Write a random model to `folder`; returns it. text: keys of the text model."""
-    of_text, of_images = FAMILIES[family]
-    settings = getattr(transformers, f"{family}Config")(
+    (of_text, of_images), name = FAMILIES[family], family.split(",")[0]
+    settings = getattr(transformers, f"{name}Config")(
         text_config=_TEXT | of_text | text, vision_config=of_images, tie_word_embeddings=is_tied
     )
-    model = getattr(transformers, f"{family}ForConditionalGeneration")(settings).eval()
+    model = getattr(transformers, f"{name}ForConditionalGeneration")(settings).eval()
     randomise(model)
     model.save_pretrained(folder)
     return model
@@ -43,8 +53,11 @@ def save_with_images(folder: Path, family: str, *, is_tied: bool = False, **text
 def write_otherwise(folder: Path, model: Any) -> None:
     """Writes the model's checkpoint as other folders have it: with the names that transformers has
     in memory since version 5, and Qwen3-VL's experts with their inputs first, as published."""
+    is_turned = type(model).__name__.startswith("Qwen3VL")
     tensors = {
-        name: (tensor.transpose(1, 2) if ".mlp.experts." in name else tensor).clone().contiguous()
+        name: (tensor.transpose(1, 2) if is_turned and ".mlp.experts." in name else tensor)
+        .clone()
+        .contiguous()
         for name, tensor in model.state_dict().items()
     }
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

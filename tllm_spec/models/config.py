@@ -43,18 +43,23 @@ class TextPart:
     """The names of experts, where they are not those of the architecture without images."""
     defaults: dict[str, Any] = field(default_factory=dict)
     """Keys of config.json that have other defaults than without images."""
-    text_type: str | None = None
-    """`model_type` of the text model, where it may be another one; None: it may not."""
+    text_types: dict[str, str] = field(default_factory=dict)
+    """Architectures by `model_type` of the text model, the default first, where there are several;
+    `architecture` is one of them."""
+
+    def of(self, raw: dict[str, Any]) -> "TextPart":
+        """With the text model that a config.json names. Raises ValueError for another one."""
+        default = next(iter(self.text_types), "")
+        found = (raw.get("text_config") or {}).get("model_type", default)
+        if self.text_types and found not in self.text_types:
+            served = " or ".join(map(repr, self.text_types))
+            raise ValueError(f"text_config has the model_type {found!r}; served is {served}.")
+        return replace(self, architecture=self.text_types.get(found, self.architecture))
 
     def keys(self, raw: dict[str, Any]) -> dict[str, Any]:
         """The keys of a config.json that describe the text model, at the top, under the name of the
-        architecture without images. Raises ValueError for another text model."""
-        text = raw.get("text_config") or {}
-        if self.text_type not in (None, found := text.get("model_type", self.text_type)):
-            raise ValueError(
-                f"text_config has the model_type {found!r}; served is {self.text_type!r}."
-            )
-        flat = {**raw, **text}
+        architecture without images."""
+        flat = {**raw, **(raw.get("text_config") or {})}
         if raw.get("tie_word_embeddings") is not None:  # the output layer is the whole model's
             flat["tie_word_embeddings"] = raw["tie_word_embeddings"]
         return with_defaults(flat, self.defaults) | {"architectures": [self.architecture]}
@@ -115,7 +120,13 @@ WITH_IMAGES: dict[str, TextPart] = {
         },
     ),
     "Mistral3ForConditionalGeneration": TextPart(
-        "MistralForCausalLM", ("vision_tower.", _PROJECTOR), text_type="mistral"
+        "MistralForCausalLM",
+        ("vision_tower.", _PROJECTOR),
+        text_types={
+            "mistral": "MistralForCausalLM",
+            "ministral3": "Ministral3ForCausalLM",
+            "mistral4": "Mistral4ForCausalLM",
+        },
     ),
 }
 
@@ -172,12 +183,12 @@ class DeltaConfig:
 
 @dataclass(frozen=True)
 class Temperature:
-    """In layers without a rotary embedding the queries at position p are scaled by
-    log(floor((p + 1) / floor_scale) + 1) * attn_scale + 1 (transformers'
-    `Llama4TextAttention`)."""
+    """The queries at position p are scaled by log(floor((p + first) / floor_scale) + 1) *
+    attn_scale + 1 (transformers' `Llama4TextAttention` and `Ministral3Attention`)."""
 
     floor_scale: int
     attn_scale: float
+    first: int = 1
 
 
 @dataclass(frozen=True)
@@ -206,6 +217,8 @@ class ModelConfig:
     """A decoder."""
 
     architecture: str
+    text_architecture: str | None = None
+    """The text model's own; None: as `text_part_of` has it."""
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -243,7 +256,7 @@ class ModelConfig:
     chunk_size: int | None = None
     """Positions of the chunks that layers with a rotary embedding attend within (Llama 4)."""
     temperature: Temperature | None = None
-    """How the `nope_layers` scale their queries."""
+    """How the `nope_layers` scale their queries, or all layers of Ministral 3 and Mistral 4."""
     local_rope: RopeConfig | None = None
     """Another rotary embedding of the `local_layers`, which also have the window (Gemma 3)."""
     local_layers: frozenset[int] = frozenset()
@@ -288,7 +301,8 @@ class ModelConfig:
     @property
     def text_part(self) -> TextPart:
         """The text model, which is all that is loaded."""
-        return text_part_of(self.architecture)
+        part = text_part_of(self.architecture)
+        return replace(part, architecture=self.text_architecture or part.architecture)
 
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:

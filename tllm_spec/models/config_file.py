@@ -78,7 +78,7 @@ _KEYS: tuple[tuple[_Kind, str], ...] = (
     (
         _Kind(f"an integer from 1 to {MAX_INT}, or null", _is_int(1)),
         """
-        attention_chunk_size original_max_position_embeddings truncated_vocab_size
+        attention_chunk_size original_max_position_embeddings truncated_vocab_size rotary_dim
         sliding_window_pattern _sliding_window_pattern
         """,
     ),
@@ -111,7 +111,7 @@ _KEYS: tuple[tuple[_Kind, str], ...] = (
         _Kind(f"a number from 0 to {MAX_NUMBER}", _is_number(0)),
         """
         low_freq_factor high_freq_factor beta_fast beta_slow attention_factor mscale mscale_all_dim
-        partial_rotary_factor attn_logit_softcapping final_logit_softcapping
+        llama_4_scaling_beta partial_rotary_factor attn_logit_softcapping final_logit_softcapping
         """,
     ),
     (_Kind(f"a number from 1 to {MAX_NUMBER}", _is_number(1)), "factor"),

@@ -100,6 +100,12 @@ def read_deepseek(raw: dict[str, Any]) -> ModelConfig:
     flat = with_defaults(raw, _DEFAULTS[name])
     if name == DEEPSEEK_V32:
         flat = _without_layer_types(flat)
+    topk = int(flat["index_topk"]) if name == DEEPSEEK_V32 else None
+    return read_latent(flat, topk)
+
+
+def read_latent(flat: dict[str, Any], index_topk: int | None = None) -> ModelConfig:
+    """`flat` has the defaults filled in. Raises as `read_deepseek`."""
     if flat.get("attention_bias"):
         raise ValueError("attention_bias is true; DeepSeek models are served without biases.")
     rank, nope, rope = flat["q_lora_rank"], flat["qk_nope_head_dim"], flat["qk_rope_head_dim"]
@@ -111,7 +117,7 @@ def read_deepseek(raw: dict[str, Any]) -> ModelConfig:
         value_dim=int(flat["v_head_dim"]),
         is_interleaved=bool(flat.get("rope_interleave", True)),
         scale=(nope + rope) ** -0.5 * _yarn_scale(flat),
-        index_topk=int(flat["index_topk"]) if name == DEEPSEEK_V32 else None,
+        index_topk=index_topk,
     )
     return replace(_with_experts(decoder_config(flat), flat), mla=mla)
 
@@ -288,9 +294,7 @@ class LatentAttention(Module):
     ) -> torch.Tensor:
         """The input of `o_proj`, `[T, H * V]`, for `norm(hidden)` `[T, input_size]`."""
         q, latent = self._project(hidden, norm)
-        if self.q_b_proj is not None:
-            q = self.q_b_proj.forward(q, self.q_a_layernorm)
-        heads = q.contiguous().view(len(q), self.num_heads, -1)
+        heads = self._queries(q, rotary)
         inputs = LatentInputs(heads, latent, self.norm, self.kv_b_proj.heads)
         backend, plan = context.groups[0]
         return backend.run(self.layer, inputs, rotary, plan)
@@ -302,6 +306,12 @@ class LatentAttention(Module):
         _, latent = self._project(hidden, norm)
         backend, plan = context.groups[0]
         backend.write(self.layer, latent, self.norm, rotary, plan)
+
+    def _queries(self, q: torch.Tensor, rotary: Rotary) -> torch.Tensor:
+        """`[T, H, N + P]`, before their rotation, for the first projection's q."""
+        if self.q_b_proj is not None:
+            q = self.q_b_proj.forward(q, self.q_a_layernorm)
+        return q.contiguous().view(len(q), self.num_heads, -1)
 
     def _project(
         self, hidden: torch.Tensor, norm: RMSNorm | None

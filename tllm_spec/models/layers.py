@@ -309,5 +309,8 @@ class AllHeadsNorm(HeadNorm):
         parts = self.weight[: self.num_heads], self.weight[self.num_heads :]
         for name, own, copies in zip(("q_norm", "k_norm"), parts, self.copies, strict=True):
             size, rank = own.numel(), self.mapping.tp_rank // copies
-            full = size * self.mapping.tp_size // copies
-            yield f"{sibling(path, name)}.weight", WeightSlot(own.view(-1), (full,), 0, size * rank)
+            full, order = size * self.mapping.tp_size // copies, None
+            if self.order is not None:
+                order = torch.arange(size).view_as(own)[:, self.order].flatten()
+            slot = WeightSlot(own.view(-1), (full,), 0, size * rank, order)
+            yield f"{sibling(path, name)}.weight", slot

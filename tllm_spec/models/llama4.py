@@ -107,8 +107,8 @@ class Llama4Rotary(Rotary):
     unrotated_table: torch.Tensor
     """`[1, 2, 1, D]`: a rotation by 0."""
     temperatures: torch.Tensor | None
-    """`[N, 1, 1]` float32: of the positions from n * floor_scale - 1 on. None: all are 1."""
-    floor_scale: int
+    """`[N, 1, 1]` float32: of the positions from n * floor_scale - first on. None: all are 1."""
+    temperature: Temperature | None
 
     @functools.cached_property
     def unrotated(self) -> Rotary:
@@ -116,10 +116,12 @@ class Llama4Rotary(Rotary):
 
     @functools.cached_property
     def query_scales(self) -> torch.Tensor | None:
-        """Factors of the queries in layers without a rotary embedding, `[T, 1, 1]` float32."""
-        if self.temperatures is None:
+        """Factors of the queries that are scaled, `[T, 1, 1]` float32."""
+        if self.temperature is None or self.temperatures is None:
             return None
-        return self.temperatures[(self.positions + 1) // self.floor_scale]
+        return self.temperatures[
+            (self.positions + self.temperature.first) // self.temperature.floor_scale
+        ]
 
 
 class Llama4Attention(Attention):
@@ -163,13 +165,12 @@ class Llama4Model(DecoderModel):
         shape, device = (1, 2, 1, config.head_dim), placement.device
         self.unrotated = torch.zeros(shape, dtype=placement.dtype, device=device)
         self.unrotated[:, 0] = 1.0
-        self.temperatures, self.floor_scale = None, 1
+        self.temperatures, self.temperature = None, config.temperature
         if (temperature := config.temperature) is not None:
             number = max_positions // temperature.floor_scale + 1
             floors = torch.arange(number, dtype=torch.float32)
             factors = torch.log1p(floors) * temperature.attn_scale + 1.0
             self.temperatures = factors.view(-1, 1, 1).to(device)
-            self.floor_scale = temperature.floor_scale
 
     def rotary(self, positions: torch.Tensor) -> Llama4Rotary:
         return Llama4Rotary(
@@ -177,7 +178,7 @@ class Llama4Model(DecoderModel):
             positions,
             unrotated_table=self.unrotated,
             temperatures=self.temperatures,
-            floor_scale=self.floor_scale,
+            temperature=self.temperature,
         )
 
 

@@ -145,6 +145,13 @@ class Router(Linear):
             nn.Parameter(values, requires_grad=False) if config.has_correction_bias else None
         )
         self.num_arrived = torch.zeros(MAX_TOKENS, dtype=torch.int32, device=placement.device)
+        self.has_bias_beside = config.names.has_bias_beside
+
+    def slots(self, path: str) -> Iterator[tuple[str, WeightSlot]]:
+        own, bias = dict(super().slots(path)), "e_score_correction_bias"
+        if self.has_bias_beside:
+            own[sibling(path, bias)] = own.pop(f"{path}.{bias}")
+        yield from own.items()
 
     def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Experts `[T, k]` int32 and weights `[T, k]` float32 for x `[T, H]`; k includes

@@ -22,6 +22,8 @@ class MoENames:
     down: str = "down_proj"
     shared: str = "shared_expert"
     shared_gate: str = "shared_expert_gate"
+    has_bias_beside: bool = False
+    """MiniMax M2: the correction bias is next to the router instead of below it."""
     inputs_first: bool | None = False
     """Llama 4: such tensors are `[E, H, 2 * I]` and `[E, I, H]`. None, for Qwen3-VL: as published,
     or as transformers has them in memory."""

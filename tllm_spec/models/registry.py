@@ -39,6 +39,9 @@ from tllm_spec.models.llama import (
     read_qwen3_moe,
 )
 from tllm_spec.models.llama4 import Llama4ForCausalLM, read_llama4
+from tllm_spec.models.minimax_m2 import MiniMaxM2ForCausalLM, read_minimax_m2
+from tllm_spec.models.ministral3 import Ministral3ForCausalLM, read_ministral3
+from tllm_spec.models.mistral4 import Mistral4ForCausalLM, read_mistral4
 from tllm_spec.models.olmo2 import Olmo2ForCausalLM, read_olmo2
 from tllm_spec.models.phi3 import read_phi3
 from tllm_spec.models.qwen3_next import Qwen3NextForCausalLM, read_qwen3_next
@@ -69,8 +72,10 @@ MODELS: dict[str, Family] = {
     "Gemma3ForCausalLM": Family(Gemma3ForCausalLM, read_gemma3),
     "Gemma4ForCausalLM": Family(Gemma4ForCausalLM, read_gemma4),
     "Gemma4UnifiedForCausalLM": Family(Gemma4ForCausalLM, read_gemma4_unified),
+    "Ministral3ForCausalLM": Family(Ministral3ForCausalLM, read_ministral3),
     "Phi3ForCausalLM": Family(CausalLM, read_phi3),
     "Olmo2ForCausalLM": Family(Olmo2ForCausalLM, read_olmo2),
+    "MiniMaxM2ForCausalLM": Family(MiniMaxM2ForCausalLM, read_minimax_m2),
     "GptOssForCausalLM": Family(GptOssForCausalLM, read_gpt_oss),
     "Glm4MoeForCausalLM": Family(CausalLM, read_glm4_moe),
     "Qwen3NextForCausalLM": _QWEN3_NEXT,
@@ -79,6 +84,7 @@ MODELS: dict[str, Family] = {
     "DeepseekV2ForCausalLM": _DEEPSEEK,
     "DeepseekV3ForCausalLM": _DEEPSEEK,
     "DeepseekV32ForCausalLM": _DEEPSEEK,
+    "Mistral4ForCausalLM": Family(Mistral4ForCausalLM, read_mistral4),
 }
 
 
@@ -105,7 +111,7 @@ def model_config_of(raw: dict[str, Any], path: Path | None = None) -> ModelConfi
     names, served = raw.get("architectures") or [], (*MODELS, *WITH_IMAGES)
     if len(names) != 1 or names[0] not in served:
         raise ValueError(f"architectures is {names}; it must be one of {', '.join(served)}.")
-    part = text_part_of(names[0])
+    part = text_part_of(names[0]).of(raw)
     keys, family = part.keys(raw), MODELS[part.architecture]
     config = family.read(keys)
     if config.moe is not None and part.expert_names is not None:
@@ -122,6 +128,7 @@ def model_config_of(raw: dict[str, Any], path: Path | None = None) -> ModelConfi
     config = replace(
         config,
         architecture=names[0],
+        text_architecture=part.architecture,
         quantisation=read_quantisation(path, keys),
         kv_cache=kv_cache_setting(path, keys),
     )
