@@ -347,7 +347,7 @@ class LLM:
             return
         self._is_shut_down = True
         self._end()
-        del self._executor
+        del self._executor, self._update
 
     def __enter__(self) -> "LLM":
         return self

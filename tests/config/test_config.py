@@ -225,7 +225,7 @@ def test_cuda_graphs_with_padding_are_on_unless_null_turns_them_off(tmp_path: Pa
             speculate({"decoding_type": "Medusa"}),
             ["decoding_type = 'Medusa'", "not served yet", "Eagle3"],
         ),
-        (speculate({"method": "suffix"}), ["decoding_type = 'suffix' is not served yet"]),
+        (speculate({"method": "medusa"}), ["decoding_type = 'medusa' is not served yet"]),
         (
             speculate({"decoding_type": "eagel3"}),
             ["decoding_type = 'eagel3' is not a known type, did you mean Eagle3?; accepted: NGram"],

@@ -271,11 +271,6 @@ REFUSED: list[tuple[Raw, Raw, str]] = [
     ),
     (QWEN3_NEXT, {"partial_rotary_factor": 1.5}, "partial_rotary_factor is 1.5; of 256 elements"),
     (QWEN3_NEXT, {"num_nextn_predict_layers": 2}, "num_nextn_predict_layers is 2; served are 0"),
-    (
-        QWEN3_NEXT,
-        {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}},
-        "Qwen3NextForCausalLM has quantised weights; it is served with weights of 16 or 32",
-    ),
 ]
 
 
