@@ -22,8 +22,8 @@ MAX_FUNCTION_LINES = 60
 # Functions of the product, and their files, that one `LLM.generate` runs through.
 MAX_WALKS = {"plain": (299, 48), "EAGLE-3": (344, 56), "EAGLE-3 tree + SA": (382, 63)}
 # Of the product; lines of code are those without blank lines, comments and docstrings.
-MAX_COUNTS = {"files": 317, "classes": 688, "lines": 73_301, "lines of code": 51_789}
-MAX_TEST_LINES = 78_915
+MAX_COUNTS = {"files": 317, "classes": 688, "lines": 73_304, "lines of code": 51_793}
+MAX_TEST_LINES = 78_934
 MIN_DOCUMENTED = 0.78  # of the product's public functions: those with a docstring; it only rises
 MAX_FRAMES, MAX_FRAME_FILES = 7, 5  # from `PyExecutor.step` to the target's forward
 # The worker's main and calls of users' programs: only these may turn any fault into an answer.

@@ -3,8 +3,10 @@ with these weights, whatever drafts; what runs meanwhile goes on or is computed 
 fit changes nothing. And an engine pauses."""
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from tests.models.mtp_reference import save_predictable
 from tllm_spec.llm import LLM
 from tllm_spec.outputs import WeightVersion
 from tllm_spec.request_handle import RequestHandle
+from tllm_spec.target_update import folder_of
 from tllm_spec.zoo.registry import resolve_model
 
 A = "zoo:llama"
@@ -184,6 +187,26 @@ def test_tensors_are_taken_by_their_names_while_streams_run(other: str) -> None:
         assert again.weight_versions == [WeightVersion("step 1", 0, 30)]
         assert llm.server_info()["internal_states"][0]["weight_version"] == "step 1"
         llm.check_integrity()
+
+
+def test_tensors_lie_in_memory_only_if_it_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    for free, has_room in ((1 << 40, Path("/dev/shm").is_dir()), (0, False)):
+        monkeypatch.setattr(
+            shutil, "disk_usage", lambda path, free=free: SimpleNamespace(free=free)
+        )
+        with folder_of(tensors_of(str(resolve_model(A))), A) as folder:
+            assert folder.startswith("/dev/shm") == has_room
+            assert load_file(Path(folder) / "model.safetensors")
+        assert not Path(folder).exists()
+
+
+def test_tensors_for_a_model_of_one_file_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "m.gguf").touch()
+    with (
+        pytest.raises(ValueError, match="is one file: its weights are updated from a folder"),
+        folder_of([], str(tmp_path / "m.gguf")),
+    ):
+        pass
 
 
 def started(llm: LLM) -> RequestHandle:

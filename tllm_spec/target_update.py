@@ -95,7 +95,7 @@ class TargetUpdate:
         if (weights := self._executor.parts.target_weights) is None:
             raise ValueError(NOT_REPLACEABLE)
         begin, retract = monotonic(), running == "retract"
-        with _folder_of(source, self._model) as folder:
+        with folder_of(source, self._model) as folder:
             if self._executor.parts.ranks[1:]:
                 options = {"folder": folder, "version": version, "retract": retract}
                 stopped = self._on_all_ranks("update_target", **options)
@@ -114,20 +114,23 @@ class TargetUpdate:
 
 
 @contextmanager
-def _folder_of(source: Source, model: str) -> Iterator[str]:
-    """The folder, or one that has these tensors in place of the model's own. They lie in host
-    memory until they are served. Raises ValueError for a name that comes twice with different
-    tensors."""
+def folder_of(source: Source, model: str) -> Iterator[str]:
+    """The folder, or one that has these tensors in place of the model's own, in host memory if that
+    has room. Raises ValueError for a name that comes twice with different tensors."""
     from safetensors.torch import save_file
 
     if isinstance(source, (str, os.PathLike)):
         yield os.fspath(source)
         return
     found = _collected(source)
-    memory = Path("/dev/shm")
-    with TemporaryDirectory(dir=memory if memory.is_dir() else None) as name:
+    own, memory = resolve_model(model), Path("/dev/shm")
+    if not own.is_dir():
+        raise ValueError(f"{model} is one file: its weights are updated from a folder only")
+    size = sum(tensor.nbytes for tensor in found.values())
+    has_room = memory.is_dir() and shutil.disk_usage(memory).free > 2 * size
+    with TemporaryDirectory(dir=memory if has_room else None) as name:
         folder = Path(name)
-        for path in resolve_model(model).iterdir():
+        for path in own.iterdir():
             if path.suffix in (".json", ".jinja", ".model", ".txt") and "index" not in path.name:
                 shutil.copy(path, folder)
         save_file(found, folder / SINGLE)

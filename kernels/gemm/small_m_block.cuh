@@ -101,7 +101,7 @@ __device__ inline T load_shared(u32 address) {
 
 // Accumulates a block: 16 rows of W by the rows of x. Addresses in shared memory are of the
 // thread's first piece of its row of W, and of the row's scales, with those of the 8th row after it
-// behind them. pieces: its quad's of x.
+// after them. pieces: its quad's of x.
 __device__ inline void multiply_block(
     float (&sums)[4], u32 weights, u32 scales, const uint4* pieces) {
     constexpr int HIGH_WEIGHTS = 16 * 8 * PIECES_PER_ROW;

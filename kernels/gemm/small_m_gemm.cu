@@ -21,7 +21,7 @@
 //
 // W may be FP8 (E4M3) with a float32 scale for each row and each 128 columns, which are a block:
 // W is converted in registers, exactly, and the sums of a block are multiplied by its rows' scales.
-// The scales of a step lie in the ring behind its weights.
+// The scales of a step lie in the ring after its weights.
 //
 // W may also have codes of 4 bits, as int4_weights.py stores them: a byte has the codes of two
 // columns that are 64 apart. A word for each row and each GROUP columns has the scale and the zero
@@ -45,7 +45,7 @@ constexpr int LANES_PER_ROW = STEP_COLUMNS / WEIGHT_PIECE, ROWS_PER_COPY = 32 / 
 constexpr int COPIES = 16 / ROWS_PER_COPY, HALF_COPIES = COPIES / 2;  // half: of 8 rows
 // Bytes of a step in a ring: whole rows of 128, so that the XOR of `swizzle` stays within one.
 constexpr int SLOT_BYTES = (16 * STEP_PIECES + STEP_SCALES * sizeof(Scale) + 127) / 128 * 128;
-// Of a ring, fetched before x. On an H200 x comes late behind many of 4 bits; wider ones need them.
+// Of a ring, fetched before x. On an H200 x comes late after many of 4 bits; wider ones need them.
 constexpr int EARLY_SLOTS = BITS == 4 ? 1 : DEPTH - 1;
 constexpr int TOKENS = 8;                 // most rows of x: the n of the tensor cores' m16n8k16
 constexpr int SUMS = 8 * WARPS * TOKENS;  // partial sums of a tile's row pairs, all column groups

@@ -1,6 +1,6 @@
 """Gemma 4's text model: Gemma 3 with wider heads in the layers that see all keys, a norm of values,
 a factor of each layer's output, and in some sizes keys that are values, an embedding of each layer,
-layers without keys of their own, or experts beside the MLP."""
+layers without keys of their own, or experts next to the MLP."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -214,7 +214,7 @@ class Gemma4Router(Module):
 
 
 class Gemma4Layer(Gemma3Layer):
-    """Experts, if there are any, get the residual stream beside the MLP."""
+    """Experts, if there are any, get the residual stream, as the MLP does."""
 
     attention = staticmethod(_attention)
 
