@@ -1,7 +1,8 @@
 """Models and layers with experts on one GPU, with their floors.
 
     python -m benchmarks.experts [qwen3] [gpt_oss] [gemma3] [v3] [mtp1] [mtp3] [qwen3_next]
-        [qwen3_next_mtp3] [layer] [latent_attention]
+        [qwen3_next_mtp3] [qwen3_5] [qwen3_5_mtp3] [gemma4_e4b] [gemma4_e4b_mtp3] [gemma4_26b]
+        [gemma4_26b_mtp3] [layer] [latent_attention]
 
 qwen3   Qwen3-30B-A3B: plain rounds of batch 1, 8 and 64, prefill of 64 prompts, start-up
 gpt_oss the same of gpt-oss-20b, with experts in MXFP4
@@ -11,6 +12,8 @@ mtp1    its rounds with one draft of the MTP module, synthetic acceptance .8
 mtp3    its rounds with three, synthetic acceptance .8 .6 .45
 qwen3_next, qwen3_next_mtp3  rounds of 12 layers of Qwen3-Next, 9 with recurrent states: plain, and
         with three drafts of its MTP layer; the floor reads and writes each state once; and prompts
+qwen3_5, qwen3_5_mtp3  the same of Qwen3.5-35B-A3B in FP8 with blocks; gemma4_...: of Gemma 4 in
+        bf16, and with three drafts of an assistant; their floor is counted from what is loaded
 layer   a layer (norm, router, experts, shared expert) and its two grouped GEMMs, by tokens
 latent_attention  the window kernel alone, by batch, window and context
 
@@ -38,6 +41,7 @@ from benchmarks.harness.expert_rounds import (
     rounds_table,
     v3,
 )
+from benchmarks.harness.loaded_rounds import A4B, E4B, QWEN3_5, Shape, rounds_of
 from benchmarks.harness.models import MATMUL_FLOPS, READ_BYTES_PER_S, WEIGHT_BYTES
 from benchmarks.harness.report import Options, Row, Subject, main, number, table
 from benchmarks.harness.state_rounds import qwen3_next
@@ -189,6 +193,12 @@ def attention_table(rows: Sequence[Row]) -> list[str]:
     return table((*keys, "µs", "floor"), lines)
 
 
+def of(
+    shape: Shape, draft_len: int
+) -> tuple[Callable[[Options], Iterator[Row]], Callable[[Sequence[Row]], list[str]]]:
+    return rounds_of(shape, draft_len), multiples_table
+
+
 SUBJECTS = (
     Subject("qwen3", "Qwen3-30B-A3B", qwen3, rounds_table),
     Subject("gpt_oss", "gpt-oss-20b, experts in MXFP4", gpt_oss, multiples_table),
@@ -198,6 +208,12 @@ SUBJECTS = (
     Subject("mtp3", "V3-style, MTP with 3 drafts", v3(3), rounds_table),
     Subject("qwen3_next", "12 layers of Qwen3-Next, plain", qwen3_next(0), multiples_table),
     Subject("qwen3_next_mtp3", "Its MTP layer with 3 drafts", qwen3_next(3), multiples_table),
+    Subject("qwen3_5", "12 layers of Qwen3.5-35B-A3B in FP8, plain", *of(QWEN3_5, 0)),
+    Subject("qwen3_5_mtp3", "Its MTP layer with 3 drafts", *of(QWEN3_5, 3)),
+    Subject("gemma4_e4b", "Gemma 4 of E4B's shape, plain", *of(E4B, 0)),
+    Subject("gemma4_e4b_mtp3", "Its assistant with 3 drafts", *of(E4B, 3)),
+    Subject("gemma4_26b", "Gemma 4 of 26B-A4B's shape, plain", *of(A4B, 0)),
+    Subject("gemma4_26b_mtp3", "Its assistant with 3 drafts", *of(A4B, 3)),
     Subject("layer", "Layers of experts", layer, layer_table, needs_cuda=True),
     Subject(
         "latent_attention", "Latent attention", latent_attention_us, attention_table,

@@ -81,6 +81,33 @@ TINY_GPT_OSS: Config = GPT_OSS_20B | {
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 8,
     "num_experts_per_tok": 2, "sliding_window": 12, "torch_dtype": "float32",
 }  # fmt: skip
+QWEN3_5_35B: Config = QWEN3_NEXT | {
+    "architectures": ["Qwen3_5MoeForCausalLM"], "vocab_size": 248320, "num_experts": 256,
+    "num_experts_per_tok": 8, "mtp_num_hidden_layers": 1,
+    "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+}  # fmt: skip
+TINY_QWEN3_5: Config = QWEN3_5_35B | {
+    **TINY_QWEN3_NEXT, "architectures": ["Qwen3_5MoeForCausalLM"], "quantization_config": None
+}  # fmt: skip
+GEMMA4_E4B: Config = {
+    "architectures": ["Gemma4ForCausalLM"], "vocab_size": 262144, "hidden_size": 2560,
+    "intermediate_size": 10240, "num_hidden_layers": 42, "num_attention_heads": 8,
+    "num_key_value_heads": 2, "num_kv_shared_layers": 18, "hidden_size_per_layer_input": 256,
+    "sliding_window": 512, "max_position_embeddings": 131072, "torch_dtype": "bfloat16",
+}  # fmt: skip
+GEMMA4_26B: Config = GEMMA4_E4B | {
+    "hidden_size": 2816, "intermediate_size": 2112, "num_hidden_layers": 30,
+    "num_attention_heads": 16, "num_key_value_heads": 8, "num_global_key_value_heads": 2,
+    "attention_k_eq_v": True, "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0,
+    "sliding_window": 1024, "enable_moe_block": True, "num_experts": 128, "top_k_experts": 8,
+    "moe_intermediate_size": 704,
+}  # fmt: skip
+TINY_GEMMA4: Config = GEMMA4_26B | {
+    "vocab_size": 512, "hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 6,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "global_head_dim": 32,
+    "num_global_key_value_heads": 1, "sliding_window": 12, "num_experts": 8, "top_k_experts": 2,
+    "moe_intermediate_size": 32, "torch_dtype": "float32",
+}  # fmt: skip
 GEMMA3_12B: Config = {
     "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "vocab_size": 262208,
     "hidden_size": 3840, "intermediate_size": 15360, "num_hidden_layers": 48,
@@ -95,6 +122,22 @@ TINY_GEMMA3: Config = GEMMA3_12B | {
 }  # fmt: skip
 
 
+def assistant_of(target: Config) -> Config:
+    """Four layers that read the keys of a Gemma 4, in the target's head sizes."""
+    own = ("vocab_size", "num_attention_heads", "num_key_value_heads", "sliding_window",
+           "num_global_key_value_heads", "attention_k_eq_v", "head_dim", "global_head_dim",
+           "torch_dtype")  # fmt: skip
+    text = {key: target[key] for key in own if key in target} | {
+        "hidden_size": 256, "intermediate_size": 2048, "num_hidden_layers": 4,
+        "num_kv_shared_layers": 4, "hidden_size_per_layer_input": 0,
+        "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+    }  # fmt: skip
+    return {
+        "architectures": ["Gemma4AssistantForCausalLM"], "text_config": text,
+        "backbone_hidden_size": target["hidden_size"], "torch_dtype": target["torch_dtype"],
+    }  # fmt: skip
+
+
 def dummy_engine(
     target: Config,
     *,
@@ -107,7 +150,8 @@ def dummy_engine(
     **options: Any,
 ) -> Rounds:
     """An engine of random weights. room: tokens that a request may generate in a round each. head:
-    of EAGLE-3, with `speculation`'s draft length and the synthetic acceptance of RATES."""
+    with `speculation`'s draft length and the synthetic acceptance of RATES; EAGLE-3's if that
+    names no other type."""
     draft_len = 0 if speculation is None else speculation["max_draft_len"]
     kv_cache = {"enable_block_reuse": False} | ({"max_tokens": 8192} if device == "cpu" else {})
     with tempfile.TemporaryDirectory() as name:
@@ -115,12 +159,13 @@ def dummy_engine(
             Path(name, part).mkdir()
             Path(name, part, "config.json").write_text(json.dumps(config))
         if head is not None:
+            given = {"decoding_type": "Eagle3"} | dict(speculation or {})
+            if given["decoding_type"] != "MTP":  # which is loaded as the target is
+                given["load_format"] = "dummy"
             speculation = {
-                "decoding_type": "Eagle3",
                 "speculative_model": str(Path(name, "draft")),
-                "load_format": "dummy",
                 "synthetic_acceptance_rates": RATES[:draft_len],
-            } | dict(speculation or {})
+            } | given
         own = {
             "kv_cache_config": kv_cache,
             "cuda_graph_config": {"batch_sizes": list(batch_sizes)},

@@ -1,0 +1,120 @@
+"""Rounds of models without weights, whose floor is counted from what is loaded: the parameters that
+a round reads, and the cached tokens."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from benchmarks.harness.card import card
+from benchmarks.harness.dummy_models import (
+    GEMMA4_26B,
+    GEMMA4_E4B,
+    QWEN3_5_35B,
+    TINY_GEMMA4,
+    TINY_QWEN3_5,
+    assistant_of,
+    dummy_engine,
+)
+from benchmarks.harness.engine import Rounds, release
+from benchmarks.harness.expert_rounds import MTP_RATES, experts_hit
+from benchmarks.harness.models import Config
+from benchmarks.harness.report import Options, Row
+from tllm_spec.distributed.communicator import SINGLE_RANK
+from tllm_spec.executor.speculative.drafting.draft_net import HeadNet
+from tllm_spec.executor.speculative.drafting.network_drafter import NetworkDrafter
+from tllm_spec.models.layers import Embedding
+from tllm_spec.models.moe import Experts
+
+# Times of the floor, by batch size.
+GOALS: Mapping[int, float] = {1: 1.5, 8: 1.5, 64: 1.3}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """assistant: whether drafts are of Gemma 4's assistant; otherwise of the model's MTP layer."""
+
+    full: Config
+    tiny: Config
+    has_assistant: bool = False
+
+
+QWEN3_5 = Shape(QWEN3_5_35B, TINY_QWEN3_5)
+E4B = Shape(GEMMA4_E4B, TINY_GEMMA4, has_assistant=True)
+A4B = Shape(GEMMA4_26B, TINY_GEMMA4, has_assistant=True)
+
+
+def rounds_of(shape: Shape, draft_len: int) -> Callable[[Options], Iterator[Row]]:
+    """The rows of one draft length."""
+
+    def run(options: Options) -> Iterator[Row]:
+        is_full = options.device == "cuda"
+        config = shape.full if is_full else shape.tiny
+        sizes, prompt_len, num_rounds = ((1, 8, 64), 1024, 40) if is_full else ((1, 2), 16, 3)
+        engine = dummy_engine(
+            config,
+            batch_sizes=sizes,
+            prompt_len=prompt_len,
+            device=options.device,
+            attn_backend=options.text("attn_backend", "auto"),
+            **_drafts(shape, config, draft_len),
+        )
+        for batch_size in sizes:
+            engine.start(batch_size, prompt_len)
+            timings = [engine.timed(num_rounds) for _ in range(1 if options.quick else 3)]
+            timed = sorted(timings, key=lambda each: each.round_ms)[len(timings) // 2]
+            hit = experts_hit(engine, batch_size * (1 + draft_len))
+            num_bytes = round_bytes(engine, hit, batch_size, timed.context, draft_len)
+            floor = num_bytes / card(options.device).bytes_per_s * 1e3
+            what, goal = f"batch {batch_size}, {draft_len} drafts", GOALS.get(batch_size)
+            yield {"what": what, "value": timed.round_ms, "floor": floor, "goal": goal, "hit": hit}
+        engine.stop()
+        for number in () if draft_len else (1, sizes[-1]):
+            ms = [engine.prompts_ms(number, prompt_len) for _ in range(3)][-1]
+            yield {"what": f"{number} prompts of {prompt_len}", "value": ms, "floor": None}
+        del engine
+        release()
+
+    return run
+
+
+def _drafts(shape: Shape, config: Config, draft_len: int) -> dict[str, Any]:
+    if not draft_len:
+        return {}
+    mtp = {"decoding_type": "MTP", "max_draft_len": draft_len}
+    mtp |= {"synthetic_acceptance_rates": MTP_RATES[:draft_len]}
+    return {"speculation": mtp, "head": assistant_of(config) if shape.has_assistant else None}
+
+
+def round_bytes(
+    engine: Rounds, hit: float, batch_size: int, context: float, draft_len: int
+) -> float:
+    """Each weight of the target once, and of the drafter once a draft; of the experts those that
+    are hit, of embeddings nothing. The target's keys and values once, and its states twice."""
+    runner = engine.executor.parts.runner
+    num_bytes = _weights(runner.engine.model, hit)
+    if draft_len and isinstance(runner.drafter, NetworkDrafter):
+        assert isinstance(runner.drafter.net, HeadNet)
+        num_bytes += draft_len * _weights(runner.drafter.net.head, hit)
+    config, groups = runner.engine.model.config, runner.engine.attention.groups
+    for group, layers in zip(groups, config.layer_groups(SINGLE_RANK), strict=True):
+        pool, span = group.backend.pool, layers.geometry.span
+        seen = context if span is None else min(context, span.size)
+        num_bytes += batch_size * seen * pool.data.nbytes / (pool.num_pages * pool.page_size)
+    if (delta := config.delta) is not None:
+        heads = delta.heads
+        state = 4 * heads.num_value_heads * heads.key_dim * heads.value_dim
+        num_bytes += 2 * batch_size * len(delta.layers) * state
+    return num_bytes
+
+
+def _weights(model: torch.nn.Module, hit: float) -> float:
+    read: dict[int, float] = {}
+    for module in model.modules():
+        share = hit / module.shape[0] if isinstance(module, Experts) else 1.0
+        share *= not isinstance(module, Embedding)
+        for parameter in module.parameters(recurse=False):
+            place = parameter.data_ptr()
+            read[place] = max(read.get(place, 0.0), share * parameter.nbytes)
+    return sum(read.values())
