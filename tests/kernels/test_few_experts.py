@@ -31,6 +31,7 @@ RULES: dict[str, tuple[int, RoutingRule, bool, bool]] = {
     "qwen3": (12, RoutingRule(4, "softmax", normalises=True), False, False),
     "v3": (16, RoutingRule(3, "sigmoid", True, 2.5, 4, 2, num_shared=1), False, True),
     "gpt-oss": (6, RoutingRule(2, "softmax", normalises=True), True, False),
+    "qwen3.5": (11, RoutingRule(3, "softmax", True, num_shared=1, gates_shared=True), False, False),
 }
 on_each_rule = pytest.mark.parametrize("name", RULES)
 
@@ -114,6 +115,9 @@ SIZES: dict[str, Any] = {"hidden_size": HIDDEN, "num_experts": 8, "intermediate_
 CONFIGS = {
     "qwen3": MoEConfig(**SIZES, top_k=3, normalise_top_k=True),
     "qwen2": MoEConfig(**SIZES, top_k=3, shared_intermediate_size=40, shared_gate=True),
+    "qwen3.5": MoEConfig(
+        **SIZES, top_k=3, normalise_top_k=True, shared_intermediate_size=64, shared_gate=True
+    ),
     "v3": MoEConfig(
         **SIZES, top_k=3, scoring="sigmoid", normalise_top_k=True, num_groups=2,
         has_correction_bias=True, shared_intermediate_size=64, float32_router=True,

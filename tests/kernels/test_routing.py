@@ -30,6 +30,7 @@ RULES = {
     "v3": (256, RoutingRule(8, "sigmoid", True, 2.5, num_groups=8, top_groups=4), True),
     "v3, one group": (24, RoutingRule(3, "sigmoid", True, 2.0), True),
     "v3, shared": (64, RoutingRule(8, "sigmoid", True, 2.5, 8, 4, num_shared=1), True),
+    "gated": (61, RoutingRule(8, "softmax", True, num_shared=1, gates_shared=True), False),
     "two shared": (12, RoutingRule(2, "softmax", num_shared=2), False),
     "all experts": (5, RoutingRule(5, "softmax", normalises=True), False),
 }
@@ -52,6 +53,9 @@ def test_the_reference_follows_the_published_rule(name: str) -> None:
     logits, rule, bias = problem(name, 5, torch.float32)
     experts, weights = moe_routing.reference(logits, rule, bias)
     for row, ids, found in zip(logits, experts.tolist(), weights.tolist(), strict=True):
+        shared = [1.0] * rule.num_shared
+        if rule.gates_shared:
+            shared, row = [row[-1].sigmoid().item()], row[:-1]
         scores = (row.softmax(0) if rule.scoring == "softmax" else row.sigmoid()).tolist()
         choice = [s + (0 if bias is None else bias[e].item()) for e, s in enumerate(scores)]
         size, best = len(scores) // rule.num_groups, 1 if bias is None else 2
@@ -61,7 +65,7 @@ def test_the_reference_follows_the_published_rule(name: str) -> None:
         among = [e for e in range(len(scores)) if rule.num_groups == 1 or e // size in kept]
         expected = sorted(among, key=lambda e: -choice[e])[: rule.top_k]
         total = sum(scores[e] for e in expected) if rule.normalises else 1.0
-        values = [scores[e] / total * rule.scale for e in expected] + [1.0] * rule.num_shared
+        values = [scores[e] / total * rule.scale for e in expected] + shared
         assert ids == expected + [len(scores) + i for i in range(rule.num_shared)]
         assert found == pytest.approx(values, rel=1e-5)
 

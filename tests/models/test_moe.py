@@ -26,6 +26,9 @@ SIZES: dict[str, Any] = {"hidden_size": HIDDEN, "num_experts": 8, "intermediate_
 CONFIGS = {
     "mixtral": MoEConfig(**SIZES, top_k=2, normalise_top_k=True, names=MIXTRAL_NAMES),
     "qwen2": MoEConfig(**SIZES, top_k=3, shared_intermediate_size=40, shared_gate=True),
+    "qwen3.5": MoEConfig(
+        **SIZES, top_k=3, normalise_top_k=True, shared_intermediate_size=24, shared_gate=True
+    ),
     "v2": MoEConfig(
         **SIZES,
         top_k=3,

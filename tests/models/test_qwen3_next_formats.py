@@ -47,7 +47,7 @@ SIZES: dict[str, Any] = {
     "hidden_size": 160,
     "intermediate_size": 288,
     "moe_intermediate_size": 160,
-    "shared_expert_intermediate_size": 96,
+    "shared_expert_intermediate_size": 160,
     "num_hidden_layers": 3,
     "layer_types": [LINEAR, FULL, LINEAR],
     "linear_key_head_dim": 24,
@@ -144,7 +144,9 @@ def saved(folder: Path, family: str, quantise: Quantise, **config: Any) -> Any:
     return kind.from_pretrained(plain, dtype=torch.float32).eval()
 
 
-@pytest.mark.parametrize("left_out", [(), ("linear_attn",), ("in_proj_z",), ("mlp",)])
+@pytest.mark.parametrize(
+    "left_out", [(), ("linear_attn",), ("in_proj_z",), ("mlp",), ("shared_expert",)]
+)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.thinned(3)
@@ -168,7 +170,9 @@ def test_logits_are_those_of_the_dequantised_weights(
     assert all(is_ordered in each or fused in each or in_fp8 in each for each in rest)
 
 
-@pytest.mark.parametrize("left_out", [(), ("linear_attn",), ("in_proj_z", "mlp")])
+@pytest.mark.parametrize(
+    "left_out", [(), ("linear_attn",), ("in_proj_z", "mlp"), ("shared_expert",)]
+)
 @pytest.mark.parametrize("name", ["fp8 blocks", "modelopt"])
 def test_the_memory_plan_counts_what_has_16_bits_as_such(
     name: str, left_out: tuple[str, ...], tmp_path: Path
