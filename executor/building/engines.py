@@ -343,7 +343,10 @@ def _draft_net(plan: BuildPlan, draft: LoadedDraft, memory: list[_Memory]) -> Dr
     groups = model.config.layer_groups(plan.mapping)
     if draft.plan.is_assistant:
         paged = [
-            PagedGroup(create_backend(plan.attention, own.geometry, each.pools[0]), each.rows)
+            PagedGroup(
+                create_backend(plan.attention_of(own.geometry), own.geometry, each.pools[0]),
+                each.rows,
+            )
             for own, each in zip(groups, memory, strict=True)
         ]
         return draft.net(AttentionGroups(paged), vocab_size)

@@ -163,7 +163,7 @@ def test_logits_are_those_of_the_dequantised_weights(
     slots = weight_table(model)
     kept = {each for each in slots if slots[each].is_quantised}
     assert kept <= {each for each in slots if wants(each)}
-    is_ordered = "experts." if "desc_act" in name else ","
+    is_ordered = "expert" if "desc_act" in name else ","
     fused = "in_proj_" if "in_proj_z" in left_out else ","
     in_fp8 = "linear_attn" if name == "modelopt, mixed" else ","
     rest = {each for each in slots if wants(each)} - kept
