@@ -46,8 +46,8 @@ from tllm_spec.zoo.quantise import quantise as quantise_int4
 SIZES: dict[str, Any] = {
     "hidden_size": 160,
     "intermediate_size": 288,
-    "moe_intermediate_size": 160,
-    "shared_expert_intermediate_size": 160,
+    "moe_intermediate_size": 96,
+    "shared_expert_intermediate_size": 96,
     "num_hidden_layers": 3,
     "layer_types": [LINEAR, FULL, LINEAR],
     "linear_key_head_dim": 24,
