@@ -169,6 +169,7 @@ class PyExecutor:
         assert weights is not None
         self.pause(retract=retract)
         weights.replace(staged, version)
+        self.parts.controller.forget()
         if self.parts.draft_weights is not None:
             self.parts.draft_weights.keep_present()
         for request in (*self.scheduler.waiting, *self.scheduler.running):

@@ -65,7 +65,7 @@ def run(harness: Harness, first: int = 300) -> tuple[list[int], list[int]]:
 def replaced(harness: Harness, folder: str, version: str | None = None) -> None:
     weights = harness.parts.target_weights
     assert weights is not None
-    harness.executor.replace_weights(weights.stage(folder), version, retract=True)
+    harness.executor.replace_weights(weights.stage(folder, "target"), version, retract=True)
 
 
 @pytest.mark.thinned
@@ -108,7 +108,7 @@ def test_a_request_that_is_kept_goes_on_with_its_old_keys_and_values(other: str)
     request = harness.submit(PROMPT, **SAMPLED)
     harness.rounds(6)
     assert weights is not None
-    harness.executor.replace_weights(weights.stage(other), "b", retract=False)
+    harness.executor.replace_weights(weights.stage(other, "target"), "b", retract=False)
     start = request.num_output_tokens
     harness.run()
     assert request.weight_versions == [("default", 0), ("b", start)]

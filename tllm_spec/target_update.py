@@ -13,8 +13,12 @@ from tempfile import TemporaryDirectory
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
+from tllm_spec.config.llm_args import LlmArgs
+from tllm_spec.draft_swap import DraftSwap
 from tllm_spec.executor.py_executor import PyExecutor
-from tllm_spec.executor.weight_swap import StagedWeights
+from tllm_spec.executor.speculative.modes import draft_plan_of
+from tllm_spec.executor.target_weights import WeightsTorn
+from tllm_spec.executor.weight_swap import Part, StagedWeights
 from tllm_spec.executor.worker import Worker
 from tllm_spec.models.checkpoint import SINGLE
 from tllm_spec.request_errors import REFUSING_MODES
@@ -26,6 +30,7 @@ if TYPE_CHECKING:
     Source = str | os.PathLike[str] | Iterable[tuple[str, torch.Tensor]]
 
 RUNNING = "keep", "retract"
+PARTS = "target", "draft", "all"
 NOT_REPLACEABLE = (
     "update_weights: this engine's weights cannot be replaced while it runs, since its draft head "
     "has copies of some; draft_backend: torch is accepted, and with a head of its own folder no "
@@ -39,10 +44,10 @@ def calls_of(executor: PyExecutor) -> dict[str, Callable[..., object]]:
     def resume() -> None:
         executor.is_paused = False
 
-    def update(folder: str, version: str | None, retract: bool) -> float:
+    def update(folder: str, part: Part, version: str | None, retract: bool) -> float:
         weights = executor.parts.target_weights
         assert weights is not None
-        return replaced(executor, weights.stage_together(folder), version, retract=retract)
+        return replaced(executor, weights.stage_together(folder, part), version, retract=retract)
 
     calls: dict[str, Callable[..., object]] = {
         "pause": executor.pause,
@@ -64,10 +69,14 @@ def replaced(
 
 
 class TargetUpdate:
-    """Updates and pauses of one engine, from any thread but the executor's."""
+    """Updates and pauses of one engine, from any thread but the executor's. swap: of the draft
+    weights of the same engine."""
 
-    def __init__(self, model: str, executor: PyExecutor, worker: Worker) -> None:
-        self._model, self._executor, self._worker = model, executor, worker
+    def __init__(
+        self, args: LlmArgs, executor: PyExecutor, worker: Worker, swap: DraftSwap
+    ) -> None:
+        self._args, self._executor, self._worker, self._swap = args, executor, worker, swap
+        self._draft = draft_plan_of(args.speculative_config)
         self._calls = calls_of(executor)
 
     def pause(self, mode: str, cancel_all: Callable[[], None]) -> None:
@@ -87,30 +96,58 @@ class TargetUpdate:
         self,
         source: Source,
         version: str | None,
+        part: Part,
         running: str,
     ) -> dict[str, Any]:
         """As `LLM.update_weights`."""
-        if running not in RUNNING:
-            raise ValueError(f"running = {running!r}; it must be one of {', '.join(RUNNING)}")
+        self._check(version, part, running)
+        if part == "draft" and self._draft is not None and self._draft.path is not None:
+            with folder_of(source, self._draft.path) as folder:
+                return self._swap.whole(folder, keep_cache=False, force=True)
         if (weights := self._executor.parts.target_weights) is None:
             raise ValueError(NOT_REPLACEABLE)
-        begin, retract = monotonic(), running == "retract"
-        with folder_of(source, self._model) as folder:
+        begin, retract = monotonic(), running == "retract" and part != "draft"
+        with folder_of(source, self._args.model) as folder:
             if self._executor.parts.ranks[1:]:
-                options = {"folder": folder, "version": version, "retract": retract}
+                options = {"folder": folder, "part": part, "version": version, "retract": retract}
                 stopped = self._on_all_ranks("update_target", **options)
             else:
-                own = partial(replaced, self._executor, weights.stage(folder), version)
-                stopped = self._worker.call(partial(own, retract=retract))
+                own = partial(replaced, self._executor, weights.stage(folder, part), version)
+                stopped = self._call(partial(own, retract=retract))
         seconds = {"staged_seconds": monotonic() - begin - stopped, "stopped_seconds": stopped}
         return {"version": weights.version} | seconds
+
+    def _check(self, version: str | None, part: str, running: str) -> None:
+        mistakes = []
+        if running not in RUNNING:
+            mistakes.append(f"running = {running!r}; it must be one of {', '.join(RUNNING)}")
+        if part not in PARTS:
+            mistakes.append(f"part = {part!r}; it must be one of {', '.join(PARTS)}")
+        elif part != "target" and self._draft is None:
+            mistakes.append(f"part = {part!r}: the engine has no draft network; accepted: 'target'")
+        elif part == "all" and self._draft is not None and self._draft.path is not None:
+            mistakes.append(
+                "part = 'all': the draft weights are not in the target's checkpoint; accepted: "
+                "'target' and 'draft', one after the other"
+            )
+        if part == "draft" and version is not None:
+            mistakes.append(f"version = {version!r} names the target's weights; part is 'draft'")
+        if mistakes:
+            raise ValueError("\n".join(mistakes))
 
     def _on_all_ranks(self, name: str, **arguments: Any) -> Any:
         def call() -> object:
             self._executor.parts.queue.announce(name, **arguments)
             return self._calls[name](**arguments)
 
-        return self._worker.call(call)
+        return self._call(call)
+
+    def _call(self, function: Callable[[], Any]) -> Any:
+        try:
+            return self._worker.call(function)
+        except WeightsTorn as error:  # no round has run since
+            self._worker.fail(str(error))
+            raise
 
 
 @contextmanager

@@ -52,6 +52,7 @@ from tllm_spec.executor.speculative.drafting.loaded_draft import (
 )
 from tllm_spec.executor.speculative.drafting.model_drafter import DraftKVManager
 from tllm_spec.executor.target_weights import TargetWeights
+from tllm_spec.executor.weight_swap import Part
 from tllm_spec.kernels.attention.visible_keys import KeySpan
 from tllm_spec.models.checkpoint import checkpoint_names
 from tllm_spec.models.draft_head import HeadSource
@@ -153,11 +154,10 @@ def load_draft(
         if draft.backend != "torch":
             return LoadedDraft(draft, load_network(plan, draft, folder), None)
         model = _load(plan, folder, load_format)
-        keep_tokens(model, tokens, plan.communicator)
+        keep_tokens(model, tokens, plan.communicator, plan.staged_for)
         return LoadedDraft(draft, model, None).windowed(plan.max_seq_len)
-    source = HeadSource(
-        folder, target, load_format, plan.max_len, plan.communicator, args.fp8_activations
-    )
+    own = plan.communicator, args.fp8_activations, plan.staged_for
+    source = HeadSource(folder, target, load_format, plan.max_len, *own)
     loaded = load_head(draft, source, tokens, args.max_num_tokens)
     if isinstance(loaded.model, (NextnModules, Gemma4Assistant)):  # with the target's windows
         return loaded
@@ -207,6 +207,7 @@ def _load(
         communicator=plan.communicator,
         batch_invariant=batch_invariant,
         fp8_activations=plan.args.fp8_activations,
+        staged=plan.staged_for is not None,
     )
 
 
@@ -405,7 +406,7 @@ def replaceable_weights(
         new = of_draft.from_folder(folder)
         tokens = check_draft(new, tokenizer, plan.config)
         with on_device(plan.device):
-            return load_draft(plan, target, new, tokens).model
+            return load_draft(plan.staged(), target, new, tokens).model
 
     manager = engines.draft_kv or engines.kv
     return DraftWeights(load, draft.model, manager.cache, draft.plan.path, plan.communicator)
@@ -425,18 +426,22 @@ def replaceable_target(
     ):
         return None
 
-    def load(folder: str) -> list[Any]:
-        updated = plan.of_model(folder)
+    def load(folder: str, part: Part) -> list[Any]:
+        updated = plan.staged(folder)
         with on_device(plan.device):
-            new = load_target(updated)
+            new = target if part == "draft" else load_target(updated)
             if head is None or not has_modules:
                 return [new]
-            if not _writes_modules(folder, new):
+            if part == "target" and not _writes_modules(folder, new):
                 return [new, head.model]
             return [new, load_draft(updated, new, head.plan, tokens).model]
 
     models = [target, head.model] if head is not None and has_modules else [target]
     caches = [engines.kv.cache, *([engines.draft_kv.cache] if engines.draft_kv else [])]
+    logger.info(
+        "an update of the weights takes %d MiB of host memory while it is staged",
+        sum(each.nbytes for model in models for each in model.parameters()) >> 20,
+    )
     return TargetWeights(load, models, caches, plan.args.model, plan.communicator)
 
 

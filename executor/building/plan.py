@@ -60,6 +60,7 @@ class BuildPlan:
     ) -> None:
         self.args = args
         self.begin: Callable[[str], None] = lambda step: None  # called with the name of each step
+        self.staged_for: torch.device | None = None  # of weights, as of `HeadSource`
         self.communicator, self.mapping = communicator, communicator.mapping
         self.spec = args.speculative_config
         self.device = pick_device(args.device, self.mapping.rank, args.gpus_per_node)
@@ -128,10 +129,13 @@ class BuildPlan:
         chooses = self.args.attn_backend == "auto" and not self.args.deterministic
         return kind_of_pool(self.attention, geometry, chooses=chooses)
 
-    def of_model(self, folder: str) -> "BuildPlan":
-        """The same for the checkpoint in another folder."""
+    def staged(self, folder: str | None = None) -> "BuildPlan":
+        """The same, whose weights are loaded to host memory. folder: of the checkpoint; None: the
+        same."""
         other = copy(self)
-        other.args = self.args.model_copy(update={"model": folder, "load_format": "auto"})
+        other.staged_for = self.device
+        if folder is not None:
+            other.args = self.args.model_copy(update={"model": folder, "load_format": "auto"})
         return other
 
     @property

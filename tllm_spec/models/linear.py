@@ -326,6 +326,13 @@ def tune_linears(
         logger.info("tuned %d GEMMs in %.1f s; see %s", num_measured, seconds, path)
 
 
+def renew_derived(model: nn.Module) -> None:
+    """Called after weights were replaced in place."""
+    for layer in model.modules():
+        if isinstance(layer, Linear):
+            layer.weight_format.renew_derived()
+
+
 def _is_worth_it(layer: Linear) -> bool:
     weight = layer.weight
     return (

@@ -140,11 +140,11 @@ class Router(Linear):
         hidden, number = config.hidden_size, config.num_experts
         super().__init__(hidden, number, bias=config.has_bias, placement=placement.wide)
         self.rule, self.in_float32 = config.routing, config.float32_router
-        values = torch.empty(config.num_experts, dtype=torch.float32, device=placement.device)
+        values = torch.empty(config.num_experts, dtype=torch.float32, device=placement.memory)
         self.e_score_correction_bias = (
             nn.Parameter(values, requires_grad=False) if config.has_correction_bias else None
         )
-        self.num_arrived = torch.zeros(MAX_TOKENS, dtype=torch.int32, device=placement.device)
+        self.num_arrived = torch.zeros(MAX_TOKENS, dtype=torch.int32, device=placement.memory)
         self.has_bias_beside = config.names.has_bias_beside
 
     def slots(self, path: str) -> Iterator[tuple[str, WeightSlot]]:

@@ -379,8 +379,8 @@ class OpenAIServer:
         with bad_request(), engine_running():
             root = Path(self._options.weights_root or "")
             folder = _folder_below(root, body.model_path, "model_path", "--weights_root")
-            version = body.weight_version
-            told = self._updatable.update_weights(str(folder), version, running=body.running)
+            own = body.weight_version, body.part, body.running
+            told = self._updatable.update_weights(str(folder), *own)
         message = f"weights of {body.model_path} are served"
         return {"success": True, "message": message, "weight_version": told.pop("version"), **told}
 

@@ -270,9 +270,11 @@ class EngineClient:
         """As `LLM.resume`. Not from the event loop."""
         self.swap_step("resume")
 
-    def update_weights(self, folder: str, version: str | None, *, running: str) -> dict[str, Any]:
+    def update_weights(
+        self, folder: str, version: str | None, part: str, running: str
+    ) -> dict[str, Any]:
         """As `LLM.update_weights`, of a folder. Not from the event loop."""
-        return self.swap_step("update", folder, version, running)
+        return self.swap_step("update", folder, version, part, running)
 
     def swap_step(self, step: str, *arguments: str | bool | int | None) -> dict[str, Any]:
         """As one of the engine process' `steps`. Not from the event loop."""

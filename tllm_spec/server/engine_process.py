@@ -181,7 +181,7 @@ class EngineProcess:
         self._worker = Worker(built.executor, built.queue, self._on_end)
         swap = self._draft_swap = DraftSwap(args, built.executor, self._worker)
         weights, stats = built.executor.parts.draft_weights, built.executor.parts.iteration_stats
-        self._update = TargetUpdate(args.model, built.executor, self._worker)
+        self._update = TargetUpdate(args, built.executor, self._worker, swap)
         self._port = EnginePort(
             built,
             self._grammars,
