@@ -23,6 +23,7 @@ from tllm_spec.executor.building.engines import (
     build_engines,
     replaceable_target,
     replaceable_weights,
+    sleep_of,
 )
 from tllm_spec.executor.building.plan import BuildPlan
 from tllm_spec.executor.building.rounds import (
@@ -130,6 +131,7 @@ def _build(
     if events is not None:
         resources.append(events)
     scheduler = Scheduler(plan.limits, plan.slots, kv, resources)
+    weights = replaceable_target(plan, engines, tokens)
     stats = IterationStats(args.max_stats_len, scheduler, kv.cache)
     logs_rounds = args.print_iter_log and communicator.mapping.rank == 0
     parts = ExecutorParts(
@@ -152,7 +154,8 @@ def _build(
         iteration_stats=stats if args.enable_iter_perf_stats else None,
         round_log=RoundLog(scheduler) if logs_rounds else None,
         draft_weights=replaceable_weights(plan, engines, tokenizer),
-        target_weights=replaceable_target(plan, engines, tokens),
+        target_weights=weights,
+        sleep=sleep_of(plan, engines, can_update=weights is not None),
         recorder=recorder,
         ranks=_ranks(plan, engines),
     )

@@ -26,6 +26,7 @@ MEASURED = frozenset({"tuned_gemms", "gemms", "tiles"})
 # Where modules have their parts, which are known without it.
 OF_MODULES = frozenset({"_modules", "_parameters", "_buffers"})
 SIZES = re.compile(r"_size$|_dim$|_rank$|^num_|_layers$|_heads$")  # keys of config.json
+CONTAINERS = (Mapping, list, tuple, set, frozenset)
 PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device, Path)
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -147,6 +148,18 @@ def _pairs_of_parts(
             continue
         own = path if name in OF_MODULES else f"{path}.{name}"
         yield from pairs_of(value, new[name], own, seen)
+
+
+def tensors_of(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
+    """All tensors of an object, without those of communicators. seen: ids of what was there."""
+    if id(value) in seen or isinstance(value, (*PLAIN, Communicator)):
+        return
+    seen.add(id(value))
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, CONTAINERS) or hasattr(value, "__dict__"):
+        for each in _parts(value).values():
+            yield from tensors_of(each, seen)
 
 
 def _parts(value: Any) -> Mapping[Any, Any]:

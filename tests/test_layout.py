@@ -67,6 +67,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "tllm_spec.executor.traffic_recorder",
         "tllm_spec.executor.draft_weights",
         "tllm_spec.executor.target_weights",
+        "tllm_spec.executor.sleep",
     ),
     ("tllm_spec.executor.rounds.round_reader",),
     (

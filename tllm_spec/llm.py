@@ -293,6 +293,25 @@ class LLM:
         """Whether `pause` was called, and `resume` not since."""
         return self.pause_mode is not None
 
+    def sleep(self, level: int = 1) -> dict[str, Any]:
+        """Gives the memory of weights and KV cache back until `wake_up`; on CUDA it needs
+        `enable_sleep_mode`. Level 1 keeps the weights in host memory. Level 2 drops the target's:
+        after waking, `update_weights` comes before the next request. Running requests go back to
+        the queue, and requests wait. Returns the bytes that are free, and what stays."""
+        self._check_alive()
+        return self._update.sleep(level)
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> dict[str, Any]:
+        """tags: `weights`, `kv_cache`; None: all that is asleep. Rounds run again when nothing
+        is. Raises RuntimeError, and it sleeps on, if the device has too little memory."""
+        self._check_alive()
+        return self._update.wake_up(tags)
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether something is asleep."""
+        return self._update.is_sleeping
+
     def update_weights(
         self,
         source: str | os.PathLike[str] | Iterable[tuple[str, "torch.Tensor"]],

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -52,6 +52,8 @@ def calls_of(executor: PyExecutor) -> dict[str, Callable[..., object]]:
     calls: dict[str, Callable[..., object]] = {
         "pause": executor.pause,
         "resume": resume,
+        "sleep": executor.sleep,
+        "wake_up": executor.parts.sleep.wake_up,
         "update_target": update,
     }
     if (drafts := executor.parts.draft_weights) is not None:
@@ -91,6 +93,18 @@ class TargetUpdate:
 
     def resume(self) -> None:
         self._on_all_ranks("resume")
+
+    def sleep(self, level: int) -> dict[str, Any]:
+        """As `LLM.sleep`."""
+        return self._on_all_ranks("sleep", level=level)
+
+    def wake_up(self, tags: Sequence[str] | None) -> dict[str, Any]:
+        """As `LLM.wake_up`."""
+        return self._on_all_ranks("wake_up", tags=tags)
+
+    @property
+    def is_sleeping(self) -> bool:
+        return bool(self._executor.parts.sleep.asleep)
 
     def update(
         self,

@@ -28,6 +28,7 @@ from tllm_spec.executor.sampling.logits import LogprobRows
 from tllm_spec.executor.sampling.row_group import SamplingState
 from tllm_spec.executor.sampling.sampler import Sampler
 from tllm_spec.executor.sampling.sharded_sampler import sampler_of
+from tllm_spec.executor.sleep import Sleep
 from tllm_spec.executor.scheduler import Scheduler, SchedulerLimits
 from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
 from tllm_spec.executor.speculative.drafting.drafter import Drafter, When
@@ -151,6 +152,7 @@ class ScriptedEngine:
             tier_for=lambda *_: draft_len,
             blame=lambda: None,
             draft_watch=DraftWatch(""),
+            sleep=Sleep(None, {}, [], can_update=False),
             max_in_flight=1,
         )
         self.executor = PyExecutor(self.parts, respond)
