@@ -9,11 +9,10 @@ from typing import Any
 from tllm_spec.distributed.communicator import SINGLE, Communicator
 from tllm_spec.executor.resources.paged_cache import PagedCache
 from tllm_spec.executor.weight_swap import LoadedWeights, StagedWeights
+from tllm_spec.outputs import FIRST_VERSION
 from tllm_spec.request_errors import described
 
 logger = logging.getLogger(__name__)
-
-FIRST_VERSION = "default"
 
 
 class WeightsTorn(RuntimeError):

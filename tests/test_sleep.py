@@ -1,15 +1,19 @@
 """An engine sleeps: its weights and its KV cache give their memory back, requests wait, and after
 waking texts and acceptance are those of before."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.executor.test_draft_weights import copy_of
-from tests.test_target_update import A, DRAFTERS, HEAD, PROMPT, SAMPLED, make_llm, text
+from tests.test_target_update import DRAFTERS, PROMPT, SAMPLED, A, make_llm, started, text
 from tllm_spec.llm import LLM
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A checkpoint with other answers."""
+    return str(copy_of(A, tmp_path_factory.mktemp("b") / "other", 0.9))
 
 
 def told_of(llm: LLM) -> tuple[list[int], Any]:
@@ -35,3 +39,33 @@ def test_texts_and_acceptance_after_waking_are_those_of_before(name: str) -> Non
         weights = sum(each.nbytes for each in llm._executor.parts.runner.engine.model.parameters())
         assert told[0]["freed_bytes"] > told[0]["host_bytes"] >= weights
         llm.check_integrity()
+
+
+def test_level_2_drops_the_weights_until_an_update(other: str) -> None:
+    with make_llm() as llm, make_llm(other) as fresh:
+        expected = told_of(fresh)
+        stream = started(llm)
+        told = llm.sleep(2)
+        assert 0 < told["host_bytes"] < told["freed_bytes"] / 2, "those of the head only"
+        with pytest.raises(ValueError, match="weights are asleep; wake_up"):
+            llm.update_weights(other)
+        llm.wake_up(["kv_cache"])
+        llm.wake_up()
+        with pytest.raises(ValueError, match="level 2 has dropped the weights; update_weights"):
+            llm.generate(PROMPT)
+        llm.update_weights(other, version="b")
+        assert told_of(llm) == expected
+        output = stream.result()  # it was computed again
+        assert output.outputs[0].length == 30 and output.weight_version == "b"
+        llm.check_integrity()
+
+
+def test_what_cannot_sleep_says_so() -> None:
+    with make_llm() as llm:
+        for call, why in (
+            (lambda: llm.sleep(3), "level = 3; it must be 1 or 2"),
+            (lambda: llm.wake_up(["draft"]), r"tags = \['draft'\]; accepted are weights, kv_cache"),
+        ):
+            with pytest.raises(ValueError, match=why):
+                call()
+        assert not llm.is_sleeping and len(text(llm)) == 30

@@ -17,7 +17,7 @@ from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.draft_swap import DraftSwap
 from tllm_spec.executor.py_executor import PyExecutor
 from tllm_spec.executor.speculative.modes import draft_plan_of
-from tllm_spec.executor.target_weights import WeightsTorn
+from tllm_spec.executor.target_weights import TargetWeights, WeightsTorn
 from tllm_spec.executor.weight_swap import Part, StagedWeights
 from tllm_spec.executor.worker import Worker
 from tllm_spec.models.checkpoint import SINGLE
@@ -79,6 +79,7 @@ class TargetUpdate:
     ) -> None:
         self._args, self._executor, self._worker, self._swap = args, executor, worker, swap
         self._draft = draft_plan_of(args.speculative_config)
+        self._staged: Callable[[], float] | None = None  # and not committed
         self._calls = calls_of(executor)
 
     def pause(self, mode: str, cancel_all: Callable[[], None]) -> None:
@@ -118,18 +119,52 @@ class TargetUpdate:
         if part == "draft" and self._draft is not None and self._draft.path is not None:
             with folder_of(source, self._draft.path) as folder:
                 return self._swap.whole(folder, keep_cache=False, force=True)
-        if (weights := self._executor.parts.target_weights) is None:
-            raise ValueError(NOT_REPLACEABLE)
-        begin, retract = monotonic(), running == "retract" and part != "draft"
+        weights, begin = self._weights(), monotonic()
         with folder_of(source, self._args.model) as folder:
             if self._executor.parts.ranks[1:]:
+                retract = running == "retract" and part != "draft"
                 options = {"folder": folder, "part": part, "version": version, "retract": retract}
                 stopped = self._on_all_ranks("update_target", **options)
             else:
-                own = partial(replaced, self._executor, weights.stage(folder, part), version)
-                stopped = self._call(partial(own, retract=retract))
+                self.stage(folder, version, part, running)
+                stopped = self.commit()["stopped_seconds"]
         seconds = {"staged_seconds": monotonic() - begin - stopped, "stopped_seconds": stopped}
         return {"version": weights.version} | seconds
+
+    # The steps of an update of one of several engines: all of them stage, and then all commit, or
+    # all keep what they have if any fails.
+
+    def stage(self, folder: str, version: str | None, part: Part, running: str) -> dict[str, Any]:
+        """Raises ValueError as `update` does."""
+        self._check(version, part, running)
+        retract = running == "retract" and part != "draft"
+        staged = self._weights().stage(folder, part)
+        self._staged = partial(replaced, self._executor, staged, version, retract=retract)
+        return {}
+
+    def commit(self) -> dict[str, float]:
+        """Returns for how many seconds no round ran."""
+        replace_staged, self._staged = self._staged, None
+        assert replace_staged is not None
+        return {"stopped_seconds": self._call(replace_staged)}
+
+    def keep(self, folder: str, version: str) -> dict[str, Any]:
+        """Drops what is staged, and loads what is to be served if that is something else. If that
+        cannot be loaded the engine serves no more."""
+        weights, self._staged = self._weights(), None
+        if (weights.folder, weights.version) != (folder, version):
+            try:
+                self.stage(folder, version, "target", "retract")
+                self.commit()
+            except (ValueError, OSError, MemoryError) as error:
+                self._worker.fail(f"the weights of {folder}, which all engines serve: {error}")
+                raise
+        return {}
+
+    def _weights(self) -> TargetWeights:
+        if (weights := self._executor.parts.target_weights) is None:
+            raise ValueError(NOT_REPLACEABLE)
+        return weights
 
     def _check(self, version: str | None, part: str, running: str) -> None:
         mistakes = []

@@ -327,10 +327,12 @@ def tune_linears(
 
 
 def renew_derived(model: nn.Module) -> None:
-    """Called after weights were replaced in place."""
+    """Called after weights were replaced in place: renews what was derived from them since they
+    were loaded."""
     for layer in model.modules():
-        if isinstance(layer, Linear):
-            layer.weight_format.renew_derived()
+        form = layer.weight_format if isinstance(layer, Linear) else None
+        if isinstance(form, QuantisedActivations):
+            form.renew_tiles()
 
 
 def _is_worth_it(layer: Linear) -> bool:

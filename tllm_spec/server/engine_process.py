@@ -24,10 +24,11 @@ import msgpack
 from tllm_spec.config.engine_config import KVEventsConfig
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.executor.py_executor import Load
+from tllm_spec.outputs import FIRST_VERSION
 from tllm_spec.request_errors import described
 from tllm_spec.server.child import FAILED, Control, freeze_heap, memory_note
 from tllm_spec.server.engine_port import EnginePort
-from tllm_spec.server.replicas import DraftInForce
+from tllm_spec.server.replicas import InForce
 from tllm_spec.server.wire import Link
 
 logger = logging.getLogger(__name__)
@@ -147,8 +148,9 @@ class EngineLoop:
 
 
 class EngineProcess:
-    """on_joining: called before it joins the other ranks. draft_version: of one of several engines:
-    how often their draft weights have been swapped. Raises ValueError for models and options that
+    """on_joining: called before it joins the other ranks. Of one of several engines draft_version is
+    how often their draft weights have been swapped, and weight_version names the target's weights
+    once they have been updated. Raises ValueError for models and options that
     cannot be served."""
 
     def __init__(
@@ -157,6 +159,7 @@ class EngineProcess:
         listener: socket.socket,
         on_joining: Callable[[], None],
         draft_version: int | None = None,
+        weight_version: str | None = None,
     ) -> None:
         from tllm_spec.draft_swap import DraftSwap
         from tllm_spec.executor.worker import Worker
@@ -190,6 +193,7 @@ class EngineProcess:
                 "state": self._state,
                 "stats": list if stats is None else stats.take,
                 "ping": lambda: None,
+                "is_sleeping": lambda: self._update.is_sleeping,
             },
             {
                 "whole": swap.whole,
@@ -197,12 +201,20 @@ class EngineProcess:
                 "commit": swap.commit,
                 "keep": swap.keep,
                 "update": self._update.update,
+                "stage_update": self._stage_update,
+                "commit_update": self._update.commit,
+                "keep_update": self._update.keep,
+                "sleep": self._update.sleep,
+                "wake_up": self._update.wake_up,
                 "pause": self._pause,
                 "resume": self._resume,
             },
         )
         if weights is not None and draft_version is not None:
             weights.version, weights.report_worse = draft_version, self._port.report_worse
+        target = built.executor.parts.target_weights
+        if target is not None and weight_version is not None:
+            target.version = weight_version
         self._loop = EngineLoop(
             self._port, listener, lambda: self._worker.submit(self._executor.load)
         )
@@ -225,6 +237,13 @@ class EngineProcess:
     def _on_end(self, reason: str) -> None:
         self._port.fail_all(reason)
         self._loop.stop()
+
+    def _stage_update(self, folder: str, version: str, part: str, running: str) -> dict[str, Any]:
+        if part == "draft":
+            raise ValueError(
+                "part = 'draft': of several engines, POST /v1/draft_model swaps drafts"
+            )
+        return self._update.stage(folder, version, part, running)
 
     def _pause(self, mode: str) -> dict[str, Any]:
         self._port.set_pause(mode)
@@ -275,12 +294,22 @@ def with_served_draft(args: LlmArgs, engine_paths: Sequence[str]) -> tuple[LlmAr
     been swapped; None for an only engine."""
     if len(engine_paths) == 1:
         return args, None
-    served = DraftInForce(engine_paths[0]).read()
+    served = InForce(engine_paths[0], "draft").read()
     if served is None:
         return args, 0
     from tllm_spec.draft_swap import with_draft_weights
 
-    return with_draft_weights(args, served.folder), served.version
+    return with_draft_weights(args, served.folder), int(served.version)
+
+
+def with_served_target(args: LlmArgs, engine_paths: Sequence[str]) -> tuple[LlmArgs, str | None]:
+    """The arguments with the target's weights that the other engines have after an update, and
+    their version; None before."""
+    served = InForce(engine_paths[0], "target").read()
+    if served is None or served.version == FIRST_VERSION:
+        return args, None
+    own = {"model": served.folder, "tokenizer": args.tokenizer or args.model, "load_format": "auto"}
+    return args.model_copy(update=own), str(served.version)
 
 
 def main() -> int:
@@ -292,8 +321,9 @@ def main() -> int:
         args = LlmArgs(**settings.llm)
         args = args_of_engine(args, settings.number, len(settings.engine_paths))
         args, draft_version = with_served_draft(args, settings.engine_paths)
+        args, weight_version = with_served_target(args, settings.engine_paths)
         joining = partial(control.send, "joining")
-        engine = EngineProcess(args, listener, joining, draft_version)
+        engine = EngineProcess(args, listener, joining, draft_version, weight_version)
     except ValueError as error:
         control.send("failed", str(error))
         return FAILED

@@ -174,7 +174,8 @@ class QuantisedActivations(ScaledWeight):
         self.gemms = gemms
         self.tiles = tile_scales(self.scales) if self.scales.shape[1] > 1 else None
 
-    def renew_derived(self) -> None:
+    def renew_tiles(self) -> None:
+        """Called after other weights were written in place."""
         if self.tiles is not None:
             tiles = tile_scales(self.scales)
             assert tiles is not None, "rows of a tile have different scales"

@@ -93,10 +93,6 @@ class WeightFormat(ABC):
     def full_weight(self) -> torch.Tensor:
         """`[N, K]` in the model's dtype."""
 
-    def renew_derived(self) -> None:
-        """Renews, in place, what was derived from the weight after it was loaded. Most formats have
-        nothing of that kind."""
-
 
 class FewRowsFormat(WeightFormat):
     """Up to 8 rows on CUDA run `small_m_gemm`, which fuses norm, SwiGLU and the addition, unless
