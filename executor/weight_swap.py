@@ -1,9 +1,9 @@
 """Replaces weights of a running engine, in place: its CUDA graphs stay valid.
 
-A second network is loaded from another folder in the same way as the first one, but to host memory,
-so it has every derived tensor (fused, packed, quantised, token maps) in the form of the device. Then
-the two are walked in parallel: tensors are pairs to copy, and all else must be equal. So nothing is
-left of the old weights, or the folder is refused before the first byte is written."""
+A second network is loaded from another folder in the same way as the first one, but to host
+memory. It has every derived tensor (fused, packed, quantised, token maps) in the form of the
+device. Then the two are walked in parallel: tensors are pairs to copy, and all else must be equal.
+So nothing is left of the old weights, or the folder is refused before the first byte is written."""
 
 from __future__ import annotations
 

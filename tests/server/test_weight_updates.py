@@ -91,6 +91,16 @@ def test_the_operator_updates_the_weights_and_pauses(tmp_path: Path) -> None:
         assert client.get("/is_paused", headers=headers_of(KEY)).json() == {"is_paused": True}
         ask("/resume")
         assert ask("/v1/completions", **BODY).json()["choices"] == after["choices"]
+
+        for path in ("/sleep", "/wake_up"):
+            assert ask(path, OTHER_KEY).status_code == 403
+        assert ask("/sleep?level=1").json()["memory"]["freed_bytes"] > 0
+        waiting = thread.submit(ask, "/v1/completions", **BODY)
+        assert client.get("/is_sleeping", headers=headers_of(KEY)).json() == {"is_sleeping": True}
+        assert ask("/wake_up?tags=weight").status_code == 400
+        assert ask("/wake_up?tags=weights").json()["is_sleeping"]
+        assert not ask("/wake_up?tags=weights,kv_cache").json()["is_sleeping"]
+        assert waiting.result().json()["choices"] == after["choices"]
     texts = [each["choices"][0]["text"] for each in (before, after)]
     assert texts == [expected("zoo:llama"), expected(str(other))] and texts[0] != texts[1]
 

@@ -148,9 +148,9 @@ class EngineLoop:
 
 
 class EngineProcess:
-    """on_joining: called before it joins the other ranks. Of one of several engines draft_version is
-    how often their draft weights have been swapped, and weight_version names the target's weights
-    once they have been updated. Raises ValueError for models and options that
+    """on_joining: called before it joins the other ranks. Of one of several engines draft_version
+    is how often their draft weights have been swapped, and weight_version names the target's
+    weights once they have been updated. Raises ValueError for models and options that
     cannot be served."""
 
     def __init__(

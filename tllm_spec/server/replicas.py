@@ -34,8 +34,8 @@ from tllm_spec.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from tllm_spec.llm import LLM
 
-# Replaces the weights of several engines, of the draft network or of the target: all of them replace
-# theirs, or none. Requests go on meanwhile; each runs with the weights that its engine has.
+# Replaces the weights of several engines, of the draft network or of the target: in all of them, or
+# in none. Requests go on meanwhile; each runs with the weights that its engine has.
 #
 # What is served is written before and after the engines do it (`InForce`). So whatever ends in the
 # middle, an engine or the front that asks, all engines come back to what is written.
