@@ -97,11 +97,13 @@ class TargetUpdate:
 
     def sleep(self, level: int) -> dict[str, Any]:
         """As `LLM.sleep`."""
-        return self._on_all_ranks("sleep", level=level)
+        told: dict[str, Any] = self._on_all_ranks("sleep", level=level)
+        return told
 
     def wake_up(self, tags: Sequence[str] | None) -> dict[str, Any]:
         """As `LLM.wake_up`."""
-        return self._on_all_ranks("wake_up", tags=tags)
+        told: dict[str, Any] = self._on_all_ranks("wake_up", tags=tags)
+        return told
 
     @property
     def is_sleeping(self) -> bool:

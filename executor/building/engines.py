@@ -454,7 +454,7 @@ def replaceable_target(
                 return [new, head.model]
             return [new, load_draft(updated, new, head.plan, tokens).model]
 
-    models = [target, head.model] if head is not None and has_modules else [target]
+    models: list[Any] = [target, head.model] if head is not None and has_modules else [target]
     caches = [engines.kv.cache, *([engines.draft_kv.cache] if engines.draft_kv else [])]
     logger.info(
         "an update of the weights takes %d MiB of host memory while it is staged",

@@ -1,5 +1,5 @@
-"""Memory whose pages go back to the system while an engine sleeps, and whose addresses stay: tensors
-and captured CUDA graphs are valid when it wakes up.
+"""Memory whose pages go back to the system while an engine sleeps, and whose addresses stay: then
+tensors and captured CUDA graphs are valid when it wakes up.
 
 On CUDA it is made with the driver's virtual memory (`cuMemAddressReserve`, `cuMemCreate`,
 `cuMemMap`) and torch takes it as an array of bytes. On a CPU it is an anonymous mapping."""

@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from time import monotonic
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgpack
 
@@ -30,6 +30,9 @@ from tllm_spec.server.child import FAILED, Control, freeze_heap, memory_note
 from tllm_spec.server.engine_port import EnginePort
 from tllm_spec.server.replicas import InForce
 from tllm_spec.server.wire import Link
+
+if TYPE_CHECKING:
+    from tllm_spec.executor.weight_swap import Part
 
 logger = logging.getLogger(__name__)
 load_logger = logging.getLogger("tllm_spec.load")
@@ -238,7 +241,7 @@ class EngineProcess:
         self._port.fail_all(reason)
         self._loop.stop()
 
-    def _stage_update(self, folder: str, version: str, part: str, running: str) -> dict[str, Any]:
+    def _stage_update(self, folder: str, version: str, part: Part, running: str) -> dict[str, Any]:
         if part == "draft":
             raise ValueError(
                 "part = 'draft': of several engines, POST /v1/draft_model swaps drafts"
