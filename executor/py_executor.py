@@ -169,7 +169,7 @@ class PyExecutor:
         was_paused = self.is_paused
         self.pause(retract=True)
         self.is_paused = was_paused
-        return self.parts.sleep.begin(level)
+        return self.parts.sleep.begin(level, can_update=self.parts.target_weights is not None)
 
     def replace_weights(self, staged: StagedWeights, version: str | None, *, retract: bool) -> None:
         """Replaces the target's weights. retract: as with `pause`; otherwise running requests go on
@@ -179,7 +179,8 @@ class PyExecutor:
         self.parts.sleep.check_writable()
         self.pause(retract=retract)
         weights.replace(staged, version)
-        self.parts.sleep.lacks_weights &= staged.part == "draft"
+        if staged.part != "draft":
+            self.parts.sleep.note_target()
         self.parts.controller.forget()
         if self.parts.draft_weights is not None:
             self.parts.draft_weights.keep_present()
@@ -269,7 +270,8 @@ class PyExecutor:
         new, cancelled = self.parts.queue.take()
         for request in new:
             try:
-                self.parts.sleep.check_request()
+                if self.parts.sleep.refusal is not None:
+                    raise ValueError(self.parts.sleep.refusal)
                 self.scheduler.add(request)
             except ValueError as error:
                 request.finish("error", error=str(error))

@@ -47,7 +47,7 @@ class TargetWeights(LoadedWeights):
         none in flight. Raises WeightsTorn."""
         try:
             self.write(staged)
-        except BaseException as error:  # whatever it is, a part may be written
+        except (RuntimeError, MemoryError, AssertionError) as error:  # of torch or the device
             raise WeightsTorn(staged.folder, described(error)) from error
         self.num_updates += 1
         if staged.part != "draft":

@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 
 from tllm_spec.distributed.communicator import SINGLE, Communicator
+from tllm_spec.executor.device.sleeping_memory import SleepingMemory
 from tllm_spec.models.config_file import read_config
 from tllm_spec.models.linear import renew_derived
 from tllm_spec.request_errors import described
@@ -40,6 +41,8 @@ class StagedWeights:
     folder: str
     pairs: Sequence[Pair]
     part: Part = "target"
+    memory: SleepingMemory | None = None
+    """Has the new tensors, if they are locked in host memory."""
 
 
 class LoadedWeights:
@@ -67,6 +70,7 @@ class LoadedWeights:
             with torch.inference_mode():
                 pairs = list(pairs_of(self._model, self._load(folder, *part), self._name, set()))
                 _check_finite(new for _, new in pairs)
+                memory = _locked(pairs)
         except (MemoryError, torch.cuda.OutOfMemoryError):
             raise
         except Exception as error:  # a border: the files may have anything
@@ -75,7 +79,7 @@ class LoadedWeights:
             if sizes := _other_sizes(self.folder, folder):
                 reason = f"the weights do not fit: {sizes} ({reason}); train with --init"
             raise ValueError(reason) from error
-        return StagedWeights(folder, pairs, *part)
+        return StagedWeights(folder, pairs, *part, memory=memory)
 
     def stage_together(self, folder: str, *part: Part) -> StagedWeights:
         """Stages on all ranks between the same two rounds, which wait. Raises ValueError on every
@@ -103,12 +107,26 @@ class LoadedWeights:
                 renew_derived(model)
 
 
+def _locked(pairs: Iterable[Pair]) -> SleepingMemory | None:
+    """Moves the tensors that go to a CUDA device to host memory that copies are fast from."""
+    if not any(own.is_cuda for own, _ in pairs):
+        return None
+    memory = SleepingMemory(torch.device("cpu"), is_locked=True)
+    memory.place("staged", (new for _, new in pairs))
+    return memory
+
+
 def _check_finite(tensors: Iterable[torch.Tensor]) -> None:
     for each in tensors:
         # A type of 8 bits has no such test.
         tested = each.half() if each.element_size() == 1 else each
-        if each.is_floating_point() and not tested.isfinite().all():
+        if each.is_floating_point() and each.numel() and not _ends(tested).isfinite().all():
             raise ValueError("the weights have numbers that are infinite or no numbers")
+
+
+def _ends(values: torch.Tensor) -> torch.Tensor:
+    """`[2]`: the least and the greatest, both NaN if there is one. Takes no further memory."""
+    return torch.stack(values.aminmax())
 
 
 def _files_of(folder: str) -> list[list[Any]]:

@@ -91,10 +91,10 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ),
     ("tllm_spec.executor.request",),
     (
-        "tllm_spec.executor.device",
         "tllm_spec.executor.weight_swap",
         "tllm_spec.draft_network",
     ),
+    ("tllm_spec.executor.device",),
     ("tllm_spec.models",),
     (
         "tllm_spec.attention",

@@ -78,7 +78,7 @@ class LLM:
         self._is_shut_down = False
         self._worker = Worker(built.executor, built.queue, self._results.fail_all)
         self._swap = DraftSwap(self.args, built.executor, self._worker)
-        self._update = TargetUpdate(self.args, built.executor, self._worker, self._swap)
+        self._update = TargetUpdate(self.args, built.executor, self._worker, self._swap.forced)
         self.pause_mode: PauseMode | None = None
         communicator.when_lost(self._worker.fail)
         self._worker.start()

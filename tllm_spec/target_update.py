@@ -1,5 +1,5 @@
-"""Pauses an engine, and replaces the target's weights while it serves: `LLM.pause`, `LLM.resume`,
-`LLM.update_weights`."""
+"""Pauses an engine, lets it sleep, and replaces its weights while it serves: `LLM.pause`,
+`LLM.resume`, `LLM.sleep`, `LLM.wake_up`, `LLM.update_weights`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from tllm_spec.config.llm_args import LlmArgs
-from tllm_spec.draft_swap import DraftSwap
 from tllm_spec.executor.py_executor import PyExecutor
 from tllm_spec.executor.speculative.modes import draft_plan_of
 from tllm_spec.executor.target_weights import TargetWeights, WeightsTorn
@@ -71,13 +70,18 @@ def replaced(
 
 
 class TargetUpdate:
-    """Updates and pauses of one engine, from any thread but the executor's. swap: of the draft
-    weights of the same engine."""
+    """Updates, pauses and sleep of one engine, from any thread but the executor's. swap_draft:
+    replaces the weights of a draft network by those of a folder."""
 
     def __init__(
-        self, args: LlmArgs, executor: PyExecutor, worker: Worker, swap: DraftSwap
+        self,
+        args: LlmArgs,
+        executor: PyExecutor,
+        worker: Worker,
+        swap_draft: Callable[[str], dict[str, Any]],
     ) -> None:
-        self._args, self._executor, self._worker, self._swap = args, executor, worker, swap
+        self._args, self._executor, self._worker = args, executor, worker
+        self._swap_draft = swap_draft
         self._draft = draft_plan_of(args.speculative_config)
         self._staged: Callable[[], float] | None = None  # and not committed
         self._calls = calls_of(executor)
@@ -120,7 +124,7 @@ class TargetUpdate:
         self._check(version, part, running)
         if part == "draft" and self._draft is not None and self._draft.path is not None:
             with folder_of(source, self._draft.path) as folder:
-                return self._swap.whole(folder, keep_cache=False, force=True)
+                return self._swap_draft(folder)
         weights, begin = self._weights(), monotonic()
         with folder_of(source, self._args.model) as folder:
             if self._executor.parts.ranks[1:]:

@@ -463,12 +463,11 @@ def replaceable_target(
     return TargetWeights(load, models, caches, plan.args.model, plan.communicator)
 
 
-def sleep_of(plan: BuildPlan, engines: Engines, *, can_update: bool) -> Sleep:
-    """can_update: whether there is a `replaceable_target`."""
+def sleep_of(plan: BuildPlan, engines: Engines) -> Sleep:
     target = engines.target
     placed = {TARGET: target.model, DRAFT: _weights_of(engines.draft), KV: target.attention.memory}
     caches = [engines.kv.cache, *([engines.draft_kv.cache] if engines.draft_kv else [])]
-    return Sleep(plan.memory, placed, caches, can_update=can_update)
+    return Sleep(plan.memory, placed, caches)
 
 
 def _writes_modules(folder: str, target: CausalLM) -> bool:

@@ -152,7 +152,7 @@ class ScriptedEngine:
             tier_for=lambda *_: draft_len,
             blame=lambda: None,
             draft_watch=DraftWatch(""),
-            sleep=Sleep(None, {}, [], can_update=False),
+            sleep=Sleep(None, {}, []),
             max_in_flight=1,
         )
         self.executor = PyExecutor(self.parts, respond)

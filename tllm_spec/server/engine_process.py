@@ -187,7 +187,7 @@ class EngineProcess:
         self._worker = Worker(built.executor, built.queue, self._on_end)
         swap = self._draft_swap = DraftSwap(args, built.executor, self._worker)
         weights, stats = built.executor.parts.draft_weights, built.executor.parts.iteration_stats
-        self._update = TargetUpdate(args, built.executor, self._worker, swap)
+        self._update = TargetUpdate(args, built.executor, self._worker, swap.forced)
         self._port = EnginePort(
             built,
             self._grammars,
@@ -198,20 +198,7 @@ class EngineProcess:
                 "ping": lambda: None,
                 "is_sleeping": lambda: self._update.is_sleeping,
             },
-            {
-                "whole": swap.whole,
-                "stage": swap.stage,
-                "commit": swap.commit,
-                "keep": swap.keep,
-                "update": self._update.update,
-                "stage_update": self._stage_update,
-                "commit_update": self._update.commit,
-                "keep_update": self._update.keep,
-                "sleep": self._update.sleep,
-                "wake_up": self._update.wake_up,
-                "pause": self._pause,
-                "resume": self._resume,
-            },
+            self._steps(),
         )
         if weights is not None and draft_version is not None:
             weights.version, weights.report_worse = draft_version, self._port.report_worse
@@ -221,6 +208,24 @@ class EngineProcess:
         self._loop = EngineLoop(
             self._port, listener, lambda: self._worker.submit(self._executor.load)
         )
+
+    def _steps(self) -> dict[str, Callable[..., dict[str, Any]]]:
+        """What fronts ask for that takes long."""
+        swap, update = self._draft_swap, self._update
+        return {
+            "whole": swap.whole,
+            "stage": swap.stage,
+            "commit": swap.commit,
+            "keep": swap.keep,
+            "update": update.update,
+            "stage_update": self._stage_update,
+            "commit_update": update.commit,
+            "keep_update": update.keep,
+            "sleep": update.sleep,
+            "wake_up": update.wake_up,
+            "pause": self._pause,
+            "resume": self._resume,
+        }
 
     def run(self) -> str | None:
         """Serves until `stop`. Returns why the engine has died, or None."""

@@ -222,8 +222,8 @@ class TargetUpdates(Swaps):
                 lambda engine: engine.swap_step("commit_update"),
             )
         stopped = max(each["stopped_seconds"] for each in told)
-        seconds = {"staged_seconds": monotonic() - begin - stopped, "stopped_seconds": stopped}
-        return {"version": new.version} | seconds
+        staged = monotonic() - begin - stopped
+        return {"version": new.version, "staged_seconds": staged, "stopped_seconds": stopped}
 
 
 def _in_all(
