@@ -4,6 +4,7 @@ waking texts and acceptance are those of before."""
 from typing import Any
 
 import pytest
+import torch
 
 from tests.executor.test_draft_weights import copy_of
 from tests.test_target_update import DRAFTERS, PROMPT, SAMPLED, A, make_llm, started, text
@@ -58,6 +59,33 @@ def test_level_2_drops_the_weights_until_an_update(other: str) -> None:
         output = stream.result()  # it was computed again
         assert output.outputs[0].length == 30 and output.weight_version == "b"
         llm.check_integrity()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["eagle3", "draft_model"])
+def test_on_a_gpu_memory_goes_and_graphs_stay(name: str, other: str) -> None:
+    options = {"spec": DRAFTERS[name], "dtype": "float32", "enable_sleep_mode": True}
+    with make_llm(**options) as llm:
+        expected = told_of(llm)
+        before = torch.cuda.mem_get_info()[0]
+        for _ in range(3):
+            freed = llm.sleep()["freed_bytes"]
+            assert torch.cuda.mem_get_info()[0] - before > 0.9 * freed > 0
+            llm.wake_up()
+            assert told_of(llm) == expected
+        llm.sleep(2)
+        llm.wake_up()
+        llm.update_weights(other)
+        updated = told_of(llm)
+        llm.check_integrity()
+    with make_llm(other, **options) as fresh:
+        assert told_of(fresh) == updated != expected
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_sleep_needs_its_option() -> None:
+    with make_llm() as llm, pytest.raises(ValueError, match="without enable_sleep_mode: true"):
+        llm.sleep()
 
 
 def test_what_cannot_sleep_says_so() -> None:

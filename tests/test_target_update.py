@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.executor.harness import Harness
 from tests.executor.test_draft_weights import copy_of
+from tests.models.fp8_checkpoint import keeping_fp8, quantise
 from tests.models.mtp_reference import save_predictable
 from tllm_spec.executor.weight_swap import StagedWeights
 from tllm_spec.llm import LLM
@@ -157,6 +158,52 @@ def test_weights_are_staged_in_host_memory_in_the_form_of_the_device(
     staged = load_model(resolve_model(A), device=torch.device("cuda"), staged=True, **options)
     assert {each.device.type for each in (*staged.parameters(), staged.model.cos_sin)} == {"cpu"}
     assert isinstance(staged.lm_head.weight_format, CudaWeight)
+
+
+@pytest.mark.parametrize("granularity", ["deepseek", pytest.param("row", marks=pytest.mark.slow)])
+def test_quantised_weights_are_updated_as_a_new_engine_has_them(
+    granularity: str, tmp_path: Path
+) -> None:
+    folders = [copy_of(A, tmp_path / name, factor) for name, factor in (("a", 1.0), ("b", 0.9))]
+    for folder in folders:
+        quantise(folder, granularity=granularity)
+    with keeping_fp8():
+        harness = Harness(folders[0], speculative_config=HEAD)
+        first = run(harness)
+        replaced(harness, str(folders[1]))
+        assert run(harness) == run(Harness(folders[1], speculative_config=HEAD)) != first
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("granularity", ["deepseek", "block", "modelopt"])
+def test_on_a_gpu_quantised_weights_are_updated_in_place(granularity: str, tmp_path: Path) -> None:
+    folders = [copy_of(A, tmp_path / name, factor) for name, factor in (("a", 1.0), ("b", 0.9))]
+    for folder in folders:
+        quantise(folder, granularity=granularity)
+    harness, options = Harness(folders[0]), {"max_tokens": 12}
+    request = harness.submit(PROMPT, **options)
+    harness.run()
+    replaced(harness, str(folders[1]))
+    texts = []
+    for own in (harness, Harness(folders[1])):
+        again = own.submit(PROMPT, **options)
+        own.run()
+        texts.append(again.tokens)
+    assert texts[0] == texts[1] != request.tokens
+
+
+@pytest.mark.slow
+def test_an_update_under_64_streams_loses_no_request(other: str) -> None:
+    with make_llm(max_batch_size=16) as llm:
+        prompts = [list(range(first, first + 9)) for first in range(100, 740, 10)]
+        streams = [llm.generate_async(each, SAMPLED, streaming=True) for each in prompts]
+        next(streams[0])
+        llm.update_weights(other, "b")
+        outputs = [stream.result() for stream in streams]
+        assert [each.outputs[0].length for each in outputs] == [30] * 64
+        assert all(each.error is None for each in outputs)
+        assert {outputs[-1].weight_version} == {"b"}
+        llm.check_integrity()
 
 
 def test_an_update_drops_what_was_learned_of_acceptance(other: str) -> None:
