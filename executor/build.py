@@ -23,6 +23,7 @@ from tllm_spec.executor.building.engines import (
     build_engines,
     replaceable_target,
     replaceable_weights,
+    sleep_of,
 )
 from tllm_spec.executor.building.plan import BuildPlan
 from tllm_spec.executor.building.rounds import (
@@ -131,7 +132,6 @@ def _build(
         resources.append(events)
     scheduler = Scheduler(plan.limits, plan.slots, kv, resources)
     stats = IterationStats(args.max_stats_len, scheduler, kv.cache)
-    logs_rounds = args.print_iter_log and communicator.mapping.rank == 0
     parts = ExecutorParts(
         queue=queue,
         scheduler=scheduler,
@@ -150,9 +150,10 @@ def _build(
         cpu_threads=num_threads,
         stream_interval=args.stream_interval,
         iteration_stats=stats if args.enable_iter_perf_stats else None,
-        round_log=RoundLog(scheduler) if logs_rounds else None,
+        round_log=RoundLog(scheduler) if args.print_iter_log and not plan.mapping.rank else None,
         draft_weights=replaceable_weights(plan, engines, tokenizer),
         target_weights=replaceable_target(plan, engines, tokens),
+        sleep=sleep_of(plan, engines),
         recorder=recorder,
         ranks=_ranks(plan, engines),
     )

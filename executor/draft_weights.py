@@ -117,9 +117,8 @@ class DraftWeights(LoadedWeights):
     ) -> StagedWeights:
         """Returns the weights before."""
         with torch.inference_mode():
-            old = [(own, own.clone()) for own, _ in staged.pairs]
-            for own, new in staged.pairs:
-                own.copy_(new)
+            old = [(own, own.to("cpu", copy=True)) for own, _ in staged.pairs]
+        self.write(staged)
         before = StagedWeights(self.folder, old)
         self.version = self.version + 1 if version is None else version
         self.folder = staged.folder

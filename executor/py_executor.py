@@ -42,6 +42,7 @@ from tllm_spec.executor.rounds.round_reader import (
 from tllm_spec.executor.rounds.round_runner import RoundRunner
 from tllm_spec.executor.sampling.sampler import Sampler
 from tllm_spec.executor.scheduler import Scheduler
+from tllm_spec.executor.sleep import Sleep
 from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
 from tllm_spec.executor.speculative.drafting.drafter import Drafter, take_ready
 from tllm_spec.executor.target_weights import TargetWeights
@@ -71,6 +72,7 @@ class ExecutorParts:
     # The requests whose code or drafts caused the latest exception; None: not known.
     blame: Callable[[], list[LlmRequest] | None]
     draft_watch: DraftWatch
+    sleep: Sleep
     max_in_flight: int = 0  # rounds that are launched before the oldest is read: 1 with overlap
     # Whether a round may be launched before the round before is read.
     overlaps: bool = True
@@ -132,7 +134,7 @@ class PyExecutor:
         """One round: launches what can run, then reads what is due. False when nothing is left to
         do."""
         self._fetch_new_requests()
-        if self.is_paused:
+        if self.is_paused or self.parts.sleep.holds_rounds:
             return self._complete_rounds(0)
         if self.parts.draft_weights is not None:
             self.parts.draft_weights.swap_back_if_worse()
@@ -162,13 +164,24 @@ class PyExecutor:
             for request in reversed(self.scheduler.running.copy()):
                 self.scheduler.preempt(request)
 
+    def sleep(self, level: int) -> dict[str, Any]:
+        """As `Sleep.begin`. Running requests go back to the queue."""
+        was_paused = self.is_paused
+        self.pause(retract=True)
+        self.is_paused = was_paused
+        return self.parts.sleep.begin(level, can_update=self.parts.target_weights is not None)
+
     def replace_weights(self, staged: StagedWeights, version: str | None, *, retract: bool) -> None:
         """Replaces the target's weights. retract: as with `pause`; otherwise running requests go on
         with what the old weights have computed of them. Between rounds only."""
         weights, was_paused = self.parts.target_weights, self.is_paused
         assert weights is not None
+        self.parts.sleep.check_writable()
         self.pause(retract=retract)
         weights.replace(staged, version)
+        if staged.part != "draft":
+            self.parts.sleep.note_target()
+        self.parts.controller.forget()
         if self.parts.draft_weights is not None:
             self.parts.draft_weights.keep_present()
         for request in (*self.scheduler.waiting, *self.scheduler.running):
@@ -257,6 +270,8 @@ class PyExecutor:
         new, cancelled = self.parts.queue.take()
         for request in new:
             try:
+                if self.parts.sleep.refusal is not None:
+                    raise ValueError(self.parts.sleep.refusal)
                 self.scheduler.add(request)
             except ValueError as error:
                 request.finish("error", error=str(error))
@@ -440,7 +455,7 @@ class PyExecutor:
         parts, totals = self.parts, self.totals
         queues, controller, slots = parts.scheduler, parts.controller, parts.slots
         shape = slots.shapes.of(controller.tier_for(max(1, totals.latest_batch_size)))
-        own: dict[str, Any] = {}
+        own: dict[str, Any] = {"sleep": parts.sleep.state()}
         if (weights := parts.draft_weights) is not None:
             own["draft_weights"] = weights.state()
         if parts.target_weights is not None:

@@ -6,24 +6,32 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-
 from tllm_spec.distributed.communicator import SINGLE, Communicator
 from tllm_spec.executor.resources.paged_cache import PagedCache
 from tllm_spec.executor.weight_swap import LoadedWeights, StagedWeights
+from tllm_spec.outputs import FIRST_VERSION
+from tllm_spec.request_errors import described
 
 logger = logging.getLogger(__name__)
 
-FIRST_VERSION = "default"
+
+class WeightsTorn(RuntimeError):
+    """Some weights are replaced and others are not: the engine must not serve them."""
+
+    def __init__(self, folder: str, reason: str) -> None:
+        super().__init__(
+            f"an update with {folder} has failed while weights were written, and the engine "
+            f"serves no more: {reason}"
+        )
 
 
 class TargetWeights(LoadedWeights):
-    """The target's weights, and those of MTP modules in its checkpoint. caches: have KV of either.
-    version: of the weights that are served."""
+    """The target's weights, and those of MTP modules in its checkpoint. load: also takes the part.
+    caches: have KV of either. version: of the target's weights that are served."""
 
     def __init__(
         self,
-        load: Callable[[str], Any],
+        load: Callable[..., Any],
         models: Sequence[Any],
         caches: Sequence[PagedCache],
         folder: str,
@@ -33,25 +41,19 @@ class TargetWeights(LoadedWeights):
         self._caches = caches
         self.version, self.num_updates = FIRST_VERSION, 0
 
-    def stage(self, folder: str) -> StagedWeights:
-        """Refuses numbers that are not finite, too."""
-        staged = super().stage(folder)
-        for _, new in staged.pairs:
-            # A type of 8 bits has no such test.
-            tested = new.half() if new.element_size() == 1 else new
-            if new.is_floating_point() and not tested.isfinite().all():
-                raise ValueError(f"{folder} has weights that are infinite or no numbers")
-        return staged
-
     def replace(self, staged: StagedWeights, version: str | None) -> None:
-        """version: a name for the weights; None: how often they were replaced. Nothing that was
-        cached before is reused. Called in the executor's thread between two rounds, with none in
-        flight."""
-        with torch.inference_mode():
-            for own, new in staged.pairs:
-                own.copy_(new)
+        """version: a name for the target's weights; None: how often they were replaced. Nothing
+        that was cached before is reused. Called in the executor's thread between two rounds, with
+        none in flight. Raises WeightsTorn."""
+        try:
+            self.write(staged)
+        except (RuntimeError, MemoryError, AssertionError) as error:  # of torch or the device
+            raise WeightsTorn(staged.folder, described(error)) from error
         self.num_updates += 1
-        self.folder, self.version = staged.folder, version or str(self.num_updates)
+        if staged.part != "draft":
+            self.folder, self.version = staged.folder, version or str(self.num_updates)
         for cache in self._caches:
             cache.start_version(f"update {self.num_updates}")
-        logger.info("weights of %s are served, version %s", staged.folder, self.version)
+        logger.info(
+            "weights (%s) of %s are served, version %s", staged.part, staged.folder, self.version
+        )

@@ -1,33 +1,37 @@
 """Replaces weights of a running engine, in place: its CUDA graphs stay valid.
 
-A second network is loaded from another folder in the same way as the first one, so it has every
-derived tensor (fused, packed, quantised, token maps). Then the two are walked in parallel: tensors
-are pairs to copy, and all else must be equal. So nothing is left of the old weights, or the folder
-is refused."""
+A second network is loaded from another folder in the same way as the first one, but to host
+memory. It has every derived tensor (fused, packed, quantised, token maps) in the form of the
+device. Then the two are walked in parallel: tensors are pairs to copy, and all else must be equal.
+So nothing is left of the old weights, or the folder is refused before the first byte is written."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from tllm_spec.distributed.communicator import SINGLE, Communicator
+from tllm_spec.executor.device.sleeping_memory import SleepingMemory
 from tllm_spec.models.config_file import read_config
+from tllm_spec.models.linear import renew_derived
 from tllm_spec.request_errors import described
 from tllm_spec.zoo.registry import resolve_model
 
 # Attributes that layers are given after loading, by measuring and not from weights.
-MEASURED = frozenset({"tuned_gemms"})
+MEASURED = frozenset({"tuned_gemms", "gemms", "tiles"})
 # Where modules have their parts, which are known without it.
 OF_MODULES = frozenset({"_modules", "_parameters", "_buffers"})
 SIZES = re.compile(r"_size$|_dim$|_rank$|^num_|_layers$|_heads$")  # keys of config.json
+CONTAINERS = (Mapping, list, tuple, set, frozenset)
 PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device, Path)
 
 Pair = tuple[torch.Tensor, torch.Tensor]
+Part = Literal["target", "draft", "all"]  # which weights a checkpoint is for
 
 
 @dataclass(frozen=True)
@@ -36,15 +40,19 @@ class StagedWeights:
 
     folder: str
     pairs: Sequence[Pair]
+    part: Part = "target"
+    memory: SleepingMemory | None = None
+    """Has the new tensors, if they are locked in host memory."""
 
 
 class LoadedWeights:
-    """load: a network from a folder. model: the engine's, called `name` in errors. folder: where
-    its weights are from. communicator: of all ranks. `stage` may be called in any thread."""
+    """load: a network from a folder, in host memory. model: the engine's, called `name` in errors.
+    folder: where its weights are from. communicator: of all ranks. `stage` may be called in any
+    thread."""
 
     def __init__(
         self,
-        load: Callable[[str], Any],
+        load: Callable[..., Any],
         model: Any,
         name: str,
         folder: str,
@@ -54,13 +62,15 @@ class LoadedWeights:
         self._load, self._model, self._name = load, model, name
         self._communicator = communicator
 
-    def stage(self, folder: str) -> StagedWeights:
-        """Raises ValueError for weights that do not fit in place of the present ones, whatever
-        reading them raises; memory that does not suffice is another matter."""
+    def stage(self, folder: str, *part: Part) -> StagedWeights:
+        """part: for `load`. Raises ValueError for weights that do not fit in place of the present
+        ones, or are not finite, whatever reading them raises; memory that does not suffice is
+        another matter."""
         try:
-            # All threads have the device's default stream, so the executor's copies follow.
             with torch.inference_mode():
-                pairs = list(pairs_of(self._model, self._load(folder), self._name, set()))
+                pairs = list(pairs_of(self._model, self._load(folder, *part), self._name, set()))
+                _check_finite(new for _, new in pairs)
+                memory = _locked(pairs)
         except (MemoryError, torch.cuda.OutOfMemoryError):
             raise
         except Exception as error:  # a border: the files may have anything
@@ -69,9 +79,9 @@ class LoadedWeights:
             if sizes := _other_sizes(self.folder, folder):
                 reason = f"the weights do not fit: {sizes} ({reason}); train with --init"
             raise ValueError(reason) from error
-        return StagedWeights(folder, pairs)
+        return StagedWeights(folder, pairs, *part, memory=memory)
 
-    def stage_together(self, folder: str) -> StagedWeights:
+    def stage_together(self, folder: str, *part: Part) -> StagedWeights:
         """Stages on all ranks between the same two rounds, which wait. Raises ValueError on every
         rank if one of them does, as `stage` does, or their files differ."""
         files = self._communicator.gather(_files_of(folder))
@@ -79,7 +89,7 @@ class LoadedWeights:
             raise ValueError(f"{folder} does not have the same files on all hosts of the engine")
         staged, problem = None, ""
         try:
-            staged = self.stage(folder)
+            staged = self.stage(folder, *part)
         except (ValueError, torch.cuda.OutOfMemoryError) as error:
             problem = str(error)
         for each in self._communicator.gather(problem):
@@ -87,6 +97,36 @@ class LoadedWeights:
                 raise ValueError(each)
         assert staged is not None
         return staged
+
+    def write(self, staged: StagedWeights) -> None:
+        """In the executor's thread between two rounds, with none in flight."""
+        with torch.inference_mode():
+            for own, new in staged.pairs:
+                own.copy_(new)
+            for model in self._model if isinstance(self._model, Sequence) else [self._model]:
+                renew_derived(model)
+
+
+def _locked(pairs: Iterable[Pair]) -> SleepingMemory | None:
+    """Moves the tensors that go to a CUDA device to host memory that copies are fast from."""
+    if not any(own.is_cuda for own, _ in pairs):
+        return None
+    memory = SleepingMemory(torch.device("cpu"), is_locked=True)
+    memory.place("staged", (new for _, new in pairs))
+    return memory
+
+
+def _check_finite(tensors: Iterable[torch.Tensor]) -> None:
+    for each in tensors:
+        # A type of 8 bits has no such test.
+        tested = each.half() if each.element_size() == 1 else each
+        if each.is_floating_point() and each.numel() and not _ends(tested).isfinite().all():
+            raise ValueError("the weights have numbers that are infinite or no numbers")
+
+
+def _ends(values: torch.Tensor) -> torch.Tensor:
+    """`[2]`: the least and the greatest, both NaN if there is one. Takes no further memory."""
+    return torch.stack(values.aminmax())
 
 
 def _files_of(folder: str) -> list[list[Any]]:
@@ -109,7 +149,7 @@ def pairs_of(old: Any, new: Any, path: str, seen: set[tuple[int, int]]) -> Itera
             raise ValueError(_differ(path, _described(old), _described(new)))
         yield old, new
     elif isinstance(old, PLAIN):
-        if old != new and not isinstance(old, Path):
+        if old != new and not isinstance(old, (Path, torch.device)):
             raise ValueError(_differ(path, old, new))
     else:
         yield from _pairs_of_parts(_parts(old), _parts(new), path, seen)
@@ -126,6 +166,18 @@ def _pairs_of_parts(
             continue
         own = path if name in OF_MODULES else f"{path}.{name}"
         yield from pairs_of(value, new[name], own, seen)
+
+
+def tensors_of(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
+    """All tensors of an object, without those of communicators. seen: ids of what was there."""
+    if id(value) in seen or isinstance(value, (*PLAIN, Communicator)):
+        return
+    seen.add(id(value))
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, CONTAINERS) or hasattr(value, "__dict__"):
+        for each in _parts(value).values():
+            yield from tensors_of(each, seen)
 
 
 def _parts(value: Any) -> Mapping[Any, Any]:

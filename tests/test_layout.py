@@ -67,6 +67,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "tllm_spec.executor.traffic_recorder",
         "tllm_spec.executor.draft_weights",
         "tllm_spec.executor.target_weights",
+        "tllm_spec.executor.sleep",
     ),
     ("tllm_spec.executor.rounds.round_reader",),
     (
@@ -90,10 +91,10 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ),
     ("tllm_spec.executor.request",),
     (
-        "tllm_spec.executor.device",
         "tllm_spec.executor.weight_swap",
         "tllm_spec.draft_network",
     ),
+    ("tllm_spec.executor.device",),
     ("tllm_spec.models",),
     (
         "tllm_spec.attention",

@@ -15,8 +15,12 @@ from safetensors.torch import load_file, save_file
 
 from tests.executor.harness import Harness
 from tests.executor.test_draft_weights import copy_of
+from tests.models.fp8_checkpoint import keeping_fp8, quantise
 from tests.models.mtp_reference import save_predictable
+from tllm_spec.executor.weight_swap import StagedWeights
 from tllm_spec.llm import LLM
+from tllm_spec.models.formats.weight_format import CudaWeight
+from tllm_spec.models.registry import load_model
 from tllm_spec.outputs import WeightVersion
 from tllm_spec.request_handle import RequestHandle
 from tllm_spec.target_update import folder_of
@@ -37,6 +41,7 @@ DRAFTERS: dict[str, dict[str, Any] | None] = {
     "eagle3_tree": HEAD | {"use_dynamic_tree": True, "dynamic_tree_max_topK": 3},
 }
 PROMPT = list(range(300, 312))
+SMALL = list(range(5, 17))  # of a model with few tokens
 SAMPLED = {"max_tokens": 30, "temperature": 0.5, "seed": 7, "ignore_eos": True}
 
 
@@ -65,7 +70,7 @@ def run(harness: Harness, first: int = 300) -> tuple[list[int], list[int]]:
 def replaced(harness: Harness, folder: str, version: str | None = None) -> None:
     weights = harness.parts.target_weights
     assert weights is not None
-    harness.executor.replace_weights(weights.stage(folder), version, retract=True)
+    harness.executor.replace_weights(weights.stage(folder, "target"), version, retract=True)
 
 
 @pytest.mark.thinned
@@ -100,6 +105,128 @@ def test_mtp_modules_of_the_checkpoint_are_replaced_with_it(tmp_path: Path) -> N
     replaced(harness, str(tmp_path / "a"))
     after = run(harness, 5)
     assert after[0] == first[0] and after[1] != first[1]
+    weights = harness.parts.target_weights
+    assert weights is not None
+    with pytest.raises(ValueError, match="do not fit an MTP module: missing"):
+        weights.stage(str(tmp_path / "a"), "all")
+
+
+def test_mtp_modules_are_replaced_without_the_target(tmp_path: Path) -> None:
+    save_predictable(tmp_path / "a")
+    b = copy_of(str(tmp_path / "a"), tmp_path / "b", 0.5)
+    spec = {"decoding_type": "MTP", "max_draft_len": 2}
+    with make_llm(str(tmp_path / "a"), spec, max_seq_len=64) as llm:
+        before = llm.generate(SMALL, SAMPLED)
+        with pytest.raises(ValueError, match="'embed_tokens', 'lm_head', 'steps'"):
+            llm.update_weights(str(b), part="draft")  # its modules go with its embedding
+        tensors = tensors_of(str(tmp_path / "a"))
+        own = [(name, -each if "eh_proj" in name else each) for name, each in tensors]
+        told = llm.update_weights(own, part="draft")
+        after = llm.generate(SMALL, SAMPLED)
+        assert told["version"] == after.weight_version == "default"
+        assert after.outputs[0].token_ids == before.outputs[0].token_ids
+        rounds = [each.speculative_decoding.per_position_accepted for each in (before, after)]
+        assert rounds[0] != rounds[1]
+        llm.update_weights(str(b), part="all")
+        assert text(llm, SMALL) != before.outputs[0].token_ids
+        llm.check_integrity()
+
+
+def test_a_head_of_its_own_folder_is_updated_by_its_tensors(tmp_path: Path) -> None:
+    head = str(copy_of("zoo:llama-eagle3", tmp_path / "head", 0.5))
+    with make_llm() as llm, make_llm(spec=HEAD | {"speculative_model": head}) as fresh:
+        before = llm.generate(PROMPT, SAMPLED)
+        assert llm.update_weights(tensors_of(head), part="draft")["version"] == 1
+        found, expected = llm.generate(PROMPT, SAMPLED), fresh.generate(PROMPT, SAMPLED)
+        assert found.outputs[0].token_ids == before.outputs[0].token_ids
+        assert found.speculative_decoding == expected.speculative_decoding
+        assert found.speculative_decoding != before.speculative_decoding
+        for options, why in (
+            ({"part": "all"}, "are not in the target's checkpoint; accepted: 'target' and 'draft'"),
+            ({"part": "draft", "version": "b"}, "names the target's weights"),
+            ({"part": "head"}, "it must be one of target, draft, all"),
+        ):
+            with pytest.raises(ValueError, match=why):
+                llm.update_weights(A, **options)
+
+
+def test_weights_are_staged_in_host_memory_in_the_form_of_the_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    options = {"dtype": torch.float32, "max_positions": 64}
+    staged = load_model(resolve_model(A), device=torch.device("cuda"), staged=True, **options)
+    assert {each.device.type for each in (*staged.parameters(), staged.model.cos_sin)} == {"cpu"}
+    assert isinstance(staged.lm_head.weight_format, CudaWeight)
+
+
+@pytest.mark.parametrize("granularity", ["deepseek", pytest.param("row", marks=pytest.mark.slow)])
+def test_quantised_weights_are_updated_as_a_new_engine_has_them(
+    granularity: str, tmp_path: Path
+) -> None:
+    folders = [copy_of(A, tmp_path / name, factor) for name, factor in (("a", 1.0), ("b", 0.9))]
+    for folder in folders:
+        quantise(folder, granularity=granularity)
+    with keeping_fp8():
+        harness = Harness(folders[0], speculative_config=HEAD)
+        first = run(harness)
+        replaced(harness, str(folders[1]))
+        assert run(harness) == run(Harness(folders[1], speculative_config=HEAD)) != first
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("granularity", ["deepseek", "block", "modelopt"])
+def test_on_a_gpu_quantised_weights_are_updated_in_place(granularity: str, tmp_path: Path) -> None:
+    folders = [copy_of(A, tmp_path / name, factor) for name, factor in (("a", 1.0), ("b", 0.9))]
+    for folder in folders:
+        quantise(folder, granularity=granularity)
+    harness, options = Harness(folders[0]), {"max_tokens": 12}
+    request = harness.submit(PROMPT, **options)
+    harness.run()
+    replaced(harness, str(folders[1]))
+    texts = []
+    for own in (harness, Harness(folders[1])):
+        again = own.submit(PROMPT, **options)
+        own.run()
+        texts.append(again.tokens)
+    assert texts[0] == texts[1] != request.tokens
+
+
+@pytest.mark.slow
+def test_an_update_under_64_streams_loses_no_request(other: str) -> None:
+    with make_llm(max_batch_size=16) as llm:
+        prompts = [list(range(first, first + 9)) for first in range(100, 740, 10)]
+        streams = [llm.generate_async(each, SAMPLED, streaming=True) for each in prompts]
+        next(streams[0])
+        llm.update_weights(other, "b")
+        outputs = [stream.result() for stream in streams]
+        assert [each.outputs[0].length for each in outputs] == [30] * 64
+        assert all(each.error is None for each in outputs)
+        assert {outputs[-1].weight_version} == {"b"}
+        llm.check_integrity()
+
+
+def test_an_update_drops_what_was_learned_of_acceptance(other: str) -> None:
+    rule = {"strategy": "ema", "1": {"candidate_steps": [1, 3]}}
+    harness = Harness(A, speculative_config=HEAD | {"adaptive": rule})
+    at_start = harness.executor.state()["controller"]["slots"]
+    run(harness)
+    assert harness.executor.state()["controller"]["slots"] != at_start
+    replaced(harness, other)
+    assert harness.executor.state()["controller"]["slots"] == at_start
+
+
+def test_an_engine_whose_update_breaks_off_serves_no_more(other: str) -> None:
+    with make_llm() as llm:
+        stream, weights = started(llm), llm._executor.parts.target_weights
+        assert weights is not None
+        pairs = [*weights.stage(other, "target").pairs, (torch.ones(2), torch.ones(3))]
+        weights.stage = lambda *_: StagedWeights(other, pairs)  # type: ignore[method-assign]
+        with pytest.raises(RuntimeError, match="while weights were written, and the engine serves"):
+            llm.update_weights(other)
+        assert "serves no more" in str(stream.result().error)
+        with pytest.raises(RuntimeError, match="serves no more"):
+            llm.generate(PROMPT)
 
 
 def test_a_request_that_is_kept_goes_on_with_its_old_keys_and_values(other: str) -> None:
@@ -108,7 +235,7 @@ def test_a_request_that_is_kept_goes_on_with_its_old_keys_and_values(other: str)
     request = harness.submit(PROMPT, **SAMPLED)
     harness.rounds(6)
     assert weights is not None
-    harness.executor.replace_weights(weights.stage(other), "b", retract=False)
+    harness.executor.replace_weights(weights.stage(other, "target"), "b", retract=False)
     start = request.num_output_tokens
     harness.run()
     assert request.weight_versions == [("default", 0), ("b", start)]

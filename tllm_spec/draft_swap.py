@@ -1,7 +1,6 @@
 """Replaces the draft weights of a running engine: `LLM.load_draft_weights`, `POST
 /v1/draft_model`."""
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +40,16 @@ class DraftSwap:
         weights, queue = self._weights(), self._executor.parts.queue
 
         def swap_together() -> int:
+            self._executor.parts.sleep.check_writable()
             queue.announce("swap_draft", folder=folder, keep_cache=keep_cache)
             return weights.swap_together(folder, keep_cache=keep_cache)
 
         version = self._worker.call(swap_together)
         return {"version": version, "folder": folder} | _not_replayed("several ranks swap together")
+
+    def forced(self, folder: str) -> dict[str, Any]:
+        """A whole swap, without a replay."""
+        return self.whole(folder, keep_cache=False, force=True)
 
     def stage(self, folder: str, force: bool) -> dict[str, Any]:
         """Loads the weights. Returns what there is of a replay, and raises, as `whole` does."""
@@ -61,7 +65,12 @@ class DraftSwap:
         """Swaps. version: what the weights are served as; None: the next one."""
         staged, self._staged = self._staged, None
         assert staged is not None
-        swap = partial(self._weights().swap, staged, keep_cache=keep_cache, version=version)
+        weights = self._weights()
+
+        def swap() -> int:
+            self._executor.parts.sleep.check_writable()
+            return weights.swap(staged, keep_cache=keep_cache, version=version)
+
         return {"version": self._worker.call(swap)}
 
     def keep(self, folder: str, version: int) -> dict[str, Any]:

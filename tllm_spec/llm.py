@@ -21,6 +21,7 @@ from tllm_spec.distributed.communicator import Communicator
 from tllm_spec.draft_swap import DraftSwap
 from tllm_spec.executor.request import Response
 from tllm_spec.executor.request_queue import RequestQueue
+from tllm_spec.executor.weight_swap import Part
 from tllm_spec.executor.worker import Worker
 from tllm_spec.grammars import Grammars
 from tllm_spec.intake import Intake, Params, Prompt, is_single
@@ -76,7 +77,8 @@ class LLM:
         self._intake = Intake(self.args, self.tokenizer, built.limits, self._grammars.states_of)
         self._is_shut_down = False
         self._worker = Worker(built.executor, built.queue, self._results.fail_all)
-        self._update = TargetUpdate(self.args.model, built.executor, self._worker)
+        self._swap = DraftSwap(self.args, built.executor, self._worker)
+        self._update = TargetUpdate(self.args, built.executor, self._worker, self._swap.forced)
         self.pause_mode: PauseMode | None = None
         communicator.when_lost(self._worker.fail)
         self._worker.start()
@@ -262,8 +264,7 @@ class LLM:
         Raises ValueError, and changes nothing, for weights that do not fit, and without `force`
         for those that recorded traffic shows to be worse."""
         self._check_alive()
-        swap = DraftSwap(self.args, self._executor, self._worker)
-        return swap.whole(os.fspath(folder), keep_cache, force)
+        return self._swap.whole(os.fspath(folder), keep_cache, force)
 
     def pause(self, mode: PauseMode = "retract") -> None:
         """Returns when no round runs; none runs before `resume`. Requests go back to the queue to
@@ -292,11 +293,30 @@ class LLM:
         """Whether `pause` was called, and `resume` not since."""
         return self.pause_mode is not None
 
+    def sleep(self, level: int = 1) -> dict[str, Any]:
+        """Gives the memory of weights and KV cache back until `wake_up`; on CUDA it needs
+        `enable_sleep_mode`. Level 1 keeps the weights in host memory. Level 2 drops the target's:
+        after waking, `update_weights` comes before the next request. Running requests go back to
+        the queue, and requests wait. Returns the bytes that are free, and what stays."""
+        self._check_alive()
+        return self._update.sleep(level)
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> dict[str, Any]:
+        """tags: `weights`, `kv_cache`; None: all that is asleep. Rounds run again when nothing
+        is. Raises RuntimeError, and it sleeps on, if the device has too little memory."""
+        self._check_alive()
+        return self._update.wake_up(tags)
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether something is asleep."""
+        return self._update.is_sleeping
+
     def update_weights(
         self,
         source: str | os.PathLike[str] | Iterable[tuple[str, "torch.Tensor"]],
         version: str | None = None,
-        *,
+        part: Part = "target",
         running: Literal["keep", "retract"] = "retract",
     ) -> dict[str, Any]:
         """Replaces the target's weights between two rounds, while it serves. source: a folder with
@@ -304,12 +324,13 @@ class LLM:
         the weights; None: how often they were updated. running: whether requests that run are
         computed again from their tokens, or go on with what the old weights have computed.
 
-        A draft head keeps its own weights, and MTP layers that the source lacks theirs. Nothing
-        that was cached before is reused. Returns the version, the seconds that staging took, and
-        those in which no round ran. Raises ValueError, and changes nothing, for weights that do not
-        fit."""
+        part: `target`, with MTP layers, which stay where the source lacks them; `draft`, a
+        checkpoint of the draft network, or MTP layers; `all`, where every MTP layer is needed.
+        Nothing that was cached before is reused, and what was learned of acceptance is dropped.
+        Returns the version, the seconds that staging took, and those in which no round ran. Raises
+        ValueError, and changes nothing, for weights that do not fit."""
         self._check_alive()
-        return self._update.update(source, version, running)
+        return self._update.update(source, version, part, running)
 
     def get_stats(self, timeout: float | None = 2) -> list[dict[str, Any]]:
         """One dict for each round since the last call, oldest first, with TensorRT-LLM's names;
@@ -347,7 +368,7 @@ class LLM:
             return
         self._is_shut_down = True
         self._end()
-        del self._executor, self._update
+        del self._executor, self._swap, self._update
 
     def __enter__(self) -> "LLM":
         return self

@@ -133,6 +133,9 @@ class RequestMetrics:
         return None if moment is None else moment - self.arrival_time
 
 
+FIRST_VERSION = "default"  # of weights, before they are updated
+
+
 class WeightVersion(NamedTuple):
     """The weights that computed the output tokens from `start` up to `end`, which is not one."""
 

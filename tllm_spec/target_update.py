@@ -1,11 +1,11 @@
-"""Pauses an engine, and replaces the target's weights while it serves: `LLM.pause`, `LLM.resume`,
-`LLM.update_weights`."""
+"""Pauses an engine, lets it sleep, and replaces its weights while it serves: `LLM.pause`,
+`LLM.resume`, `LLM.sleep`, `LLM.wake_up`, `LLM.update_weights`."""
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -13,8 +13,11 @@ from tempfile import TemporaryDirectory
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
+from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.executor.py_executor import PyExecutor
-from tllm_spec.executor.weight_swap import StagedWeights
+from tllm_spec.executor.speculative.modes import draft_plan_of
+from tllm_spec.executor.target_weights import TargetWeights, WeightsTorn
+from tllm_spec.executor.weight_swap import Part, StagedWeights
 from tllm_spec.executor.worker import Worker
 from tllm_spec.models.checkpoint import SINGLE
 from tllm_spec.request_errors import REFUSING_MODES
@@ -26,6 +29,7 @@ if TYPE_CHECKING:
     Source = str | os.PathLike[str] | Iterable[tuple[str, torch.Tensor]]
 
 RUNNING = "keep", "retract"
+PARTS = "target", "draft", "all"
 NOT_REPLACEABLE = (
     "update_weights: this engine's weights cannot be replaced while it runs, since its draft head "
     "has copies of some; draft_backend: torch is accepted, and with a head of its own folder no "
@@ -39,14 +43,16 @@ def calls_of(executor: PyExecutor) -> dict[str, Callable[..., object]]:
     def resume() -> None:
         executor.is_paused = False
 
-    def update(folder: str, version: str | None, retract: bool) -> float:
+    def update(folder: str, part: Part, version: str | None, retract: bool) -> float:
         weights = executor.parts.target_weights
         assert weights is not None
-        return replaced(executor, weights.stage_together(folder), version, retract=retract)
+        return replaced(executor, weights.stage_together(folder, part), version, retract=retract)
 
     calls: dict[str, Callable[..., object]] = {
         "pause": executor.pause,
         "resume": resume,
+        "sleep": executor.sleep,
+        "wake_up": executor.parts.sleep.wake_up,
         "update_target": update,
     }
     if (drafts := executor.parts.draft_weights) is not None:
@@ -64,10 +70,20 @@ def replaced(
 
 
 class TargetUpdate:
-    """Updates and pauses of one engine, from any thread but the executor's."""
+    """Updates, pauses and sleep of one engine, from any thread but the executor's. swap_draft:
+    replaces the weights of a draft network by those of a folder."""
 
-    def __init__(self, model: str, executor: PyExecutor, worker: Worker) -> None:
-        self._model, self._executor, self._worker = model, executor, worker
+    def __init__(
+        self,
+        args: LlmArgs,
+        executor: PyExecutor,
+        worker: Worker,
+        swap_draft: Callable[[str], dict[str, Any]],
+    ) -> None:
+        self._args, self._executor, self._worker = args, executor, worker
+        self._swap_draft = swap_draft
+        self._draft = draft_plan_of(args.speculative_config)
+        self._staged: Callable[[], float] | None = None  # and not committed
         self._calls = calls_of(executor)
 
     def pause(self, mode: str, cancel_all: Callable[[], None]) -> None:
@@ -83,34 +99,110 @@ class TargetUpdate:
     def resume(self) -> None:
         self._on_all_ranks("resume")
 
+    def sleep(self, level: int) -> dict[str, Any]:
+        """As `LLM.sleep`."""
+        told: dict[str, Any] = self._on_all_ranks("sleep", level=level)
+        return told
+
+    def wake_up(self, tags: Sequence[str] | None) -> dict[str, Any]:
+        """As `LLM.wake_up`."""
+        told: dict[str, Any] = self._on_all_ranks("wake_up", tags=tags)
+        return told
+
+    @property
+    def is_sleeping(self) -> bool:
+        return bool(self._executor.parts.sleep.asleep)
+
     def update(
         self,
         source: Source,
         version: str | None,
+        part: Part,
         running: str,
     ) -> dict[str, Any]:
         """As `LLM.update_weights`."""
-        if running not in RUNNING:
-            raise ValueError(f"running = {running!r}; it must be one of {', '.join(RUNNING)}")
-        if (weights := self._executor.parts.target_weights) is None:
-            raise ValueError(NOT_REPLACEABLE)
-        begin, retract = monotonic(), running == "retract"
-        with folder_of(source, self._model) as folder:
+        self._check(version, part, running)
+        if part == "draft" and self._draft is not None and self._draft.path is not None:
+            with folder_of(source, self._draft.path) as folder:
+                return self._swap_draft(folder)
+        weights, begin = self._weights(), monotonic()
+        with folder_of(source, self._args.model) as folder:
             if self._executor.parts.ranks[1:]:
-                options = {"folder": folder, "version": version, "retract": retract}
+                retract = running == "retract" and part != "draft"
+                options = {"folder": folder, "part": part, "version": version, "retract": retract}
                 stopped = self._on_all_ranks("update_target", **options)
             else:
-                own = partial(replaced, self._executor, weights.stage(folder), version)
-                stopped = self._worker.call(partial(own, retract=retract))
+                self.stage(folder, version, part, running)
+                stopped = self.commit()["stopped_seconds"]
         seconds = {"staged_seconds": monotonic() - begin - stopped, "stopped_seconds": stopped}
         return {"version": weights.version} | seconds
+
+    # The steps of an update of one of several engines: all of them stage, and then all commit, or
+    # all keep what they have if any fails.
+
+    def stage(self, folder: str, version: str | None, part: Part, running: str) -> dict[str, Any]:
+        """Raises ValueError as `update` does."""
+        self._check(version, part, running)
+        retract = running == "retract" and part != "draft"
+        staged = self._weights().stage(folder, part)
+        self._staged = partial(replaced, self._executor, staged, version, retract=retract)
+        return {}
+
+    def commit(self) -> dict[str, float]:
+        """Returns for how many seconds no round ran."""
+        replace_staged, self._staged = self._staged, None
+        assert replace_staged is not None
+        return {"stopped_seconds": self._call(replace_staged)}
+
+    def keep(self, folder: str, version: str) -> dict[str, Any]:
+        """Drops what is staged, and loads what is to be served if that is something else. If that
+        cannot be loaded the engine serves no more."""
+        weights, self._staged = self._weights(), None
+        if (weights.folder, weights.version) != (folder, version):
+            try:
+                self.stage(folder, version, "target", "retract")
+                self.commit()
+            except (ValueError, OSError, MemoryError) as error:
+                self._worker.fail(f"the weights of {folder}, which all engines serve: {error}")
+                raise
+        return {}
+
+    def _weights(self) -> TargetWeights:
+        if (weights := self._executor.parts.target_weights) is None:
+            raise ValueError(NOT_REPLACEABLE)
+        return weights
+
+    def _check(self, version: str | None, part: str, running: str) -> None:
+        mistakes = []
+        if running not in RUNNING:
+            mistakes.append(f"running = {running!r}; it must be one of {', '.join(RUNNING)}")
+        if part not in PARTS:
+            mistakes.append(f"part = {part!r}; it must be one of {', '.join(PARTS)}")
+        elif part != "target" and self._draft is None:
+            mistakes.append(f"part = {part!r}: the engine has no draft network; accepted: 'target'")
+        elif part == "all" and self._draft is not None and self._draft.path is not None:
+            mistakes.append(
+                "part = 'all': the draft weights are not in the target's checkpoint; accepted: "
+                "'target' and 'draft', one after the other"
+            )
+        if part == "draft" and version is not None:
+            mistakes.append(f"version = {version!r} names the target's weights; part is 'draft'")
+        if mistakes:
+            raise ValueError("\n".join(mistakes))
 
     def _on_all_ranks(self, name: str, **arguments: Any) -> Any:
         def call() -> object:
             self._executor.parts.queue.announce(name, **arguments)
             return self._calls[name](**arguments)
 
-        return self._worker.call(call)
+        return self._call(call)
+
+    def _call(self, function: Callable[[], Any]) -> Any:
+        try:
+            return self._worker.call(function)
+        except WeightsTorn as error:  # no round has run since
+            self._worker.fail(str(error))
+            raise
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from time import monotonic
 from typing import Any, TypeVar
@@ -38,6 +39,7 @@ from tllm_spec.executor.resources.host_pages import HostPages
 from tllm_spec.executor.resources.interface import BlockTable, PageGroup, Snapshots
 from tllm_spec.executor.resources.kv_cache import KVCacheManager, KVGroup
 from tllm_spec.executor.resources.paged_cache import PagedCache
+from tllm_spec.executor.sleep import DRAFT, KV, TARGET, Sleep
 from tllm_spec.executor.speculative.drafting.draft_net import (
     DraftNet,
     ExternalHeadNet,
@@ -52,6 +54,7 @@ from tllm_spec.executor.speculative.drafting.loaded_draft import (
 )
 from tllm_spec.executor.speculative.drafting.model_drafter import DraftKVManager
 from tllm_spec.executor.target_weights import TargetWeights
+from tllm_spec.executor.weight_swap import Part, tensors_of
 from tllm_spec.kernels.attention.visible_keys import KeySpan
 from tllm_spec.models.checkpoint import checkpoint_names
 from tllm_spec.models.draft_head import HeadSource
@@ -98,6 +101,8 @@ def build_engines(plan: BuildPlan, tokens: DraftTokens | None) -> Engines:
         logger.info("loading weights: the drafter's")
         draft = load_draft(plan, target, plan.draft_plan, tokens)
     logger.info("weights took %.1f s", monotonic() - start)
+    _place(plan, TARGET, target)
+    _place(plan, DRAFT, _weights_of(draft))
     plan.begin("memory")
     recorded = _recorded_states(plan, target, draft)
     models: list[ServedModel] = [target, *([draft.model] if draft else [])]
@@ -153,11 +158,10 @@ def load_draft(
         if draft.backend != "torch":
             return LoadedDraft(draft, load_network(plan, draft, folder), None)
         model = _load(plan, folder, load_format)
-        keep_tokens(model, tokens, plan.communicator)
+        keep_tokens(model, tokens, plan.communicator, plan.staged_for)
         return LoadedDraft(draft, model, None).windowed(plan.max_seq_len)
-    source = HeadSource(
-        folder, target, load_format, plan.max_len, plan.communicator, args.fp8_activations
-    )
+    own = plan.communicator, args.fp8_activations, plan.staged_for
+    source = HeadSource(folder, target, load_format, plan.max_len, *own)
     loaded = load_head(draft, source, tokens, args.max_num_tokens)
     if isinstance(loaded.model, (NextnModules, Gemma4Assistant)):  # with the target's windows
         return loaded
@@ -207,6 +211,7 @@ def _load(
         communicator=plan.communicator,
         batch_invariant=batch_invariant,
         fp8_activations=plan.args.fp8_activations,
+        staged=plan.staged_for is not None,
     )
 
 
@@ -270,6 +275,7 @@ def _memory(plan: BuildPlan, own: GroupPlan, num_pages: int) -> _Memory:
             page_size=plan.page_size,
             kv_format=kv_format,
             device=plan.device,
+            take=partial(plan.memory.take, KV) if plan.memory is not None else None,
         )
         for geometry, kv_format in own.pools
     ]
@@ -332,7 +338,20 @@ def _recurrent_memory(plan: BuildPlan, target: CausalLM) -> RecurrentMemory | No
     )
     memory = RecurrentMemory(geometry, num_slots, target.dtype, plan.device)
     memory.make_room(plan.num_snapshots)
+    _place(plan, KV, memory)
     return memory
+
+
+def _weights_of(draft: LoadedDraft | None) -> object:
+    """Those in torch; None: there are none."""
+    return None if draft is None or isinstance(draft.model, ExternalDraft) else draft.model
+
+
+def _place(plan: BuildPlan, tag: str, owner: object) -> None:
+    """On CUDA, before graphs are captured: moves the tensors of something to memory that can
+    sleep. On a CPU they are moved when it first sleeps."""
+    if plan.memory is not None and plan.device.type == "cuda":
+        plan.memory.place(tag, tensors_of(owner, set()))
 
 
 def _draft_net(plan: BuildPlan, draft: LoadedDraft, memory: list[_Memory]) -> DraftNet:
@@ -408,7 +427,7 @@ def replaceable_weights(
         new = of_draft.from_folder(folder)
         tokens = check_draft(new, tokenizer, plan.config)
         with on_device(plan.device):
-            return load_draft(plan, target, new, tokens).model
+            return load_draft(plan.staged(), target, new, tokens).model
 
     manager = engines.draft_kv or engines.kv
     return DraftWeights(load, draft.model, manager.cache, draft.plan.path, plan.communicator)
@@ -428,19 +447,30 @@ def replaceable_target(
     ):
         return None
 
-    def load(folder: str) -> list[Any]:
-        updated = plan.of_model(folder)
+    def load(folder: str, part: Part) -> list[Any]:
+        updated = plan.staged(folder)
         with on_device(plan.device):
-            new = load_target(updated)
+            new = target if part == "draft" else load_target(updated)
             if head is None or not has_modules:
                 return [new]
-            if not _writes_modules(folder, new):
+            if part == "target" and not _writes_modules(folder, new):
                 return [new, head.model]
             return [new, load_draft(updated, new, head.plan, tokens).model]
 
-    models = [target, head.model] if head is not None and has_modules else [target]
+    models: list[Any] = [target, head.model] if head is not None and has_modules else [target]
     caches = [engines.kv.cache, *([engines.draft_kv.cache] if engines.draft_kv else [])]
+    logger.info(
+        "an update of the weights takes %d MiB of host memory while it is staged",
+        sum(each.nbytes for model in models for each in model.parameters()) >> 20,
+    )
     return TargetWeights(load, models, caches, plan.args.model, plan.communicator)
+
+
+def sleep_of(plan: BuildPlan, engines: Engines) -> Sleep:
+    target = engines.target
+    placed = {TARGET: target.model, DRAFT: _weights_of(engines.draft), KV: target.attention.memory}
+    caches = [engines.kv.cache, *([engines.draft_kv.cache] if engines.draft_kv else [])]
+    return Sleep(plan.memory, placed, caches)
 
 
 def _writes_modules(folder: str, target: CausalLM) -> bool:

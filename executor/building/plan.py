@@ -17,6 +17,7 @@ from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.config.speculative_config import DecodingBaseConfig
 from tllm_spec.distributed.communicator import SINGLE, Communicator
 from tllm_spec.executor.device.device_choice import pick_device, pick_dtype
+from tllm_spec.executor.device.sleeping_memory import SleepingMemory
 from tllm_spec.executor.graphs.context_graphs import context_rows
 from tllm_spec.executor.graphs.slot_graphs import GraphKey, graph_keys
 from tllm_spec.executor.resources.interface import SeqSlotManager, rows_of
@@ -60,6 +61,7 @@ class BuildPlan:
     ) -> None:
         self.args = args
         self.begin: Callable[[str], None] = lambda step: None  # called with the name of each step
+        self.staged_for: torch.device | None = None  # of weights, as of `HeadSource`
         self.communicator, self.mapping = communicator, communicator.mapping
         self.spec = args.speculative_config
         self.device = pick_device(args.device, self.mapping.rank, args.gpus_per_node)
@@ -96,6 +98,9 @@ class BuildPlan:
         if self.spec is not None:
             self.counts_drafts |= self.spec.counts_on_device
             self.pause_patience = self.spec.max_rejected_rounds if self.spec.may_pause else None
+        # Of weights and KV pools, where the engine can sleep.
+        can_sleep = args.enable_sleep_mode or self.device.type == "cpu"
+        self.memory = SleepingMemory(self.device) if can_sleep else None
         self.dtype = pick_dtype(args.dtype, self.config.dtype, self.device)
         self.config = self.config.within(self.max_len)
         self.attention = choose_backend(
@@ -128,10 +133,13 @@ class BuildPlan:
         chooses = self.args.attn_backend == "auto" and not self.args.deterministic
         return kind_of_pool(self.attention, geometry, chooses=chooses)
 
-    def of_model(self, folder: str) -> "BuildPlan":
-        """The same for the checkpoint in another folder."""
+    def staged(self, folder: str | None = None) -> "BuildPlan":
+        """The same, whose weights are loaded to host memory. folder: of the checkpoint; None: the
+        same."""
         other = copy(self)
-        other.args = self.args.model_copy(update={"model": folder, "load_format": "auto"})
+        other.staged_for = self.device
+        if folder is not None:
+            other.args = self.args.model_copy(update={"model": folder, "load_format": "auto"})
         return other
 
     @property

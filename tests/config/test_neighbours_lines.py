@@ -220,19 +220,17 @@ REFUSED: dict[str, list[str]] = {
     vllm(**DRAFT_MODEL, num_speculative_tokens_per_batch_size=[[1, 16, 3], [8, 64, 1]]): [
         "draft_len_schedule = [[1, 16, 3], [8, 64, 1]]"
     ],
-    "--enable-lora --max-lora-rank 8 --enable-sleep-mode": [
+    "--enable-lora --max-lora-rank 8": [
         "--max_lora_rank is refused: LoRA is not served",
         "enable_lora = True is refused: LoRA is not served",
-        "--enable_sleep_mode is refused: a paused engine keeps its memory",
     ],
     "--kv-transfer-config '{}' --gpu-memory-utilization 0.9": [
         "--kv_transfer_config is refused: prefill and decoding run in one server",
         "--gpu_memory_utilization is refused: use kv_cache_config.free_gpu_memory_fraction",
     ],
     # SGLang
-    "--mem-fraction 0.7 --enable-memory-saver": [
+    "--mem-fraction 0.7": [
         "--mem_fraction is refused: use kv_cache_config.free_gpu_memory_fraction",
-        "--enable_memory_saver is refused: a paused engine keeps its memory",
     ],
     "--enable-dp-attention --disaggregation-mode prefill --lora-paths a=b": [
         "--enable_dp_attention is refused: every device has a part",

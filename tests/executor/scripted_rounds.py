@@ -29,6 +29,7 @@ from tllm_spec.executor.sampling.row_group import SamplingState
 from tllm_spec.executor.sampling.sampler import Sampler
 from tllm_spec.executor.sampling.sharded_sampler import sampler_of
 from tllm_spec.executor.scheduler import Scheduler, SchedulerLimits
+from tllm_spec.executor.sleep import Sleep
 from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
 from tllm_spec.executor.speculative.drafting.drafter import Drafter, When
 from tllm_spec.executor.totals import DraftWatch
@@ -151,6 +152,7 @@ class ScriptedEngine:
             tier_for=lambda *_: draft_len,
             blame=lambda: None,
             draft_watch=DraftWatch(""),
+            sleep=Sleep(None, {}, []),
             max_in_flight=1,
         )
         self.executor = PyExecutor(self.parts, respond)

@@ -1,6 +1,7 @@
 """A server's weights are updated, and it pauses, for the operator's key only."""
 
 import json
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,19 @@ def expected(model: str) -> str:
         params = {name: value for name, value in BODY.items() if name not in ("model", "prompt")}
         text: str = llm.generate(BODY["prompt"], params).outputs[0].text
         return text
+
+
+def check_sleep(ask: Callable[..., httpx.Response], client: httpx.Client, choices: Any) -> None:
+    for path in ("/sleep", "/wake_up"):
+        assert ask(path, OTHER_KEY).status_code == 403
+    assert ask("/sleep?level=1").json()["memory"]["freed_bytes"] > 0
+    with ThreadPoolExecutor(1) as thread:
+        waiting = thread.submit(ask, "/v1/completions", **BODY)
+        assert client.get("/is_sleeping", headers=headers_of(KEY)).json() == {"is_sleeping": True}
+        assert ask("/wake_up?tags=weight").status_code == 400
+        assert ask("/wake_up?tags=weights").json()["is_sleeping"]
+        assert not ask("/wake_up?tags=weights,kv_cache").json()["is_sleeping"]
+        assert waiting.result().json()["choices"] == choices
 
 
 def test_the_operator_updates_the_weights_and_pauses(tmp_path: Path) -> None:
@@ -91,6 +105,8 @@ def test_the_operator_updates_the_weights_and_pauses(tmp_path: Path) -> None:
         assert client.get("/is_paused", headers=headers_of(KEY)).json() == {"is_paused": True}
         ask("/resume")
         assert ask("/v1/completions", **BODY).json()["choices"] == after["choices"]
+
+        check_sleep(ask, client, after["choices"])
     texts = [each["choices"][0]["text"] for each in (before, after)]
     assert texts == [expected("zoo:llama"), expected(str(other))] and texts[0] != texts[1]
 

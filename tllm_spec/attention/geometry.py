@@ -2,7 +2,7 @@
 and their paged KV memory on one device. The KV cache manager knows which request owns a page."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -128,9 +128,15 @@ class KVPool:
         page_size: int,
         kv_format: KVFormat,
         device: torch.device,
+        take: Callable[[int], torch.Tensor] | None = None,
     ) -> None:
+        """take: gives so many zeroed bytes of the device; None: torch and numpy do."""
         shape = (geometry.num_layers, *geometry.layer_shape(num_pages, page_size))
-        self.data = _zeros(shape, kv_format.stored, device)
+        stored = kv_format.stored
+        if take is None:
+            self.data = _zeros(shape, stored, device)
+        else:
+            self.data = take(math.prod(shape) * stored.itemsize).view(stored).view(shape)
         self.kv_format = kv_format
         self.scales = kv_format.scales or (UNSCALED,) * geometry.num_layers
         self.num_pages = num_pages

@@ -191,15 +191,15 @@ server_options = together(
     ),
     flag(
         "--allow_weight_updates",
-        "POST /pause, /resume and /update_weights_from_disk are served; needs --weights_root and "
-        "--weights_key.",
+        "POST /pause, /resume, /sleep, /wake_up and /update_weights_from_disk are served; needs "
+        "--weights_root and --weights_key.",
     ),
     option(
         "--weights_root",
         click.Path(exists=True, file_okay=False),
         "Folder of checkpoints that may replace the model's weights.",
     ),
-    option("--weights_key", str, "Name of the key in --api_key @FILE that may do so, and pause."),
+    option("--weights_key", str, "Name of the key in --api_key @FILE that may do these."),
     option("--ssl_certfile", str, "Certificate in PEM format: the server speaks HTTPS."),
     option("--ssl_keyfile", str, "Private key of the certificate. [default: in --ssl_certfile]"),
     option("--ssl_keyfile_password", str, "Password of the private key."),
@@ -231,8 +231,6 @@ def options_of(given: Mapping[str, Any], host: str) -> ServerOptions:
     _check_operator(given, keys, "weights_root", "weights_key")
     if given["allow_weight_updates"] != (given["weights_key"] is not None):
         raise ValueError("--allow_weight_updates, --weights_root and --weights_key need each other")
-    if given["allow_weight_updates"] and given["dp_size"] > 1:
-        raise ValueError("--allow_weight_updates is served with --dp_size 1 only")
     names = {each.name for each in fields(ServerOptions)}
     own = {name: value for name, value in given.items() if name in names}
     own |= {

@@ -87,6 +87,10 @@ class LlmArgs(ConfigModel):
     """Whether activations are quantised to FP8 where a checkpoint with FP8 weights asks for it.
     `false`: only its weights are in FP8."""
 
+    enable_sleep_mode: bool = False
+    """On CUDA: `LLM.sleep` frees the memory of weights and KV cache, which lie in memory of the
+    driver for it. On a CPU `LLM.sleep` needs no option."""
+
     max_batch_size: Annotated[PositiveInt, Field(le=1 << 16)] = 2048
     """Requests that decode together, at most."""
     max_num_tokens: Annotated[PositiveInt, Field(le=1 << 20)] = 8192

@@ -153,6 +153,7 @@ LLM_RENAMED: Mapping[str, Renamed] = {
     ),
     "disable_radix_cache": Renamed(_REUSE, _OPPOSITE),
     "enable_deterministic_inference": Renamed("deterministic"),
+    "enable_memory_saver": Renamed("enable_sleep_mode"),
     "grammar_backend": Renamed("guided_decoding_backend"),
     "mamba_ssm_dtype": Renamed("kv_cache_config.mamba_ssm_cache_dtype"),
     "max_running_requests": Renamed("max_batch_size"),
@@ -426,10 +427,6 @@ ABSENT: Mapping[str, str] = {
     "gpu_memory_utilization": _MEMORY,
     "mem_fraction": _MEMORY,
     "enable_expert_parallel": "use moe_expert_parallel_size",
-    **dict.fromkeys(
-        ("sleep", "memory_saver"),
-        "a paused engine keeps its memory; --allow_weight_updates has POST /pause",
-    ),
     "chunked_prefill_size": "use enable_chunked_prefill: true and max_num_tokens",
     "max_prefill_tokens": "use max_num_tokens",
     "compilation_config": "use cuda_graph_config",

@@ -125,13 +125,19 @@ class HeadSource:
     """This rank's, with its place."""
     fp8_activations: bool = True
     """That of exported MTP modules, as in `load_model`."""
+    staged_for: torch.device | None = None
+    """The device of the weights, which lie in host memory as `Placement` says; None: the target's,
+    where they lie."""
 
     @property
     def placement(self) -> Placement:
         """Weights in the target's dtype, on its device."""
-        target, communicator = self.target, self.communicator
         return Placement(
-            target.dtype, target.device, communicator.mapping, communicator=communicator
+            self.target.dtype,
+            self.staged_for or self.target.device,
+            self.communicator.mapping,
+            communicator=self.communicator,
+            staged=self.staged_for is not None,
         )
 
 

@@ -126,7 +126,7 @@ class Centroids(Module):
         self.first = 0 if output.shard is None else output.shard.first
         size = config.layers.hidden_size
         self.centroids = Linear(size, self.number, bias=False, placement=placement)
-        places = torch.arange(output.parts["lm_head"], device=placement.device) + self.first
+        places = torch.arange(output.parts["lm_head"], device=placement.memory) + self.first
         self.owners = places // (self.vocab_size // self.number)
 
     def limit(self, hidden: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:

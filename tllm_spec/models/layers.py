@@ -30,6 +30,13 @@ class Placement:
     """How the weights are quantised that stay so."""
     input_slices: int = 1
     """Ranks that have a slice of a layer's inputs each."""
+    staged: bool = False
+    """Whether the tensors lie in host memory, in the form that they have on the device."""
+
+    @property
+    def memory(self) -> torch.device:
+        """Where tensors are created."""
+        return torch.device("cpu") if self.staged else self.device
 
     @property
     def wide(self) -> "Placement":
@@ -49,9 +56,9 @@ class Placement:
     def parameter(self, *shape: int, column_major: bool = False) -> nn.Parameter:
         """Uninitialised: loading fills it. `column_major` changes the strides, not the shape."""
         if column_major:
-            values = torch.empty(shape[::-1], dtype=self.dtype, device=self.device).t()
+            values = torch.empty(shape[::-1], dtype=self.dtype, device=self.memory).t()
         else:
-            values = torch.empty(shape, dtype=self.dtype, device=self.device)
+            values = torch.empty(shape, dtype=self.dtype, device=self.memory)
         return nn.Parameter(values, requires_grad=False)
 
 

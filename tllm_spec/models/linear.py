@@ -326,6 +326,15 @@ def tune_linears(
         logger.info("tuned %d GEMMs in %.1f s; see %s", num_measured, seconds, path)
 
 
+def renew_derived(model: nn.Module) -> None:
+    """Called after weights were replaced in place: renews what was derived from them since they
+    were loaded."""
+    for layer in model.modules():
+        form = layer.weight_format if isinstance(layer, Linear) else None
+        if isinstance(form, QuantisedActivations):
+            form.renew_tiles()
+
+
 def _is_worth_it(layer: Linear) -> bool:
     weight = layer.weight
     return (

@@ -162,7 +162,7 @@ class Llama4Model(DecoderModel):
 
     def add_tables(self, config: ModelConfig, max_positions: int, placement: Placement) -> None:
         super().add_tables(config, max_positions, placement)
-        shape, device = (1, 2, 1, config.head_dim), placement.device
+        shape, device = (1, 2, 1, config.head_dim), placement.memory
         self.unrotated = torch.zeros(shape, dtype=placement.dtype, device=device)
         self.unrotated[:, 0] = 1.0
         self.temperatures, self.temperature = None, config.temperature

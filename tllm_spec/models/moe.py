@@ -144,11 +144,11 @@ class Router(Linear):
         number = config.num_experts + rule.gates_shared
         super().__init__(hidden, number, bias=config.has_bias, placement=placement.wide)
         self.rule, self.in_float32 = rule, config.float32_router
-        values = torch.empty(config.num_experts, dtype=torch.float32, device=placement.device)
+        values = torch.empty(config.num_experts, dtype=torch.float32, device=placement.memory)
         self.e_score_correction_bias = (
             nn.Parameter(values, requires_grad=False) if config.has_correction_bias else None
         )
-        self.num_arrived = torch.zeros(MAX_TOKENS, dtype=torch.int32, device=placement.device)
+        self.num_arrived = torch.zeros(MAX_TOKENS, dtype=torch.int32, device=placement.memory)
         self.names, self.num_experts = config.names, config.num_experts
 
     def slots(self, path: str) -> Iterator[tuple[str, WeightSlot]]:

@@ -239,10 +239,12 @@ def load_nextn(
     *,
     is_exported: bool = False,
     fp8_activations: bool = True,
+    staged_for: torch.device | None = None,
 ) -> NextnModules:
     """The first `count` modules of the folder `path`, the target's checkpoint or an exported one,
     in the target's dtype and on its device, sharded as the target's layers are. fp8_activations:
-    of exported modules, as in `load_model`; others are computed as the target.
+    of exported modules, as in `load_model`; others are computed as the target. staged_for: as of
+    `HeadSource`.
 
     Raises:
         ValueError: tensors are missing or surplus, or exported modules are not for the target.
@@ -253,16 +255,13 @@ def load_nextn(
         config, first = computed_as(exported_config(path, config), fp8_activations), 0
         # Everything else in such a folder is surplus.
         known = tuple(f"model.layers.{number}." for number in range(config.num_layers))
-    placement = Placement(
-        target.dtype, target.device, communicator.mapping, communicator=communicator
-    )
-    placement = with_quantised(placement, config)
+    source = HeadSource(path, target, load_format, 0, communicator, staged_for=staged_for)
+    placement = with_quantised(source.placement, config)
     if is_exported:
         log_quantised(path, config, placement)
     prefixes = [target.nextn_prefix(first + index) for index in range(count)]
     shared = {}
     if load_format != "dummy":
-        source = HeadSource(path, target, load_format, max_positions=0, communicator=communicator)
         shared = _shared(prefixes, source)
     modules = NextnModules(target, count, placement, owns=shared)
     parts = dict(zip(prefixes, modules.modules_by_step, strict=True))

@@ -196,6 +196,7 @@ def load_model(
     communicator: Communicator = SINGLE,
     batch_invariant: bool = False,
     fp8_activations: bool = True,
+    staged: bool = False,
 ) -> CausalLM:
     """Build the model that `path/config.json` describes and load its weights.
 
@@ -210,6 +211,7 @@ def load_model(
         communicator: this rank's, with its place.
         batch_invariant: whether a row's logits have the same bits in every batch; slower.
         fp8_activations: whether activations are quantised where the checkpoint says so.
+        staged: as in `Placement`.
 
     Raises:
         ValueError: the config or the checkpoint is not served; the message says why.
@@ -221,8 +223,8 @@ def load_model(
     is_tied = config.tie_word_embeddings and load_format == "auto"
     if is_tied and has_own_output(path, dtype, config.text_part.parameter_name):
         config = replace(config, tie_word_embeddings=False)
-    placement = Placement(dtype, device, communicator.mapping, batch_invariant, communicator)
-    placement = with_quantised(placement, config)
+    own = communicator.mapping, batch_invariant, communicator
+    placement = with_quantised(Placement(dtype, device, *own, staged=staged), config)
     model = model_type(config)(config, max_positions, placement)
     log_quantised(path, config, placement)
     prepare_quantised({"": model}, path, config, load_format, placement)

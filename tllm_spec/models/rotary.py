@@ -142,7 +142,7 @@ def cos_sin_table(
     unrotated = (head_dim - rotated) // 2
     cos, sin = F.pad(cos, (0, unrotated), value=1.0), F.pad(sin, (0, unrotated))
     cos_sin = torch.stack((torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)), dim=1)
-    return cos_sin[:, :, None].to(placement.device, placement.dtype)
+    return cos_sin[:, :, None].to(placement.memory, placement.dtype)
 
 
 def head_order(rope: RopeConfig, head_dim: int) -> torch.Tensor | None:

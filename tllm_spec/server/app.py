@@ -11,9 +11,9 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Annotated, Any
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Query, Request
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -56,7 +56,7 @@ from tllm_spec.server.protocol import (
     WeightUpdateRequest,
 )
 from tllm_spec.server.refusals import MESSAGES_PATH, RequestRefused, add_error_handlers
-from tllm_spec.server.replicas import Engine, Replicas
+from tllm_spec.server.replicas import Engine
 from tllm_spec.server.responses_api import ResponseAnswer, ResponsesRequest
 from tllm_spec.server.streaming import (
     EventStream,
@@ -69,10 +69,6 @@ from tllm_spec.server.traces import Traces
 from tllm_spec.text.chat_prompt import ChatPrompts
 from tllm_spec.text.reasoning import Section
 from tllm_spec.version import __version__
-
-if TYPE_CHECKING:
-    from tllm_spec.llm import LLM
-    from tllm_spec.server.engine_client import EngineClient
 
 MAX_TEMPLATE_TOKENS = 1024  # that a chat template adds to what the body has, usually
 DRAINING = "the server is about to end"
@@ -153,6 +149,9 @@ class OpenAIServer:
             post("/pause", self.pause)
             post("/resume", self.resume)
             get("/is_paused", self.is_paused)
+            post("/sleep", self.sleep)
+            post("/wake_up", self.wake_up)
+            get("/is_sleeping", self.is_sleeping)
             post("/update_weights_from_disk", self.update_weights)
         pages = Pages(self._llm, self._model, self._histograms, self._options.api_key is not None)
         pages.add_to(app)
@@ -359,14 +358,14 @@ class OpenAIServer:
         """`/pause`, for the operator's key only: waits until no round runs, in a thread."""
         _check_key(request, self._options.weights_key, "pause the engine")
         with bad_request(), engine_running():
-            self._updatable.pause(mode)
+            self._llm.pause(mode)
         return self.is_paused()
 
     def resume(self, request: Request) -> dict[str, Any]:
         """`/resume`, likewise."""
         _check_key(request, self._options.weights_key, "resume the engine")
         with engine_running():
-            self._updatable.resume()
+            self._llm.resume()
         return self.is_paused()
 
     def is_paused(self) -> dict[str, Any]:
@@ -379,16 +378,30 @@ class OpenAIServer:
         with bad_request(), engine_running():
             root = Path(self._options.weights_root or "")
             folder = _folder_below(root, body.model_path, "model_path", "--weights_root")
-            version = body.weight_version
-            told = self._updatable.update_weights(str(folder), version, running=body.running)
+            own = body.weight_version, body.part, body.running
+            told = self._llm.update_weights(str(folder), *own)
         message = f"weights of {body.model_path} are served"
         return {"success": True, "message": message, "weight_version": told.pop("version"), **told}
 
-    @property
-    def _updatable(self) -> EngineClient | LLM:
-        """One engine: `options_of` refuses updates of several."""
-        assert not isinstance(self._llm, Replicas)
-        return self._llm
+    def sleep(self, request: Request, level: int = 1) -> dict[str, Any]:
+        """`/sleep`, likewise: waits until the memory is free."""
+        _check_key(request, self._options.weights_key, "let the engine sleep")
+        with bad_request(), engine_running():
+            return {"is_sleeping": True, "memory": self._llm.sleep(level)}
+
+    def wake_up(
+        self, request: Request, tags: Annotated[list[str] | None, Query()] = None
+    ) -> dict[str, Any]:
+        """`/wake_up`, likewise. tags: each may name several, with commas."""
+        _check_key(request, self._options.weights_key, "wake the engine")
+        wanted = None if tags is None else [tag for each in tags for tag in each.split(",")]
+        with bad_request(), engine_running():
+            return {"memory": self._llm.wake_up(wanted)} | self.is_sleeping()
+
+    def is_sleeping(self) -> dict[str, Any]:
+        """Whether something is asleep. Runs in a thread, as `server_info`."""
+        with engine_running():
+            return {"is_sleeping": self._llm.is_sleeping}
 
     async def _params_of(
         self,

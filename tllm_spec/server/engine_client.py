@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field, replace
 from itertools import count
-from typing import Any
+from typing import Any, TypeAlias
 
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.executor.request import Response, StopChecker, StopMatch
@@ -94,7 +94,12 @@ logger = logging.getLogger(__name__)
 
 # Seconds that the engine has for work of its threads: to compile a grammar, which is given up much
 # earlier, and to load weights, replay requests with them, and end requests before a pause.
-WORK_SECONDS = {"compile": 60.0, **dict.fromkeys(("stage", "whole", "update", "pause"), 600.0)}
+LONG_STEPS = (
+    *("stage", "whole", "update", "pause", "sleep", "wake_up"),
+    *("stage_update", "commit_update", "keep_update"),
+)
+WORK_SECONDS = {"compile": 60.0, **dict.fromkeys(LONG_STEPS, 600.0)}
+Argument: TypeAlias = "str | bool | int | list[str] | None"  # of a step
 QUESTIONS_PAUSE = 0.25  # of the time-out, between an answer and the next question
 SHUT_DOWN = "the server is shutting down"
 
@@ -270,11 +275,26 @@ class EngineClient:
         """As `LLM.resume`. Not from the event loop."""
         self.swap_step("resume")
 
-    def update_weights(self, folder: str, version: str | None, *, running: str) -> dict[str, Any]:
+    def update_weights(
+        self, folder: str, version: str | None, part: str, running: str
+    ) -> dict[str, Any]:
         """As `LLM.update_weights`, of a folder. Not from the event loop."""
-        return self.swap_step("update", folder, version, running)
+        return self.swap_step("update", folder, version, part, running)
 
-    def swap_step(self, step: str, *arguments: str | bool | int | None) -> dict[str, Any]:
+    def sleep(self, level: int) -> dict[str, Any]:
+        """As `LLM.sleep`. Not from the event loop."""
+        return self.swap_step("sleep", level)
+
+    def wake_up(self, tags: Sequence[str] | None) -> dict[str, Any]:
+        """As `LLM.wake_up`. Not from the event loop."""
+        return self.swap_step("wake_up", None if tags is None else list(tags))
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether something is asleep. Not from the event loop: it waits for the engine."""
+        return bool(self._ask("call", "is_sleeping"))
+
+    def swap_step(self, step: str, *arguments: Argument) -> dict[str, Any]:
         """As one of the engine process' `steps`. Not from the event loop."""
         told: dict[str, Any] = self._ask("swap", step, *arguments)
         return told
@@ -293,7 +313,7 @@ class EngineClient:
         if self._down is not None:
             raise RuntimeError(self._down)
 
-    def _ask(self, kind: str, *question: str | bool | int | None) -> Any:
+    def _ask(self, kind: str, *question: Argument) -> Any:
         """Raises ValueError where the question is a mistake, RuntimeError where the engine cannot
         answer, or not in time."""
         self._check_alive()

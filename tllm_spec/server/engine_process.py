@@ -17,18 +17,22 @@ from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from time import monotonic
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgpack
 
 from tllm_spec.config.engine_config import KVEventsConfig
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.executor.py_executor import Load
+from tllm_spec.outputs import FIRST_VERSION
 from tllm_spec.request_errors import described
 from tllm_spec.server.child import FAILED, Control, freeze_heap, memory_note
 from tllm_spec.server.engine_port import EnginePort
-from tllm_spec.server.replicas import DraftInForce
+from tllm_spec.server.replicas import InForce
 from tllm_spec.server.wire import Link
+
+if TYPE_CHECKING:
+    from tllm_spec.executor.weight_swap import Part
 
 logger = logging.getLogger(__name__)
 load_logger = logging.getLogger("tllm_spec.load")
@@ -147,8 +151,9 @@ class EngineLoop:
 
 
 class EngineProcess:
-    """on_joining: called before it joins the other ranks. draft_version: of one of several engines:
-    how often their draft weights have been swapped. Raises ValueError for models and options that
+    """on_joining: called before it joins the other ranks. Of one of several engines draft_version
+    is how often their draft weights have been swapped, and weight_version names the target's
+    weights once they have been updated. Raises ValueError for models and options that
     cannot be served."""
 
     def __init__(
@@ -157,6 +162,7 @@ class EngineProcess:
         listener: socket.socket,
         on_joining: Callable[[], None],
         draft_version: int | None = None,
+        weight_version: str | None = None,
     ) -> None:
         from tllm_spec.draft_swap import DraftSwap
         from tllm_spec.executor.worker import Worker
@@ -181,7 +187,7 @@ class EngineProcess:
         self._worker = Worker(built.executor, built.queue, self._on_end)
         swap = self._draft_swap = DraftSwap(args, built.executor, self._worker)
         weights, stats = built.executor.parts.draft_weights, built.executor.parts.iteration_stats
-        self._update = TargetUpdate(args.model, built.executor, self._worker)
+        self._update = TargetUpdate(args, built.executor, self._worker, swap.forced)
         self._port = EnginePort(
             built,
             self._grammars,
@@ -190,22 +196,36 @@ class EngineProcess:
                 "state": self._state,
                 "stats": list if stats is None else stats.take,
                 "ping": lambda: None,
+                "is_sleeping": lambda: self._update.is_sleeping,
             },
-            {
-                "whole": swap.whole,
-                "stage": swap.stage,
-                "commit": swap.commit,
-                "keep": swap.keep,
-                "update": self._update.update,
-                "pause": self._pause,
-                "resume": self._resume,
-            },
+            self._steps(),
         )
         if weights is not None and draft_version is not None:
             weights.version, weights.report_worse = draft_version, self._port.report_worse
+        target = built.executor.parts.target_weights
+        if target is not None and weight_version is not None:
+            target.version = weight_version
         self._loop = EngineLoop(
             self._port, listener, lambda: self._worker.submit(self._executor.load)
         )
+
+    def _steps(self) -> dict[str, Callable[..., dict[str, Any]]]:
+        """What fronts ask for that takes long."""
+        swap, update = self._draft_swap, self._update
+        return {
+            "whole": swap.whole,
+            "stage": swap.stage,
+            "commit": swap.commit,
+            "keep": swap.keep,
+            "update": update.update,
+            "stage_update": self._stage_update,
+            "commit_update": update.commit,
+            "keep_update": update.keep,
+            "sleep": update.sleep,
+            "wake_up": update.wake_up,
+            "pause": self._pause,
+            "resume": self._resume,
+        }
 
     def run(self) -> str | None:
         """Serves until `stop`. Returns why the engine has died, or None."""
@@ -225,6 +245,13 @@ class EngineProcess:
     def _on_end(self, reason: str) -> None:
         self._port.fail_all(reason)
         self._loop.stop()
+
+    def _stage_update(self, folder: str, version: str, part: Part, running: str) -> dict[str, Any]:
+        if part == "draft":
+            raise ValueError(
+                "part = 'draft': of several engines, POST /v1/draft_model swaps drafts"
+            )
+        return self._update.stage(folder, version, part, running)
 
     def _pause(self, mode: str) -> dict[str, Any]:
         self._port.set_pause(mode)
@@ -275,12 +302,22 @@ def with_served_draft(args: LlmArgs, engine_paths: Sequence[str]) -> tuple[LlmAr
     been swapped; None for an only engine."""
     if len(engine_paths) == 1:
         return args, None
-    served = DraftInForce(engine_paths[0]).read()
+    served = InForce(engine_paths[0], "draft").read()
     if served is None:
         return args, 0
     from tllm_spec.draft_swap import with_draft_weights
 
-    return with_draft_weights(args, served.folder), served.version
+    return with_draft_weights(args, served.folder), int(served.version)
+
+
+def with_served_target(args: LlmArgs, engine_paths: Sequence[str]) -> tuple[LlmArgs, str | None]:
+    """The arguments with the target's weights that the other engines have after an update, and
+    their version; None before."""
+    served = InForce(engine_paths[0], "target").read()
+    if served is None or served.version == FIRST_VERSION:
+        return args, None
+    own = {"model": served.folder, "tokenizer": args.tokenizer or args.model, "load_format": "auto"}
+    return args.model_copy(update=own), str(served.version)
 
 
 def main() -> int:
@@ -292,8 +329,9 @@ def main() -> int:
         args = LlmArgs(**settings.llm)
         args = args_of_engine(args, settings.number, len(settings.engine_paths))
         args, draft_version = with_served_draft(args, settings.engine_paths)
+        args, weight_version = with_served_target(args, settings.engine_paths)
         joining = partial(control.send, "joining")
-        engine = EngineProcess(args, listener, joining, draft_version)
+        engine = EngineProcess(args, listener, joining, draft_version, weight_version)
     except ValueError as error:
         control.send("failed", str(error))
         return FAILED

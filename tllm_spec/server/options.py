@@ -49,7 +49,7 @@ class ServerOptions:
     draft_model_key: str | None = None  # name of the key that may do so
     allow_weight_updates: bool = False
     weights_root: str | None = None  # folder of the target's weights that may be loaded
-    weights_key: str | None = None  # name of the key that may do so, and pause
+    weights_key: str | None = None  # name of the key that may do so, pause and sleep
 
 
 def hosts_of(address: str, allowed: Sequence[str] = ()) -> Sequence[str] | None:

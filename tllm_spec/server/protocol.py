@@ -463,10 +463,11 @@ class DraftModelRequest(BodyModel):
 
 class WeightUpdateRequest(BodyModel):
     """Body of `/update_weights_from_disk`, which is SGLang's. model_path: below `--weights_root`.
-    running: whether requests that run are computed again or go on with what they have."""
+    part, running: as of `LLM.update_weights`."""
 
     model_path: str
     weight_version: str | None = None
+    part: Literal["target", "draft", "all"] = "target"
     running: Literal["retract", "keep"] = "retract"
     load_format: Literal["auto"] | None = None
     flush_cache: Literal[True] = True

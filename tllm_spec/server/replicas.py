@@ -1,6 +1,6 @@
 """Several engines with the whole model each, as one: every request goes to the engine that the
 router chooses. An engine that ends takes its own requests with it, and is used again once it has
-been started again. All of them swap draft weights, or none."""
+been started again. All of them replace their weights, or none."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from time import monotonic
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 import msgpack
 
@@ -23,6 +24,7 @@ from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.executor.request_wire import RequestLimits
 from tllm_spec.executor.resources.radix import block_hashes
 from tllm_spec.intake import Intake, Prompt
+from tllm_spec.outputs import FIRST_VERSION
 from tllm_spec.recording.traffic_folder import take_lock
 from tllm_spec.request_handle import RequestHandle
 from tllm_spec.sampling_params import DEFAULT_OPTIONS, RequestOptions, SamplingParams
@@ -32,37 +34,38 @@ from tllm_spec.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from tllm_spec.llm import LLM
 
-# Swaps the draft weights of several engines: all of them swap, or none. The texts of their
-# requests do not depend on it, so requests go on meanwhile.
+# Replaces the weights of several engines, of the draft network or of the target: in all of them, or
+# in none. Requests go on meanwhile; each runs with the weights that its engine has.
 #
-# What is served is written before and after the engines swap (`DraftInForce`). So whatever ends in
-# the middle, an engine or the front that asks, all engines come back to what is written.
+# What is served is written before and after the engines do it (`InForce`). So whatever ends in the
+# middle, an engine or the front that asks, all engines come back to what is written.
 
 
-# Which draft weights the engines of a server have after a swap. It is a file next to their
+# Which weights the engines of a server have after they were replaced. It is a file next to their
 # sockets: any front may write it, and an engine that is started again reads it.
 
 
 LOCK_SECONDS = 600.0  # that a swap waits for another one
+Part: TypeAlias = Literal["draft", "target"]
 
 
 @dataclass(frozen=True)
 class Served:
     """version: of these weights. before: the folder that the last swap replaced; None if that swap
-    was one back to older weights. last: the latest version that a swap has had, also one that
+    was one back to older weights. last: the latest number that a swap has had, also one that
     failed: no version has two folders."""
 
     folder: str
-    version: int
+    version: int | str
     before: str | None
     last: int
 
 
-class DraftInForce:
+class InForce:
     """engine_path: an engine's socket. Methods raise OSError when its folder has been removed."""
 
-    def __init__(self, engine_path: str) -> None:
-        self._path = Path(engine_path).with_name("draft_weights.json")
+    def __init__(self, engine_path: str, part: Part) -> None:
+        self._path = Path(engine_path).with_name(f"{part}_weights.json")
 
     @contextmanager
     def held(self) -> Iterator[Served | None]:
@@ -88,74 +91,139 @@ logger = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
 
 
-class DraftSwaps:
-    """first: the folder that is served before any swap. running: the engines that run. Its methods
-    wait for them."""
+class Swaps:
+    """first: what is served before any swap. keep: the engines' step that brings one to what is
+    served. running: the engines that run. Its methods wait for them."""
 
     def __init__(
         self,
+        part: Part,
+        first: Served,
+        keep: str,
         engine_paths: Sequence[str],
-        first: str,
         running: Callable[[], Sequence[EngineClient]],
     ) -> None:
-        self._in_force = DraftInForce(engine_paths[0])
-        self._first = Served(first, 0, None, 0)
+        self._part, self._first, self._keep_step = part, first, keep
+        self._in_force = InForce(engine_paths[0], part)
         self._num_engines = len(engine_paths)
         self._running = running
 
-    def swap(self, folder: str, *, keep_cache: bool, force: bool) -> dict[str, Any]:
-        """As `LLM.load_draft_weights`. Raises RuntimeError, too, if an engine does not run, or ends
-        before all have swapped."""
+    @contextmanager
+    def held(self) -> Iterator[Served]:
+        """What is served. Raises RuntimeError if nothing can be replaced."""
         try:
             with self._in_force.held() as served:
-                served = served or self._first
-                return self._swap(served, folder, served.folder, keep_cache=keep_cache, force=force)
+                yield served or self._first
         except OSError as error:
-            raise RuntimeError(f"no engine has swapped its draft weights: {error}") from error
-
-    def swap_back(self, folder: str) -> None:
-        """An engine has found these weights worse than those before. Every front calls this, and
-        the first one swaps."""
-        try:
-            with self._in_force.held() as served:
-                if served is not None and served.folder == folder and served.before is not None:
-                    self._swap(served, served.before, None, keep_cache=False, force=True)
-        except (RuntimeError, ValueError, OSError) as error:
-            logger.error("the engines keep the draft weights of %s: %s", folder, error)
+            raise RuntimeError(
+                f"no engine has replaced its {self._part} weights: {error}"
+            ) from error
 
     def settle(self, engine: EngineClient) -> None:
         """Brings an engine that has connected to what is served: a front, or the engine, may have
         ended in the middle of a swap."""
         try:
             if self._in_force.read() is not None:
-                with self._in_force.held() as served:
-                    _keep(served or self._first, engine)
-        except OSError as error:
-            logger.error("an engine may have other draft weights than the others: %s", error)
+                with self.held() as served:
+                    self._keep(served, engine)
+        except (OSError, RuntimeError) as error:
+            logger.error("an engine may have other weights than the others: %s", error)
+
+    def _replace(
+        self,
+        served: Served,
+        new: Served,
+        stage: Callable[[EngineClient], dict[str, Any]],
+        commit: Callable[[EngineClient], dict[str, Any]],
+    ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """What the steps of each engine return. Raises RuntimeError, too, if an engine does not
+        run, or ends before all have replaced their weights."""
+        engines = self._running()
+        if len(engines) < self._num_engines:
+            raise RuntimeError(
+                f"an engine is being started; {self._part} weights are replaced in all engines or "
+                "in none"
+            )
+        try:
+            staged = _in_all(engines, stage)
+            self._in_force.write(replace(served, last=new.last))
+            committed = _in_all(engines, commit)
+            self._in_force.write(new)
+        except (RuntimeError, ValueError, OSError):
+            _in_all(engines, partial(self._keep, served))
+            raise
+        return staged, committed
+
+    def _keep(self, served: Served, engine: EngineClient) -> None:
+        try:
+            engine.swap_step(self._keep_step, served.folder, served.version)
+        except (RuntimeError, ValueError) as error:
+            if not engine.is_running:
+                return  # it reads what is served when it is started again
+            logger.error("an engine may not have the weights of %s: %s", served.folder, error)
+
+
+class DraftSwaps(Swaps):
+    """The texts of requests do not depend on draft weights."""
+
+    def __init__(
+        self, first: str, engine_paths: Sequence[str], running: Callable[[], Sequence[EngineClient]]
+    ) -> None:
+        super().__init__("draft", Served(first, 0, None, 0), "keep", engine_paths, running)
+
+    def swap(self, folder: str, *, keep_cache: bool, force: bool) -> dict[str, Any]:
+        """As `LLM.load_draft_weights`. Raises RuntimeError, too, as `_replace` does."""
+        with self.held() as served:
+            return self._swap(served, folder, served.folder, keep_cache=keep_cache, force=force)
+
+    def swap_back(self, folder: str) -> None:
+        """An engine has found these weights worse than those before. Every front calls this, and
+        the first one swaps."""
+        try:
+            with self.held() as served:
+                if served.folder == folder and served.before is not None:
+                    self._swap(served, served.before, None, keep_cache=False, force=True)
+        except (RuntimeError, ValueError) as error:
+            logger.error("the engines keep the draft weights of %s: %s", folder, error)
 
     def _swap(
         self, served: Served, folder: str, before: str | None, *, keep_cache: bool, force: bool
     ) -> dict[str, Any]:
         """before: as of `Served`, after the swap."""
-        engines = self._running()
-        if len(engines) < self._num_engines:
-            raise RuntimeError(
-                "an engine is being started; draft weights are swapped in all engines or in none"
-            )
-
-        def stage(engine: EngineClient) -> dict[str, Any]:
-            return engine.swap_step("stage", folder, force or engine is not engines[0])
-
-        version = served.last + 1
-        try:
-            told = _in_all(engines, stage)[0]
-            self._in_force.write(replace(served, last=version))
-            _in_all(engines, lambda engine: engine.swap_step("commit", keep_cache, version))
-            self._in_force.write(Served(folder, version, before, version))
-        except (RuntimeError, ValueError, OSError):
-            _in_all(engines, partial(_keep, served))
-            raise
+        version, first = served.last + 1, self._running()[:1]
+        (told, *_), _ = self._replace(
+            served,
+            Served(folder, version, before, version),
+            lambda engine: engine.swap_step("stage", folder, force or engine not in first),
+            lambda engine: engine.swap_step("commit", keep_cache, version),
+        )
         return {"version": version, "folder": folder} | told
+
+
+class TargetUpdates(Swaps):
+    """Versions are names."""
+
+    def __init__(
+        self, first: str, engine_paths: Sequence[str], running: Callable[[], Sequence[EngineClient]]
+    ) -> None:
+        served = Served(first, FIRST_VERSION, None, 0)
+        super().__init__("target", served, "keep_update", engine_paths, running)
+
+    def update(self, folder: str, version: str | None, part: str, running: str) -> dict[str, Any]:
+        """As `LLM.update_weights`, of a folder, and of all engines or none."""
+        begin = monotonic()
+        with self.held() as served:
+            number = served.last + 1
+            new = Served(folder, version or str(number), served.folder, number)
+            _, told = self._replace(
+                served,
+                new,
+                lambda engine: engine.swap_step("stage_update", folder, new.version, part, running),
+                lambda engine: engine.swap_step("commit_update"),
+            )
+        stopped = max(each["stopped_seconds"] for each in told)
+        staged = monotonic() - begin - stopped
+        return {"version": new.version, "staged_seconds": staged, "stopped_seconds": stopped}
 
 
 def _in_all(
@@ -164,15 +232,6 @@ def _in_all(
     """At the same time. Raises what the first of them raises, once all have ended."""
     with ThreadPoolExecutor(max(1, len(engines))) as threads:
         return list(threads.map(step, engines))
-
-
-def _keep(served: Served, engine: EngineClient) -> None:
-    try:
-        engine.swap_step("keep", served.folder, served.version)
-    except (RuntimeError, ValueError) as error:
-        if not engine.is_running:
-            return  # it reads what is served when it is started again
-        logger.error("an engine may not have the draft weights of %s: %s", served.folder, error)
 
 
 # Which of several engines gets a request: the one that has most of its prompt in the prefix cache.
@@ -261,7 +320,8 @@ class Replicas:
         self._router = PrefixRouter(len(paths), args.kv_cache_config.tokens_per_block)
         self._clients: dict[int, EngineClient] = {}
         first = str(getattr(args.speculative_config, "speculative_model", ""))
-        self._swaps = DraftSwaps(paths, first, lambda: list(self._running().values()))
+        self._swaps = DraftSwaps(first, paths, self._engines)
+        self._updates = TargetUpdates(args.model, paths, self._engines)
         self._first = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._is_shut_down = False
@@ -278,7 +338,10 @@ class Replicas:
         await replicas._first.wait()
         return replicas
 
-    pause_mode = None  # weights of several engines are not updated
+    @property
+    def pause_mode(self) -> str | None:
+        """The engines', which pause together."""
+        return next((each.pause_mode for each in self._engines() if each.pause_mode), None)
 
     @property
     def is_healthy(self) -> bool:
@@ -328,6 +391,33 @@ class Replicas:
         """As `LLM.load_draft_weights`: in all engines, or in none."""
         return self._swaps.swap(folder, keep_cache=keep_cache, force=force)
 
+    def update_weights(
+        self, folder: str, version: str | None, part: str, running: str
+    ) -> dict[str, Any]:
+        """As `LLM.update_weights`, of a folder: in all engines, or in none."""
+        return self._updates.update(folder, version, part, running)
+
+    def pause(self, mode: str) -> None:
+        """As `LLM.pause`, of all engines."""
+        _in_all(self._engines(), lambda engine: engine.pause(mode))
+
+    def resume(self) -> None:
+        """As `LLM.resume`."""
+        _in_all(self._engines(), EngineClient.resume)
+
+    def sleep(self, level: int) -> list[dict[str, Any]]:
+        """As `LLM.sleep`, of all engines."""
+        return _in_all(self._engines(), lambda engine: engine.sleep(level))
+
+    def wake_up(self, tags: Sequence[str] | None) -> list[dict[str, Any]]:
+        """As `LLM.wake_up`."""
+        return _in_all(self._engines(), lambda engine: engine.wake_up(tags))
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether something of an engine is asleep. Waits for the engines."""
+        return any(_in_all(self._engines(), lambda engine: engine.is_sleeping))
+
     def get_stats(self) -> list[dict[str, Any]]:
         """As `LLM.get_stats`, for one engine after the other."""
         return [each for stats in self._ask_all(EngineClient.get_stats).values() for each in stats]
@@ -339,6 +429,9 @@ class Replicas:
             task.cancel()
         for client in self._clients.values():
             client.shutdown()
+
+    def _engines(self) -> list[EngineClient]:
+        return list(self._running().values())
 
     def _running(self) -> dict[int, EngineClient]:
         """By number, in order."""
@@ -367,19 +460,20 @@ class Replicas:
             with suppress(ConnectionError, FileNotFoundError):
                 path = self._paths[number]
                 _, connection = await loop.create_unix_connection(EngineConnection, path)
-                self._use(number, connection, await asyncio.shield(connection.limits))
+                await self._use(number, connection, await asyncio.shield(connection.limits))
                 await asyncio.shield(connection.closed)
                 self._router.forget(number)
             await asyncio.sleep(RETRY_SECONDS)
 
-    def _use(self, number: int, connection: EngineConnection, limits: RequestLimits) -> None:
-        if not self._clients:
+    async def _use(self, number: int, connection: EngineConnection, limits: RequestLimits) -> None:
+        """An engine gets requests once it has the target's weights in force."""
+        if not hasattr(self, "_intake"):
             self.max_seq_len = limits.max_seq_len
             self._intake = Intake(self.args, self._tokenizer, limits)
         # Engines on devices with less free memory have smaller caches.
         self.max_seq_len = min(self.max_seq_len, limits.max_seq_len)
         self._intake.limit_sequences(self.max_seq_len)
-        client = self._clients[number] = EngineClient(
+        client = EngineClient(
             self.args,
             self._tokenizer,
             connection,
@@ -390,6 +484,10 @@ class Replicas:
             partial(_in_thread, self._swaps.swap_back),
             f"engine {number}",
         )
+        await asyncio.to_thread(self._updates.settle, client)
+        if (mode := self.pause_mode) is not None:
+            await asyncio.to_thread(client.pause, mode)
+        self._clients[number] = client
         _in_thread(self._swaps.settle, client)
         self._first.set()
 

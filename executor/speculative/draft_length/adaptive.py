@@ -98,6 +98,11 @@ class DraftLenTable:
         found = [most for size, most in self._rows if size <= batch_size]
         return min([room, *found[-1:]])
 
+    def forget(self) -> None:
+        """Opens the gate, and drops what it has seen."""
+        self._window.clear()
+        self._closed_rounds = 0
+
     def observe(self, num_accepted: Sequence[int], num_drafted: int) -> None:
         """num_drafted: drafts of the whole round. Rounds without drafts count only while the gate
         is closed."""
@@ -147,11 +152,21 @@ class ContextBucket:
     """Rounds of requests with `context_len` tokens or more on average. Slots ascend by lower
     bound."""
 
-    slots: Sequence[TierPolicy]
+    new_slots: Callable[[], Sequence[TierPolicy]]
+    """Slots that have seen nothing."""
     times: CorrectedRoundTimes
     context_len: int
     # By batch size: padded, and its slot. Looked up twice a round.
     slot_of: dict[int, tuple[int, TierPolicy]] = field(default_factory=dict)
+    slots: Sequence[TierPolicy] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Drops learned acceptance. Round times stay."""
+        self.slots = self.new_slots()
+        self.slot_of.clear()
 
     def named(self, number: object) -> str:
         """A slot or batch size of this bucket, as `state` shows it."""
@@ -222,7 +237,7 @@ class AdaptiveController:
                 estimate = estimate_of(options, shapes, shares_rows=shares_rows)
                 return CostModelSlot(low, estimate, options, times, shapes, record)
 
-            return ContextBucket([slot(*each) for each in slots], times, context_len)
+            return ContextBucket(lambda: [slot(*each) for each in slots], times, context_len)
 
         return cls(
             table,
@@ -237,6 +252,12 @@ class AdaptiveController:
     def fixed(cls, tier: int) -> "AdaptiveController":
         """Every round has this tier."""
         return cls(DraftLenTable({0: tier}))
+
+    def forget(self) -> None:
+        """Drops what it knows of acceptance: the weights have changed."""
+        self._table.forget()
+        for bucket in self._buckets:
+            bucket.forget()
 
     def note_context(self, context_len: int) -> None:
         """Average tokens of the requests that `tier_for` is asked about next. A small change does

@@ -211,6 +211,7 @@ def _load_modules(
         source.communicator,
         is_exported=plan.path is not None,
         fp8_activations=source.fp8_activations,
+        staged_for=source.staged_for,
     )
 
 

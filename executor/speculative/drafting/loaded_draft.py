@@ -99,16 +99,19 @@ def mask_token(plan: DraftPlan) -> int | None:
 
 
 def keep_tokens(
-    net: CausalLM | DraftHead, tokens: DraftTokens | None, communicator: Communicator
+    net: CausalLM | DraftHead,
+    tokens: DraftTokens | None,
+    communicator: Communicator,
+    staged_for: torch.device | None = None,
 ) -> None:
-    """Limits what `net` drafts to `tokens`; None: no limit."""
+    """Limits what `net` drafts to `tokens`; None: no limit. staged_for: as of `HeadSource`."""
     if tokens is not None:
         mapping = communicator.mapping
         if tokens.read_as is not None:
             tokens = tokens.divisible(mapping.tp_size)
-        net.keep_tokens(
-            tokens, Placement(net.dtype, net.device, mapping, communicator=communicator)
-        )
+        device, staged = staged_for or net.device, staged_for is not None
+        own = Placement(net.dtype, device, mapping, communicator=communicator, staged=staged)
+        net.keep_tokens(tokens, own)
 
 
 def load_head(
@@ -128,7 +131,7 @@ def load_head(
             source.path / "config.json",
             ", ".join(unknown),
         )
-    keep_tokens(model, tokens, source.communicator)
+    keep_tokens(model, tokens, source.communicator, source.staged_for)
     spec = SpecMetadata(layers, of_target.hidden_size, max_num_tokens, target.dtype, target.device)
     return LoadedDraft(plan, model, spec, kind)
 

@@ -86,13 +86,13 @@ class FourBitWeight(ScaledWeight):
         kinds = (torch.uint8, row_bytes(in_features)), (word_type, num_words)
         self.weight, self.scales = (
             nn.Parameter(
-                torch.zeros(*number, size, dtype=dtype, device=placement.device),
+                torch.zeros(*number, size, dtype=dtype, device=placement.memory),
                 requires_grad=False,
             )
             for dtype, size in kinds
         )
         if groups.is_ordered:
-            order = torch.zeros(in_features, dtype=torch.int64, device=placement.device)
+            order = torch.zeros(in_features, dtype=torch.int64, device=placement.memory)
             self.order = nn.Parameter(order, requires_grad=False)
 
     @property

@@ -89,7 +89,7 @@ class ScaledWeight(FewRowsFormat):
         bias: nn.Parameter | None,
         dtype: torch.dtype = FP8,
     ) -> None:
-        device = placement.device
+        device = placement.memory
         sizes = *shape[:-1], -(-shape[-1] // BLOCK)
         weight = torch.empty(shape, dtype=dtype, device=device)
         scales = torch.empty(sizes, dtype=torch.float32, device=device)
@@ -144,14 +144,14 @@ class QuantisedActivations(ScaledWeight):
         *number, out_features, in_features = shape
         columns = 1 if placement.quantised.fp8 in ("tensor", "row") else self.scales.shape[-1]
         # In memory `[..., columns, N]`, as the kernels read it.
-        scales = torch.empty(*number, columns, out_features, device=placement.device).mT
+        scales = torch.empty(*number, columns, out_features, device=placement.memory).mT
         self.scales = nn.Parameter(scales, requires_grad=False)
-        self.counters = torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=placement.device)
+        self.counters = torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=placement.memory)
         assert placement.quantised.activations is not None
         self.activations, self.communicator = placement.quantised.activations, None
         if self.activations.shared_by == "tensor":
             sizes = number if has_own_inputs else ()
-            zeros = torch.zeros(sizes, dtype=torch.float32, device=placement.device)
+            zeros = torch.zeros(sizes, dtype=torch.float32, device=placement.memory)
             self.input_scale = nn.Parameter(zeros, requires_grad=False)
         elif placement.input_slices > 1 and self.activations.shared_by == "token":
             self.communicator = placement.communicator
@@ -173,6 +173,13 @@ class QuantisedActivations(ScaledWeight):
         number."""
         self.gemms = gemms
         self.tiles = tile_scales(self.scales) if self.scales.shape[1] > 1 else None
+
+    def renew_tiles(self) -> None:
+        """Called after other weights were written in place."""
+        if self.tiles is not None:
+            tiles = tile_scales(self.scales)
+            assert tiles is not None, "rows of a tile have different scales"
+            self.tiles.copy_(tiles)
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         return self.forward(x)

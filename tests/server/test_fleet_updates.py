@@ -1,0 +1,128 @@
+"""The target's weights of several engines: all of them are updated, or none, and all sleep."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.executor.test_draft_weights import copy_of
+from tests.server.engine_thread import ARGS, PROMPT
+from tests.server.test_draft_swaps import PARAMS, Fleet
+from tllm_spec.executor.target_weights import TargetWeights
+from tllm_spec.server.engine_process import with_served_target
+from tllm_spec.server.replicas import InForce, Replicas, Served
+
+FIRST = "zoo:llama"
+
+
+class TargetFleet(Fleet):
+    """other: a checkpoint with other answers than those of `FIRST`."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.other = str(copy_of(FIRST, folder / "target", 0.9))
+
+    @property
+    def targets(self) -> list[TargetWeights]:
+        found = [engine.process._executor.parts.target_weights for engine in self.engines]
+        return [each for each in found if each is not None]
+
+    @property
+    def versions(self) -> list[tuple[str, str]]:
+        return [(each.folder, each.version) for each in self.targets]
+
+    def texts(self) -> list[str]:
+        """What each engine answers."""
+
+        async def ask(replicas: Replicas) -> list[str]:
+            handles = [each.submit(PROMPT, PARAMS) for each in replicas._engines()]
+            return [(await handle).outputs[0].text for handle in handles]
+
+        found: list[str] = self.use(ask)
+        return found
+
+    def update(self, folder: str, version: str | None = None) -> dict[str, Any]:
+        async def ask(replicas: Replicas) -> Any:
+            own = folder, version, "target", "retract"
+            return await asyncio.to_thread(replicas.update_weights, *own)
+
+        found: dict[str, Any] = self.use(ask)
+        return found
+
+
+@pytest.fixture
+def fleet(tmp_path: Path) -> Iterator[TargetFleet]:
+    fleet = TargetFleet(tmp_path)
+    yield fleet
+    for engine in fleet.engines:
+        engine.close()
+        engine.process._executor.check_integrity()
+
+
+def test_all_engines_are_updated_and_one_that_starts_again_has_the_same(
+    fleet: TargetFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = fleet.texts()
+    assert with_served_target(ARGS, fleet.paths) == (ARGS, None)
+    assert fleet.update(fleet.other)["version"] == "1"
+    assert fleet.versions == [(fleet.other, "1")] * 2
+    after = fleet.texts()
+    assert len(set(before)) == len(set(after)) == 1 and before != after
+    args, version = with_served_target(ARGS, fleet.paths)
+    assert (args.model, args.tokenizer, version) == (fleet.other, ARGS.model, "1")
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("the executor has died")
+
+    monkeypatch.setattr(fleet.engines[1].process._update, "_call", fail)
+    with pytest.raises(RuntimeError, match="the executor has died"):
+        fleet.update(FIRST, "back")
+    monkeypatch.undo()
+    assert fleet.versions == [(fleet.other, "1")] * 2 and fleet.texts() == after
+    assert fleet.update(FIRST)["version"] == "3" and fleet.texts() == before
+
+
+@pytest.mark.slow
+def test_an_engine_that_connects_is_brought_to_what_is_in_force(
+    fleet: TargetFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(folder: str, part: str) -> None:
+        raise ValueError(f"the weights do not fit: {folder}")
+
+    before = fleet.texts()
+    monkeypatch.setattr(fleet.targets[1], "stage", refuse)
+    with pytest.raises(ValueError, match="do not fit"):
+        fleet.update(fleet.other)
+    assert fleet.versions == [(FIRST, "default")] * 2 and fleet.texts() == before
+    monkeypatch.undo()
+    in_force = InForce(fleet.paths[0], "target")
+    with in_force.held():
+        in_force.write(Served(fleet.other, "b", FIRST, 1))
+    assert fleet.texts() != before  # before it gets a request
+    assert fleet.versions == [(fleet.other, "b")] * 2
+
+
+def test_an_engine_without_the_weights_in_force_serves_no_more(fleet: TargetFleet) -> None:
+    update = fleet.engines[0].process._update
+    with pytest.raises(ValueError, match="missing"):
+        update.keep("missing", "b")
+    failure = fleet.engines[0].process._worker.failure
+    assert failure is not None and "which all engines serve" in failure
+
+
+def test_several_engines_pause_and_sleep_together(fleet: TargetFleet) -> None:
+    async def ask(replicas: Replicas) -> list[str]:
+        texts = [(await replicas.submit(PROMPT, PARAMS)).outputs[0].text]
+        await asyncio.to_thread(replicas.sleep, 1)
+        assert await asyncio.to_thread(lambda: replicas.is_sleeping)
+        waiting = [each.submit(PROMPT, PARAMS) for each in replicas._engines()]
+        await asyncio.to_thread(replicas.pause, "keep")
+        await asyncio.to_thread(replicas.wake_up, ["weights", "kv_cache"])
+        assert not await asyncio.to_thread(lambda: replicas.is_sleeping)
+        assert replicas.pause_mode == "keep" and replicas.num_unfinished == 2
+        await asyncio.to_thread(replicas.resume)
+        return texts + [(await each).outputs[0].text for each in waiting]
+
+    assert len(set(fleet.use(ask))) == 1

@@ -1,0 +1,99 @@
+"""An engine sleeps: its weights and its KV cache give their memory back, requests wait, and after
+waking texts and acceptance are those of before."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.executor.test_draft_weights import copy_of
+from tests.test_target_update import DRAFTERS, PROMPT, SAMPLED, A, make_llm, started, text
+from tllm_spec.llm import LLM
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A checkpoint with other answers."""
+    return str(copy_of(A, tmp_path_factory.mktemp("b") / "other", 0.9))
+
+
+def told_of(llm: LLM) -> tuple[list[int], Any]:
+    output = llm.generate(PROMPT, SAMPLED)
+    return output.outputs[0].token_ids, output.speculative_decoding
+
+
+@pytest.mark.thinned
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_texts_and_acceptance_after_waking_are_those_of_before(name: str) -> None:
+    with make_llm(spec=DRAFTERS[name]) as llm:
+        expected, told = told_of(llm), []
+        for _ in range(20 if name == "eagle3" else 2):
+            told.append(llm.sleep())
+            assert llm.is_sleeping
+            waiting = llm.generate_async(PROMPT, SAMPLED)
+            llm.wake_up(["weights"])
+            assert llm.is_sleeping
+            assert llm.wake_up()["host_bytes"] == 0 and not llm.is_sleeping
+            output = waiting.result()
+            assert (output.outputs[0].token_ids, output.speculative_decoding) == expected
+        assert all(each == told[0] for each in told), "the memory is flat"
+        weights = sum(each.nbytes for each in llm._executor.parts.runner.engine.model.parameters())
+        assert told[0]["freed_bytes"] > told[0]["host_bytes"] >= weights
+        llm.check_integrity()
+
+
+def test_level_2_drops_the_weights_until_an_update(other: str) -> None:
+    with make_llm() as llm, make_llm(other) as fresh:
+        expected = told_of(fresh)
+        stream = started(llm)
+        told = llm.sleep(2)
+        assert 0 < told["host_bytes"] < told["freed_bytes"] / 2, "those of the head only"
+        with pytest.raises(ValueError, match="weights are asleep; wake_up"):
+            llm.update_weights(other)
+        llm.wake_up(["kv_cache"])
+        llm.wake_up()
+        with pytest.raises(ValueError, match="level 2 has dropped the weights; update_weights"):
+            llm.generate(PROMPT)
+        llm.update_weights(other, version="b")
+        assert told_of(llm) == expected
+        output = stream.result()  # it was computed again
+        assert output.outputs[0].length == 30 and output.weight_version == "b"
+        llm.check_integrity()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["eagle3", "draft_model"])
+def test_on_a_gpu_memory_goes_and_graphs_stay(name: str, other: str) -> None:
+    options = {"spec": DRAFTERS[name], "dtype": "float32", "enable_sleep_mode": True}
+    with make_llm(**options) as llm:
+        expected = told_of(llm)
+        before = torch.cuda.mem_get_info()[0]
+        for _ in range(3):
+            freed = llm.sleep()["freed_bytes"]
+            assert torch.cuda.mem_get_info()[0] - before > 0.9 * freed > 0
+            llm.wake_up()
+            assert told_of(llm) == expected
+        llm.sleep(2)
+        llm.wake_up()
+        llm.update_weights(other)
+        updated = told_of(llm)
+        llm.check_integrity()
+    with make_llm(other, **options) as fresh:
+        assert told_of(fresh) == updated != expected
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_sleep_needs_its_option() -> None:
+    with make_llm() as llm, pytest.raises(ValueError, match="without enable_sleep_mode: true"):
+        llm.sleep()
+
+
+def test_what_cannot_sleep_says_so() -> None:
+    with make_llm() as llm:
+        for call, why in (
+            (lambda: llm.sleep(3), "level = 3; it must be 1 or 2"),
+            (lambda: llm.wake_up(["draft"]), r"tags = \['draft'\]; accepted are weights, kv_cache"),
+        ):
+            with pytest.raises(ValueError, match=why):
+                call()
+        assert not llm.is_sleeping and len(text(llm)) == 30
