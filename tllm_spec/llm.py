@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
 from tllm_spec.config.engine_config import NO_KV_EVENTS
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.config.neighbours import CHAT_IGNORED, GENERATE_IGNORED, Ignored
-from tllm_spec.config.option_checks import refusals
+from tllm_spec.config.option_checks import LogprobsMode, refusals
 from tllm_spec.distributed.communicator import Communicator
 from tllm_spec.draft_swap import DraftSwap
 from tllm_spec.executor.request import Response
 from tllm_spec.executor.request_queue import RequestQueue
 from tllm_spec.executor.worker import Worker
 from tllm_spec.grammars import Grammars
-from tllm_spec.intake import Intake, Params, Prompt, is_single
+from tllm_spec.intake import Intake, Params, Prompt, Submission, is_single
 from tllm_spec.models.draft_kind import with_decoding_type
 from tllm_spec.models.registry import model_config
 from tllm_spec.outputs import RequestOutput
@@ -200,11 +200,11 @@ class LLM:
 
     def submit(self, inputs: Prompt, params: Params, options: RequestOptions) -> RequestHandle:
         """As `generate_async`, which makes `options`."""
-        self._check_alive()
-        if self.pause_mode in REFUSING_MODES:
-            raise EnginePaused
+        self._check_running()
         with _mistakes_as_request_errors():
-            submission = self._intake.submission(inputs, params, options)
+            return self._submitted(self._intake.submission(inputs, params, options))
+
+    def _submitted(self, submission: Submission) -> RequestHandle:
         ids = [each.request_id for each in submission.requests]
 
         def cancel() -> None:  # holds the LLM: a running request keeps it alive
@@ -218,6 +218,38 @@ class LLM:
             self._results.fail_all(self._worker.why_ended)
             raise RuntimeError(self._worker.why_ended)
         return result
+
+    def score(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        completions: Prompt | Sequence[Prompt],
+        *,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+        logprobs_mode: LogprobsMode | None = None,
+    ) -> list[list[float]]:
+        """For each completion of one prompt, or of as many prompts, the log probabilities (or
+        logits) of its tokens. A text is tokenised without special tokens. The options are as in
+        `SamplingParams`: in a processed mode a value is that with which the token would have been
+        drawn, minus infinity where a filter excludes it. The prefix cache is not read.
+
+        Raises RequestError for what cannot be served, RuntimeError as `generate_async` does."""
+        self._check_running()
+        with _mistakes_as_request_errors():
+            params = SamplingParams(
+                **{"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p},
+                **{"logprobs_mode": logprobs_mode, "logprobs": 0, "prompt_logprobs": 0},
+                **{"max_tokens": 1, "detokenize": False, "speculation": {"enabled": False}},
+            )
+            given = ([each] if is_single(each) else each for each in (prompts, completions))
+            befores, owns = cast("Iterator[Sequence[Prompt]]", given)
+            pairs = zip(befores, _one_each("completions", owns, len(befores)), strict=True)
+            submissions = [self._intake.scoring(*pair, params) for pair in pairs]
+        handles = [*map(self._submitted, submissions)]
+        firsts = [each.requests[0].scored_from for each in submissions]
+        return [_scores(each.result(), first) for each, first in zip(handles, firsts, strict=True)]
 
     def check_length(self, text: str | Sequence[int]) -> None:
         """Raises ValueError for token ids that are too many, and for a text that has too many
@@ -369,6 +401,11 @@ class LLM:
             result.receive(Response(0, [], finish_reason="error", error=str(error)))
             return result
 
+    def _check_running(self) -> None:
+        self._check_alive()
+        if self.pause_mode in REFUSING_MODES:
+            raise EnginePaused
+
     def _check_alive(self) -> None:
         if self._is_shut_down:
             raise RuntimeError("the LLM is shut down")
@@ -393,6 +430,14 @@ def _shown(results: Sequence[RequestHandle]) -> list[RequestOutput]:
             speed = num_tokens / (time.monotonic() - start)
             bar.advance(note=f"{speed:.0f} tokens/s")
     return outputs
+
+
+def _scores(output: RequestOutput, first: int) -> list[float]:
+    """The values of the prompt's tokens from `first` on."""
+    if output.error is not None:
+        raise RequestError(output.error)
+    entries = output.outputs[0].prompt_logprobs[first:]
+    return [next(iter(entry.values())).logprob for entry in entries if entry]
 
 
 def _refuse_not_served(

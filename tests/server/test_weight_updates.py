@@ -77,8 +77,22 @@ def test_the_operator_updates_the_weights_and_pauses(tmp_path: Path) -> None:
         after = ask("/v1/completions", **BODY).json()
         assert after["weight_versions"] == [{"version": "step 1", "start": 0, "end": 20}]
         options = {"stream": True, "stream_options": {"include_usage": True}}
-        streamed = ask("/v1/completions", **BODY, **options).text.split("\n\n")
-        assert json.loads(streamed[-3].removeprefix("data: "))["weight_version"] == "step 1"
+        for last in (3, 4):  # with the usage, and before it
+            streamed = ask("/v1/completions", **BODY, **options).text.split("\n\n")
+            told = json.loads(streamed[-last].removeprefix("data: "))
+            assert told["weight_versions"] == after["weight_versions"]
+        turn = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 20}
+        for path, body, last in (
+            ("chat/completions", turn, -3),
+            ("messages", turn, -3),
+            ("responses", {"input": "a", "max_output_tokens": 20}, -2),
+        ):
+            chat = {"model": BODY["model"], "temperature": 0.5, **body}
+            whole = ask(f"/v1/{path}", **chat).json()
+            assert whole["weight_version"] == whole["weight_versions"][0]["version"] == "step 1"
+            events = ask(f"/v1/{path}", **chat, stream=True).text.split("\n\n")
+            assert '"weight_version": "step 1"' in events[last]
+            assert not any("weight_version" in each for each in events[:last])
 
         assert ask("/pause?mode=keep").json() == {"is_paused": True}
         waiting = thread.submit(ask, "/v1/completions", **BODY)
