@@ -37,7 +37,7 @@ from tllm_spec.request_errors import (
     RequestError,
 )
 from tllm_spec.request_handle import RequestHandle, Results
-from tllm_spec.sampling_params import RequestOptions, SamplingParams
+from tllm_spec.sampling_params import RequestOptions, SamplingParams, SpeculationParams
 from tllm_spec.server_info import server_info
 from tllm_spec.target_update import TargetUpdate
 from tllm_spec.text.chat_prompt import Conversation
@@ -239,9 +239,16 @@ class LLM:
         self._check_running()
         with _mistakes_as_request_errors():
             params = SamplingParams(
-                **{"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p},
-                **{"logprobs_mode": logprobs_mode, "logprobs": 0, "prompt_logprobs": 0},
-                **{"max_tokens": 1, "detokenize": False, "speculation": {"enabled": False}},
+                temperature=temperature,
+                top_k=top_k,
+                top_p=top_p,
+                min_p=min_p,
+                logprobs_mode=logprobs_mode,
+                logprobs=0,
+                prompt_logprobs=0,
+                max_tokens=1,
+                detokenize=False,
+                speculation=SpeculationParams(enabled=False),
             )
             given = ([each] if is_single(each) else each for each in (prompts, completions))
             befores, owns = cast("Iterator[Sequence[Prompt]]", given)

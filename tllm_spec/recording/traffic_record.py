@@ -87,7 +87,7 @@ class TrafficRecord(ConfigModel):
     draft_version: Count  # how often draft weights had been swapped when it began
     # None and empty: the target's weights could not be updated.
     weight_version: str | None = None  # of the last token
-    weight_versions: list[WeightSpan] = []
+    weight_versions: list[WeightSpan] = Field(default_factory=list)
 
     _place: str = PrivateAttr("")
 
