@@ -39,6 +39,7 @@ from tllm_spec.request_errors import (
 from tllm_spec.request_handle import RequestHandle, Results
 from tllm_spec.sampling_params import RequestOptions, SamplingParams, SpeculationParams
 from tllm_spec.server_info import server_info
+from tllm_spec.shared_tensors import SharedTensors
 from tllm_spec.target_update import TargetUpdate
 from tllm_spec.text.chat_prompt import Conversation
 from tllm_spec.text.messages import Messages
@@ -333,13 +334,14 @@ class LLM:
 
     def update_weights(
         self,
-        source: str | os.PathLike[str] | Iterable[tuple[str, "torch.Tensor"]],
+        source: str | os.PathLike[str] | Iterable[tuple[str, "torch.Tensor"]] | SharedTensors,
         version: str | None = None,
         *,
         running: Literal["keep", "retract"] = "retract",
     ) -> dict[str, Any]:
         """Replaces the target's weights between two rounds, while it serves. source: a folder with
-        a checkpoint of the same model, or its tensors with their names there. version: a name for
+        a checkpoint of the same model, or its tensors with their names there, also those of another
+        process. version: a name for
         the weights; None: how often they were updated. running: whether requests that run are
         computed again from their tokens, or go on with what the old weights have computed.
 
@@ -348,6 +350,8 @@ class LLM:
         those in which no round ran. Raises ValueError, and changes nothing, for weights that do not
         fit."""
         self._check_alive()
+        if isinstance(source, SharedTensors):
+            source = source.tensors()
         return self._update.update(source, version, running)
 
     def get_stats(self, timeout: float | None = 2) -> list[dict[str, Any]]:

@@ -50,8 +50,10 @@ from tllm_spec.server.protocol import (
     CompletionRequest,
     DetokenizeRequest,
     DraftModelRequest,
+    FolderUpdateRequest,
     GenerationRequest,
     StreamOptions,
+    TensorUpdateRequest,
     TokenizeRequest,
     WeightUpdateRequest,
 )
@@ -153,7 +155,8 @@ class OpenAIServer:
             post("/pause", self.pause)
             post("/resume", self.resume)
             get("/is_paused", self.is_paused)
-            post("/update_weights_from_disk", self.update_weights)
+            post("/update_weights_from_disk", self.update_from_folder)
+            post("/update_weights_from_tensor", self.update_from_tensors)
         pages = Pages(self._llm, self._model, self._histograms, self._options.api_key is not None)
         pages.add_to(app)
         app.add_middleware(Guard, options=self._options)
@@ -373,16 +376,26 @@ class OpenAIServer:
         """Whether no rounds run before `/resume`."""
         return {"is_paused": self._llm.pause_mode is not None}
 
-    def update_weights(self, body: WeightUpdateRequest, request: Request) -> dict[str, Any]:
+    def update_from_folder(self, body: FolderUpdateRequest, request: Request) -> dict[str, Any]:
         """`/update_weights_from_disk`, likewise: waits until the weights are served."""
+        path = Path(self._options.weights_root or ""), body.model_path
+        find = partial(_folder_below, *path, "model_path", "--weights_root")
+        return self._update(body, request, lambda: str(find()), f"weights of {body.model_path}")
+
+    def update_from_tensors(self, body: TensorUpdateRequest, request: Request) -> dict[str, Any]:
+        """`/update_weights_from_tensor`, likewise."""
+        return self._update(body, request, lambda: body, f"{len(body.named_tensors)} tensors")
+
+    def _update(
+        self, body: WeightUpdateRequest, request: Request, source: Callable[[], Any], what: str
+    ) -> dict[str, Any]:
         _check_key(request, self._options.weights_key, "update weights")
         with bad_request(), engine_running():
-            root = Path(self._options.weights_root or "")
-            folder = _folder_below(root, body.model_path, "model_path", "--weights_root")
-            version = body.weight_version
-            told = self._updatable.update_weights(str(folder), version, running=body.running)
-        message = f"weights of {body.model_path} are served"
-        return {"success": True, "message": message, "weight_version": told.pop("version"), **told}
+            told = self._updatable.update_weights(
+                source(), body.weight_version, running=body.running
+            )
+        done = {"success": True, "message": f"{what} are served"}
+        return done | {"weight_version": told.pop("version"), **told}
 
     @property
     def _updatable(self) -> EngineClient | LLM:

@@ -25,6 +25,7 @@ from tllm_spec.sampling_params import DEFAULT_OPTIONS, RequestOptions, SamplingP
 from tllm_spec.server.child import engine_process
 from tllm_spec.server.wire import new_unpacker, pack, unpack_response
 from tllm_spec.server_info import server_info
+from tllm_spec.shared_tensors import SharedTensors
 from tllm_spec.text.tokenizer import Tokenizer
 
 # A request that runs in the engine's process, as a front process sees it: it looks for the stop
@@ -94,7 +95,8 @@ logger = logging.getLogger(__name__)
 
 # Seconds that the engine has for work of its threads: to compile a grammar, which is given up much
 # earlier, and to load weights, replay requests with them, and end requests before a pause.
-WORK_SECONDS = {"compile": 60.0, **dict.fromkeys(("stage", "whole", "update", "pause"), 600.0)}
+LONG_STEPS = "stage", "whole", "update", "update_shared", "pause"
+WORK_SECONDS = {"compile": 60.0, **dict.fromkeys(LONG_STEPS, 600.0)}
 QUESTIONS_PAUSE = 0.25  # of the time-out, between an answer and the next question
 SHUT_DOWN = "the server is shutting down"
 
@@ -270,11 +272,16 @@ class EngineClient:
         """As `LLM.resume`. Not from the event loop."""
         self.swap_step("resume")
 
-    def update_weights(self, folder: str, version: str | None, *, running: str) -> dict[str, Any]:
-        """As `LLM.update_weights`, of a folder. Not from the event loop."""
-        return self.swap_step("update", folder, version, running)
+    def update_weights(
+        self, source: str | SharedTensors, version: str | None, *, running: str
+    ) -> dict[str, Any]:
+        """As `LLM.update_weights`, of a folder or shared tensors. Not from the event loop."""
+        if isinstance(source, SharedTensors):
+            tensors = source.model_dump(include=set(SharedTensors.model_fields))
+            return self.swap_step("update_shared", tensors, version, running)
+        return self.swap_step("update", source, version, running)
 
-    def swap_step(self, step: str, *arguments: str | bool | int | None) -> dict[str, Any]:
+    def swap_step(self, step: str, *arguments: Any) -> dict[str, Any]:
         """As one of the engine process' `steps`. Not from the event loop."""
         told: dict[str, Any] = self._ask("swap", step, *arguments)
         return told
@@ -293,7 +300,7 @@ class EngineClient:
         if self._down is not None:
             raise RuntimeError(self._down)
 
-    def _ask(self, kind: str, *question: str | bool | int | None) -> Any:
+    def _ask(self, kind: str, *question: Any) -> Any:
         """Raises ValueError where the question is a mistake, RuntimeError where the engine cannot
         answer, or not in time."""
         self._check_alive()
