@@ -1,5 +1,6 @@
 """`tllm-train head --follow`: a head is trained on what its engine records, and swapped in."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ from tests.training.test_train_head import OPTIONS, train
 from tllm_spec.cli.train import main
 from tllm_spec.llm import LLM
 from tllm_spec.outputs import SpeculativeStats
+from tllm_spec.training import follow
 from tllm_spec.training.follow import Follower
 from tllm_spec.training.head_run import HeadOptions
+from tllm_spec.training.trainer import FILE
 
 PROMPTS = [[(first + place) % 12 for place in range(8 + first // 2)] for first in range(24)]
 RECORDED: dict[str, Any] = {
@@ -42,7 +45,7 @@ def test_a_head_that_follows_is_swapped_in_and_drafts_better(
 ) -> None:
     assert train(model, traffic, tmp_path / "first", "--steps 1").exit_code == 0
     given = {"model": str(model), "data": tmp_path / "recorded", "start": str(tmp_path / "first")}
-    run = {"steps": 40, "batch_tokens": 256, "learning_rate": 2e-3, "unroll": 3, "resume": False}
+    run = {"steps": 15, "batch_tokens": 256, "learning_rate": 2e-3, "unroll": 3, "resume": False}
     own = {"output": tmp_path / "heads", "norms": (), "dtype": "float32", "device": "cpu"}
     with LLM(
         model, record_traffic=given["data"], speculative_config=spec_of(tmp_path / "first"),
@@ -60,12 +63,35 @@ def test_a_head_that_follows_is_swapped_in_and_drafts_better(
         assert served["version"] == 1 and served["folder"] == str(tmp_path / "heads" / "000001")
         again, after = completed(llm)
         assert again == texts and after > before + 0.5
-        for _ in range(2):
-            follower.wait()
-            follower.turn()
-            completed(llm)
-        assert sorted(each.name for each in (tmp_path / "heads").iterdir()) == ["000002", "000003"]
         llm.check_integrity()
+
+
+def test_each_turn_begins_with_the_head_before_and_two_heads_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A head that is not better is not swapped in. Texts that were dropped meanwhile are left
+    out."""
+    runs, swapped = list[HeadOptions](), list[str]()
+
+    def run(options: HeadOptions) -> None:
+        assert len(list(options.data.iterdir())) == 1
+        options.output.mkdir(parents=True)
+        (options.output / FILE).touch()
+        step = 0 if len(runs) == 1 else 5
+        (options.output / "metrics.json").write_text(json.dumps({"step": step}))
+        runs.append(options)
+
+    monkeypatch.setattr(follow, "run_head", run)
+    states = tmp_path / "hidden-1-a.safetensors"
+    states.touch()
+    monkeypatch.setattr(follow, "states_files_of", lambda path: [states.with_name("gone"), states])
+    given = {"data": tmp_path, "output": tmp_path / "heads", "start": "first"}
+    follower = Follower(HeadOptions(**OPTIONS | given), lambda head: swapped.append(head.name))
+    for _ in range(3):
+        follower.turn()
+    assert [Path(each.start or "").name for each in runs] == ["first", "000001", "000002"]
+    assert swapped == ["000001", "000003"]
+    assert sorted(each.name for each in (tmp_path / "heads").iterdir()) == ["000002", "000003"]
 
 
 @pytest.mark.parametrize(
