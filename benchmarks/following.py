@@ -3,9 +3,9 @@
     python -m benchmarks.following [updates] [--quick] [--output result.json]
 
 The zoo's target is trained on this repository's documents, and both engines are given its weights
-after each of 5 parts. They complete pieces of these documents, with equal texts (on a GPU but for ties). Of one the texts
-and their hidden states are recorded; between two updates `tllm-train head --follow` makes a turn on
-the newest ones, whose head is swapped in."""
+after each of 5 parts. They complete pieces of these documents, with equal texts (on a GPU but for
+ties). One records its texts and their hidden states; between two updates `tllm-train head --follow`
+makes a turn on the newest ones, whose head is swapped in."""
 
 import random
 import sys

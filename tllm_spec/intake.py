@@ -151,13 +151,9 @@ class Intake:
             look_for_stops(requests, self._tokenizer, stop, sections)
         return Submission(prompt, token_ids, params, requests, source)
 
-    def scoring(self, prompt: Prompt, completion: Prompt, params: SamplingParams) -> Submission:
-        """A request that reads a completion after its prompt, for the log probabilities. Raises
-        ValueError as `submission` does."""
-        before = self._read(prompt, params)[1]
-        own = self._read(completion, replace(params, add_special_tokens=False))[1]
-        options = RequestOptions(scored_from=len(before), store=False)
-        return self.submission(before + own, params, options)
+    def token_ids(self, prompt: Prompt, *, add_special_tokens: bool) -> list[int]:
+        """Raises ValueError as `submission` does for a prompt."""
+        return self._read(prompt, SamplingParams(add_special_tokens=add_special_tokens))[1]
 
     def _rules(self, params: SamplingParams) -> DecodingRules:
         """The parameters, checked against the model."""

@@ -23,7 +23,7 @@ from tllm_spec.executor.request import Response
 from tllm_spec.executor.request_queue import RequestQueue
 from tllm_spec.executor.worker import Worker
 from tllm_spec.grammars import Grammars
-from tllm_spec.intake import Intake, Params, Prompt, Submission, is_single
+from tllm_spec.intake import Intake, Params, Prompt, is_single
 from tllm_spec.models.draft_kind import with_decoding_type
 from tllm_spec.models.registry import model_config
 from tllm_spec.outputs import RequestOutput
@@ -201,11 +201,11 @@ class LLM:
 
     def submit(self, inputs: Prompt, params: Params, options: RequestOptions) -> RequestHandle:
         """As `generate_async`, which makes `options`."""
-        self._check_running()
+        self._check_alive()
+        if self.pause_mode in REFUSING_MODES:
+            raise EnginePaused
         with _mistakes_as_request_errors():
-            return self._submitted(self._intake.submission(inputs, params, options))
-
-    def _submitted(self, submission: Submission) -> RequestHandle:
+            submission = self._intake.submission(inputs, params, options)
         ids = [each.request_id for each in submission.requests]
 
         def cancel() -> None:  # holds the LLM: a running request keeps it alive
@@ -237,27 +237,33 @@ class LLM:
         drawn, minus infinity where a filter excludes it. The prefix cache is not read.
 
         Raises RequestError for what cannot be served, RuntimeError as `generate_async` does."""
-        self._check_running()
+        params = SamplingParams(
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            logprobs_mode=logprobs_mode,
+            logprobs=0,
+            prompt_logprobs=0,
+            max_tokens=1,
+            detokenize=False,
+            speculation=SpeculationParams(enabled=False),
+        )
+        given = ([each] if is_single(each) else each for each in (prompts, completions))
+        befores, owns = cast("Iterator[Sequence[Prompt]]", given)
+        pairs = [*zip(befores, _one_each("completions", owns, len(befores)), strict=True)]
+        found = [self._start_scoring(*pair, params) for pair in pairs]
+        return [_scores(handle.result(), first) for handle, first in found]
+
+    def _start_scoring(
+        self, prompt: Prompt, completion: Prompt, params: SamplingParams
+    ) -> tuple[RequestHandle, int]:
+        """The request that reads both, and the completion's first token."""
         with _mistakes_as_request_errors():
-            params = SamplingParams(
-                temperature=temperature,
-                top_k=top_k,
-                top_p=top_p,
-                min_p=min_p,
-                logprobs_mode=logprobs_mode,
-                logprobs=0,
-                prompt_logprobs=0,
-                max_tokens=1,
-                detokenize=False,
-                speculation=SpeculationParams(enabled=False),
-            )
-            given = ([each] if is_single(each) else each for each in (prompts, completions))
-            befores, owns = cast("Iterator[Sequence[Prompt]]", given)
-            pairs = zip(befores, _one_each("completions", owns, len(befores)), strict=True)
-            submissions = [self._intake.scoring(*pair, params) for pair in pairs]
-        handles = [*map(self._submitted, submissions)]
-        firsts = [each.requests[0].scored_from for each in submissions]
-        return [_scores(each.result(), first) for each, first in zip(handles, firsts, strict=True)]
+            before = self._intake.token_ids(prompt, add_special_tokens=True)
+            own = self._intake.token_ids(completion, add_special_tokens=False)
+        options = RequestOptions(scored_from=len(before), store=False)
+        return self.submit(before + own, params, options), len(before)
 
     def check_length(self, text: str | Sequence[int]) -> None:
         """Raises ValueError for token ids that are too many, and for a text that has too many
@@ -341,9 +347,9 @@ class LLM:
     ) -> dict[str, Any]:
         """Replaces the target's weights between two rounds, while it serves. source: a folder with
         a checkpoint of the same model, or its tensors with their names there, also those of another
-        process. version: a name for
-        the weights; None: how often they were updated. running: whether requests that run are
-        computed again from their tokens, or go on with what the old weights have computed.
+        process. version: a name for the weights; None: how often they were updated. running:
+        whether requests that run are computed again from their tokens, or go on with what the old
+        weights have computed.
 
         A draft head keeps its own weights, and MTP layers that the source lacks theirs. Nothing
         that was cached before is reused. Returns the version, the seconds that staging took, and
@@ -411,11 +417,6 @@ class LLM:
             result = RequestHandle(0, None, [], SamplingParams(), None, lambda: None)
             result.receive(Response(0, [], finish_reason="error", error=str(error)))
             return result
-
-    def _check_running(self) -> None:
-        self._check_alive()
-        if self.pause_mode in REFUSING_MODES:
-            raise EnginePaused
 
     def _check_alive(self) -> None:
         if self._is_shut_down:
