@@ -190,7 +190,9 @@ class TrafficRecorder:
             num_preemptions=request.num_preemptions,
             draft_version=request.draft_version,
             weight_version=spans[-1].version if spans else None,
-            weight_versions=[WeightSpan(**span._asdict()) for span in spans],
+            weight_versions=[
+                WeightSpan(version=span.version, start=span.start, end=span.end) for span in spans
+            ],
         )
 
     def _add_states(self, request: LlmRequest, record: TrafficRecord) -> None:

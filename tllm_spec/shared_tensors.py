@@ -108,7 +108,7 @@ def _shared_memory(name: str) -> Iterator[tuple[int, Read]]:
 
         def read(offset: int, data: torch.Tensor) -> None:
             file.seek(offset)
-            left = memoryview(data.numpy())
+            left = data.numpy().data
             while left:
                 if not (number := file.readinto(left)):
                     raise ValueError(f"shared_memory = {name!r} has become shorter")
