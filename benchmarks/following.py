@@ -1,6 +1,6 @@
 """Acceptance while the target changes, with the head it began with and with one that follows.
 
-    python -m benchmarks.following [updates] [--quick] [--output result.json]
+    python -m benchmarks.following [--quick] [--texts 192] [--target-steps 60] [--head-steps 120]
 
 The zoo's target is trained on this repository's documents, and both engines are given its weights
 after each of 5 parts. They complete pieces of these documents, with equal texts (on a GPU but for
@@ -69,7 +69,7 @@ def follower_of(llm: LLM, folder: Path, options: Options) -> Follower:
         start=HEAD,
         norms=(),
         unroll=DRAFT_LEN,
-        steps=20 if options.quick else 120,
+        steps=options.more.head_steps,
         batch_tokens=None,
         learning_rate=None,
         resume=False,
@@ -86,24 +86,24 @@ def updates(options: Options) -> Iterator[Row]:
     spec = {"decoding_type": "Eagle3", "speculative_model": HEAD, "max_draft_len": DRAFT_LEN}
     own = {"speculative_config": spec, "device": options.device}
     # A cached prefix has no hidden states to record.
-    own["kv_cache_config"] = {"enable_block_reuse": False}
-    number, steps = (32, 10) if options.quick else (192, 60)
+    kv = {"enable_block_reuse": False, "max_tokens": 1 << 15}
+    own |= {"kv_cache_config": kv, "max_batch_size": 64, "cuda_graph_config": None}
+    num_texts, num_steps = options.more.texts, options.more.target_steps
     with TemporaryDirectory() as name:
         folder = Path(name)
         recorded = {"record_traffic": str(folder / "traffic"), "record_hidden_states": 1.0}
-        with (
-            LLM(MODEL, **own) as stale,
-            LLM(MODEL, **own, **recorded) as llm,
-        ):
+        with LLM(MODEL, **own) as stale, LLM(MODEL, **own, **recorded) as llm:
             text = "".join(path.read_text("utf-8") for path in sorted(ROOT.glob("docs/*.md")))
             tokens = torch.tensor(stale.get_tokenizer().encode(text), device=options.device)
             follower = follower_of(llm, folder, options)
-            for update in range(NUM_UPDATES + 1):
+            for update in range(1 + (2 if options.quick else NUM_UPDATES)):
                 if update:
-                    train_target(target, tokens, steps, update)
+                    train_target(target, tokens, num_steps, update)
                     for each in (stale, llm):
                         each.update_weights(target.state_dict().items(), version=str(update))
-                before, after = (completed(each, tokens, number, update) for each in (stale, llm))
+                before, after = (
+                    completed(each, tokens, num_texts, update) for each in (stale, llm)
+                )
                 equal = [
                     one.outputs[0].token_ids == other.outputs[0].token_ids
                     for one, other in zip(before, after, strict=True)
@@ -112,7 +112,7 @@ def updates(options: Options) -> Iterator[Row]:
                     "update": after[0].weight_version,
                     "stale": acceptance(before),
                     "followed": acceptance(after),
-                    "equal_texts": sum(equal) / number,
+                    "equal_texts": sum(equal) / num_texts,
                 }
                 follower.wait()
                 follower.turn()
@@ -131,4 +131,4 @@ def lines(rows: Sequence[Row]) -> list[str]:
 SUBJECTS = [Subject("updates", "Tokens a round after updates of the target", updates, lines)]
 
 if __name__ == "__main__":
-    sys.exit(main(SUBJECTS, __doc__))
+    sys.exit(main(SUBJECTS, __doc__, texts=192, target_steps=60, head_steps=120))

@@ -1,6 +1,6 @@
 """Tensors that another process of this machine has in shared memory or on a GPU, described in JSON.
 
-They are copied to host memory, one after another. No description can make this process run code."""
+They are copied one after another. No description can make this process run code."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
@@ -20,8 +21,8 @@ from tllm_spec.config.config_base import ConfigModel, check
 if TYPE_CHECKING:
     import torch
 
-    # Fills a tensor of bytes from an offset on.
-    Read = Callable[[int, torch.Tensor], None]
+    # From an offset on, so many bytes.
+    Read = Callable[[int, int], torch.Tensor]
 
 FOLDER = Path("/dev/shm")  # where Linux has POSIX shared memory
 Size = Annotated[int, Field(ge=0, lt=1 << 48)]
@@ -75,9 +76,7 @@ class SharedTensors(ConfigModel):
                     end = each.offset + size
                     raise ValueError(f"{each.name} ends at byte {end}; the memory has {num_bytes}")
             for each, dtype, size in zip(self.named_tensors, types, sizes, strict=True):
-                data = torch.empty(size, dtype=torch.uint8)
-                read(each.offset, data)
-                yield each.name, data.view(dtype).view(each.shape)
+                yield each.name, read(each.offset, size).view(dtype).view(each.shape)
 
     @contextmanager
     def _opened(self) -> Iterator[tuple[int, Read]]:
@@ -96,6 +95,8 @@ class SharedTensors(ConfigModel):
 
 @contextmanager
 def _shared_memory(name: str) -> Iterator[tuple[int, Read]]:
+    import torch
+
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         descriptor = os.open(FOLDER / name, flags)
@@ -106,13 +107,15 @@ def _shared_memory(name: str) -> Iterator[tuple[int, Read]]:
         if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
             raise ValueError(f"shared_memory = {name!r} is not memory of this server's user")
 
-        def read(offset: int, data: torch.Tensor) -> None:
+        def read(offset: int, size: int) -> torch.Tensor:
+            data = torch.empty(size, dtype=torch.uint8)
             file.seek(offset)
             left = data.numpy().data
             while left:
                 if not (number := file.readinto(left)):
                     raise ValueError(f"shared_memory = {name!r} has become shorter")
                 left = left[number:]
+            return data
 
         yield found.st_size, read
 
@@ -136,8 +139,10 @@ def _cuda_memory(data: bytes, device: int) -> Iterator[tuple[int, Read]]:
     except RuntimeError as error:
         raise ValueError(f"cuda_handle cannot be opened: {error}") from error
 
-    def read(offset: int, data: torch.Tensor) -> None:
-        checked(driver.cuMemcpyDtoH(data.data_ptr(), start + offset, data.nbytes))
+    def read(offset: int, size: int) -> torch.Tensor:
+        own = {"shape": (size,), "typestr": "|u1", "data": (start + offset, False), "version": 3}
+        array = SimpleNamespace(__cuda_array_interface__=own)
+        return torch.as_tensor(array, device=f"cuda:{device}").clone()
 
     try:
         _, _, size = driver.cuMemGetAddressRange(start)
