@@ -282,6 +282,7 @@ class LlmRequest:
     streaming: bool = False
     draft_limit: int = 0  # longest draft this request wants; 0 = never speculate
     store: bool | None = None  # what its client says about recording; None: nothing
+    scored_from: int = 0  # token of the prompt; see `RequestOptions`
     arrived_at: float = field(default_factory=monotonic)  # in the engine's process
 
     state: RequestState = RequestState.WAITING

@@ -23,8 +23,14 @@ from tllm_spec.executor.request import DecodingRules, LlmRequest
 from tllm_spec.executor.rounds.round_reader import LaunchedRound
 from tllm_spec.grammar.guided_decoding import compiler_name
 from tllm_spec.grammar.thinking_budget import Budget
+from tllm_spec.outputs import spans_of
 from tllm_spec.recording.traffic_folder import HiddenStates, TrafficFolder
-from tllm_spec.recording.traffic_record import Sampling, TrafficRecord, rounds_until
+from tllm_spec.recording.traffic_record import (
+    Sampling,
+    TrafficRecord,
+    WeightSpan,
+    rounds_until,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -161,6 +167,7 @@ class TrafficRecorder:
         client, user = self._folder.hashes_of(request.client)
         stats, longest = request.counters.stats(), request.counters.width - 1
         output = request.tokens[request.prompt_len :]
+        spans = spans_of(request.weight_versions, len(output))
         return TrafficRecord(
             id=f"{self._run_id}-{self._num_records}",
             client=client,
@@ -182,6 +189,10 @@ class TrafficRecorder:
             cached_tokens=request.cached_tokens,
             num_preemptions=request.num_preemptions,
             draft_version=request.draft_version,
+            weight_version=spans[-1].version if spans else None,
+            weight_versions=[
+                WeightSpan(version=span.version, start=span.start, end=span.end) for span in spans
+            ],
         )
 
     def _add_states(self, request: LlmRequest, record: TrafficRecord) -> None:

@@ -22,6 +22,7 @@ from tllm_spec.llm import LLM
 from tllm_spec.models.formats.weight_format import CudaWeight
 from tllm_spec.models.registry import load_model
 from tllm_spec.outputs import WeightVersion
+from tllm_spec.recording.traffic_folder import read_records
 from tllm_spec.request_handle import RequestHandle
 from tllm_spec.target_update import folder_of
 from tllm_spec.zoo.registry import resolve_model
@@ -314,6 +315,22 @@ def test_tensors_are_taken_by_their_names_while_streams_run(other: str) -> None:
         assert again.weight_versions == [WeightVersion("step 1", 0, 30)]
         assert llm.server_info()["internal_states"][0]["weight_version"] == "step 1"
         llm.check_integrity()
+
+
+def test_records_say_which_weights_computed_their_tokens(other: str, tmp_path: Path) -> None:
+    with make_llm(record_traffic=str(tmp_path / "traffic")) as llm:
+        stream = started(llm)
+        llm.pause("keep")
+        llm.update_weights(other, version="step 1")
+        llm.resume()
+        spans = [span._asdict() for span in stream.result().weight_versions]
+        text(llm)
+    records = read_records(tmp_path / "traffic")
+    assert [each.weight_version for each in records] == ["step 1"] * 2
+    assert [each.weight_versions for each in records] == [
+        spans, [{"version": "step 1", "start": 0, "end": 30}]
+    ]  # fmt: skip
+    assert [each["version"] for each in spans] == ["default", "step 1"]
 
 
 def test_tensors_lie_in_memory_only_if_it_has_room(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -151,6 +151,10 @@ class Intake:
             look_for_stops(requests, self._tokenizer, stop, sections)
         return Submission(prompt, token_ids, params, requests, source)
 
+    def token_ids(self, prompt: Prompt, *, add_special_tokens: bool) -> list[int]:
+        """Raises ValueError as `submission` does for a prompt."""
+        return self._read(prompt, SamplingParams(add_special_tokens=add_special_tokens))[1]
+
     def _rules(self, params: SamplingParams) -> DecodingRules:
         """The parameters, checked against the model."""
         tokenizer = self._tokenizer

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
 from tllm_spec.config.engine_config import NO_KV_EVENTS
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.config.neighbours import CHAT_IGNORED, GENERATE_IGNORED, Ignored
-from tllm_spec.config.option_checks import refusals
+from tllm_spec.config.option_checks import LogprobsMode, refusals
 from tllm_spec.distributed.communicator import Communicator
 from tllm_spec.draft_swap import DraftSwap
 from tllm_spec.executor.request import Response
@@ -38,8 +38,9 @@ from tllm_spec.request_errors import (
     RequestError,
 )
 from tllm_spec.request_handle import RequestHandle, Results
-from tllm_spec.sampling_params import RequestOptions, SamplingParams
+from tllm_spec.sampling_params import RequestOptions, SamplingParams, SpeculationParams
 from tllm_spec.server_info import server_info
+from tllm_spec.shared_tensors import SharedTensors
 from tllm_spec.target_update import TargetUpdate
 from tllm_spec.text.chat_prompt import Conversation
 from tllm_spec.text.messages import Messages
@@ -221,6 +222,51 @@ class LLM:
             raise RuntimeError(self._worker.why_ended)
         return result
 
+    def score(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        completions: Prompt | Sequence[Prompt],
+        *,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+        logprobs_mode: LogprobsMode | None = None,
+    ) -> list[list[float]]:
+        """For each completion of one prompt, or of as many prompts, the log probabilities (or
+        logits) of its tokens. A text is tokenised without special tokens. The options are as in
+        `SamplingParams`: in a processed mode a value is that with which the token would have been
+        drawn, minus infinity where a filter excludes it. The prefix cache is not read.
+
+        Raises RequestError for what cannot be served, RuntimeError as `generate_async` does."""
+        params = SamplingParams(
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            logprobs_mode=logprobs_mode,
+            logprobs=0,
+            prompt_logprobs=0,
+            max_tokens=1,
+            detokenize=False,
+            speculation=SpeculationParams(enabled=False),
+        )
+        given = ([each] if is_single(each) else each for each in (prompts, completions))
+        befores, owns = cast("Iterator[Sequence[Prompt]]", given)
+        pairs = [*zip(befores, _one_each("completions", owns, len(befores)), strict=True)]
+        found = [self._start_scoring(*pair, params) for pair in pairs]
+        return [_scores(handle.result(), first) for handle, first in found]
+
+    def _start_scoring(
+        self, prompt: Prompt, completion: Prompt, params: SamplingParams
+    ) -> tuple[RequestHandle, int]:
+        """The request that reads both, and the completion's first token."""
+        with _mistakes_as_request_errors():
+            before = self._intake.token_ids(prompt, add_special_tokens=True)
+            own = self._intake.token_ids(completion, add_special_tokens=False)
+        options = RequestOptions(scored_from=len(before), store=False)
+        return self.submit(before + own, params, options), len(before)
+
     def check_length(self, text: str | Sequence[int]) -> None:
         """Raises ValueError for token ids that are too many, and for a text that has too many
         whatever they are, without tokenising it."""
@@ -314,15 +360,16 @@ class LLM:
 
     def update_weights(
         self,
-        source: str | os.PathLike[str] | Iterable[tuple[str, "torch.Tensor"]],
+        source: str | os.PathLike[str] | Iterable[tuple[str, "torch.Tensor"]] | SharedTensors,
         version: str | None = None,
         part: Part = "target",
         running: Literal["keep", "retract"] = "retract",
     ) -> dict[str, Any]:
         """Replaces the target's weights between two rounds, while it serves. source: a folder with
-        a checkpoint of the same model, or its tensors with their names there. version: a name for
-        the weights; None: how often they were updated. running: whether requests that run are
-        computed again from their tokens, or go on with what the old weights have computed.
+        a checkpoint of the same model, or its tensors with their names there, also those of another
+        process. version: a name for the weights; None: how often they were updated. running:
+        whether requests that run are computed again from their tokens, or go on with what the old
+        weights have computed.
 
         part: `target`, with MTP layers, which stay where the source lacks them; `draft`, a
         checkpoint of the draft network, or MTP layers; `all`, where every MTP layer is needed.
@@ -330,6 +377,8 @@ class LLM:
         Returns the version, the seconds that staging took, and those in which no round ran. Raises
         ValueError, and changes nothing, for weights that do not fit."""
         self._check_alive()
+        if isinstance(source, SharedTensors):
+            source = source.tensors()
         return self._update.update(source, version, part, running)
 
     def get_stats(self, timeout: float | None = 2) -> list[dict[str, Any]]:
@@ -414,6 +463,14 @@ def _shown(results: Sequence[RequestHandle]) -> list[RequestOutput]:
             speed = num_tokens / (time.monotonic() - start)
             bar.advance(note=f"{speed:.0f} tokens/s")
     return outputs
+
+
+def _scores(output: RequestOutput, first: int) -> list[float]:
+    """The values of the prompt's tokens from `first` on."""
+    if output.error is not None:
+        raise RequestError(output.error)
+    entries = output.outputs[0].prompt_logprobs[first:]
+    return [next(iter(entry.values())).logprob for entry in entries if entry]
 
 
 def _refuse_not_served(

@@ -144,6 +144,13 @@ class WeightVersion(NamedTuple):
     end: int
 
 
+def spans_of(begins: Sequence[tuple[str, int]], num_tokens: int) -> list[WeightVersion]:
+    """begins: versions, each with the output token that it began with."""
+    ends = [*(min(start, num_tokens) for _, start in begins[1:]), num_tokens]
+    spans = [WeightVersion(*own, end) for own, end in zip(begins, ends, strict=False)]
+    return [span for span in spans if span.start < span.end] or spans[-1:]
+
+
 @dataclass
 class CompletionOutput:
     """One of a request's `n` samples; it grows in place while it streams. TensorRT-LLM's
@@ -199,10 +206,7 @@ class CompletionOutput:
     def weight_versions(self) -> list[WeightVersion]:
         """The weights that computed the tokens; more than one if they were updated meanwhile. Known
         at the end."""
-        begins, length = self.weight_begins, self.length
-        ends = [*(min(start, length) for _, start in begins[1:]), length]
-        spans = [WeightVersion(*own, end) for own, end in zip(begins, ends, strict=False)]
-        return [span for span in spans if span.start < span.end] or spans[-1:]
+        return spans_of(self.weight_begins, self.length)
 
     def start_next_diff(self) -> None:
         """Makes the diffs begin after the present text and tokens."""

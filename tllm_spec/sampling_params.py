@@ -409,6 +409,9 @@ class RequestOptions:
     """Who takes turns: a name, or the names of a group and of its member."""
     store: bool | None = None
     """Whether `record_traffic` may record it. null: unless it has a `cache_salt`."""
+    scored_from: int = 0
+    """The prompt's token at which a given completion begins: `prompt_logprobs` begin there, and are
+    those with which it would have been drawn. 0: there is none."""
 
     def __post_init__(self) -> None:
         check_number("priority", self.priority, 0, 1)

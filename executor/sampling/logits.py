@@ -9,9 +9,10 @@ import torch.nn.functional as F
 
 from tllm_spec.config.option_checks import LOGITS
 from tllm_spec.executor.batch import SampledTokens
-from tllm_spec.executor.request import LlmRequest, LogprobForm
+from tllm_spec.executor.request import DecodingRules, LlmRequest, LogprobForm
 from tllm_spec.executor.sampling.row_group import RowGroup
 from tllm_spec.kernels.sampling.choose_token import choose_best
+from tllm_spec.kernels.sampling.logit_filters import filter_cut
 from tllm_spec.outputs import Logprob
 
 # Edits of logits before temperature (penalties, min_tokens), and the distribution of a greedy row.
@@ -259,14 +260,16 @@ def collect_prompt_logprobs(
     them.
 
     hidden `[T, H]`: the rows of the context chunks, one chunk after another, from row 0 on. The
-    first prompt token has no probability (None). After a preemption nothing is added twice."""
+    first prompt token has no probability (None), and none before `scored_from`. After a preemption
+    nothing is added twice."""
     max_rows = max(1, SAMPLING_BYTES // (BYTES_PER_LOGIT * vocab_size))
     end = 0
     for request in requests:
         start, end = end, end + request.context_chunk
         if request.rules.prompt_logprobs is None:
             continue
-        known = request.prompt_logprobs = request.prompt_logprobs or [None]
+        unknown: list[dict[int, Logprob] | None] = [None] * max(1, request.scored_from)
+        known = request.prompt_logprobs = request.prompt_logprobs or unknown
         last = min(request.prompt_len, request.kv_len + request.context_chunk + 1)
         # A token is predicted by the row before it, and the chunk's rows begin at kv_len.
         row_of_token_0 = start - request.kv_len - 1
@@ -280,10 +283,25 @@ def _entries(
     request: LlmRequest, logits: torch.Tensor, first: int
 ) -> list[dict[int, Logprob] | None]:
     """Entries of the prompt tokens from `first` on, which the logits `[R, V]` predict."""
-    num_best = request.rules.prompt_logprobs or 0
+    rules = request.rules
+    num_best = rules.prompt_logprobs or 0
     tokens = torch.tensor(request.tokens[first : first + len(logits)], device=logits.device)
-    raw = logits.float() if request.rules.logprobs_mode in LOGITS else log_probabilities(logits)
+    if request.scored_from and rules.logprob_form and rules.logprob_form.is_scaled:
+        logits = _scaled(rules, logits)
+    raw = logits.float() if rules.logprobs_mode in LOGITS else log_probabilities(logits)
     values, ids = token_logprobs(raw, tokens, num_best)
     return [
         logprob_entry(*row, num_best) for row in zip(values.tolist(), ids.tolist(), strict=True)
     ]
+
+
+def _scaled(rules: DecodingRules, logits: torch.Tensor) -> torch.Tensor:
+    """As `Sampler.scaled`: rows `[R, V]` of one request."""
+    values = logits.float() / rules.temperature
+    if not rules.has_filters:
+        return values
+    floats = rules.temperature, rules.top_p, rules.min_p
+    temperature, top_p, min_p = (values.new_full((len(values),), each) for each in floats)
+    top_k = torch.full_like(temperature, rules.top_k or values.shape[1], dtype=torch.int64)
+    cut = filter_cut(logits, temperature, top_k, top_p, min_p)
+    return values.masked_fill(values < cut.unsqueeze(1), -torch.inf)

@@ -2,6 +2,7 @@
 
 import math
 from functools import partial
+from itertools import product
 from typing import Any, get_args
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from tests.lossless.engines import engine
 from tests.lossless.oracle import GetOracle, _edited, _filtered
 from tllm_spec.config.llm_args import LlmArgs
-from tllm_spec.config.option_checks import LogprobsMode
+from tllm_spec.config.option_checks import PROCESSED, LogprobsMode
 from tllm_spec.executor.request_wire import RequestLimits
 from tllm_spec.grammar.guided_decoding import GuidedDecodingParams
 from tllm_spec.intake import Intake
@@ -207,6 +208,30 @@ def test_the_engines_mode_holds_where_a_request_has_none_and_prompts_are_raw(
             rows, prompts[0][1:], output.outputs[0].prompt_logprobs[1:], strict=False
         ):
             assert entry is not None and abs(entry[token].logprob - float(row[token])) < 1e-4
+
+
+@pytest.mark.parametrize("name", ["plain", "chain"])
+def test_a_completion_is_scored_as_it_would_be_drawn(name: str, prompts: list[list[int]]) -> None:
+    """In each mode, whatever the prefix cache has, in chunks, and when asked for one of a batch."""
+    own: dict[str, Any] = {"max_tokens": 8, "ignore_eos": True, "logprobs": 0, "seed": 3}
+    ways: tuple[dict[str, Any], ...] = ({}, {"temperature": 0.7, "top_k": 40, "top_p": 0.95})
+    with LLM("zoo:llama", **WITH_MODES[name]) as llm:
+        for way, mode in product(ways, MODES):
+            params = SamplingParams(**own, **way, logprobs_mode=mode)
+            outputs = llm.generate(prompts[:2], params, use_tqdm=False)
+            assert isinstance(outputs, list)
+            drawn = [
+                [next(iter(entry.values())).logprob for entry in each.outputs[0].logprobs]
+                for each in outputs
+            ]
+            texts = [each.outputs[0].token_ids for each in outputs]
+            scored = llm.score(prompts[:2], texts, **way, logprobs_mode=mode)
+            torch.testing.assert_close(torch.tensor(scored), torch.tensor(drawn), atol=1e-4, rtol=0)
+        assert min(llm.score([5, 6], [[7] * 9], **ways[1], logprobs_mode=PROCESSED[0])[0]) < -1e9
+        for wrong, why in (([[1]], "completions has 1 entries"), ([[1], []], "prompt is empty")):
+            with pytest.raises(ValueError, match=why):
+                llm.score([[1], [2]], wrong)
+        llm.check_integrity()
 
 
 def test_a_grammar_leaves_tokens_that_it_forbids_at_minus_infinity(

@@ -1,5 +1,6 @@
 """A tiny random target and EAGLE-3 head for training, and a tiny target that counts."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.training.eagle3_entries import DRAFT_IDS, SHAPE, with_large_weights
+from tests.training.traffic import write_traffic
 from tests.zoo.runs import ZOO, call, counting, write_shape
 from tllm_spec.training.draft_head import DraftHead
 from tllm_spec.zoo import train
@@ -38,3 +40,19 @@ def counting_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = "--steps 80 --windows 4 --length 64 --warmup-steps 10 --dropout 0 --learning-rate 5e-3"
     call(train.target, "--data", root, "--output", root / "target", "--shape", root / "shape", run)
     return root
+
+
+@pytest.fixture(scope="session")
+def model(counting_run: Path) -> Path:
+    """The target, with the files of a tokenizer."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(ZOO / "llama" / name, counting_run / "target" / name)
+    return counting_run / "target"
+
+
+@pytest.fixture(scope="session")
+def traffic(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("recorded")
+    folder.chmod(0o700)
+    write_traffic(folder, 60)
+    return folder

@@ -3,7 +3,6 @@ have the gradients of one, and the engine drafts with what is exported."""
 
 import json
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -18,8 +17,8 @@ from click.testing import CliRunner, Result
 from torch import Tensor
 
 from tests.training.rank_gradients import added_up, gradients
-from tests.training.traffic import counted, write_traffic
-from tests.zoo.runs import ZOO, read_json
+from tests.training.traffic import counted
+from tests.zoo.runs import read_json
 from tllm_spec.cli.train import main
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.models.eagle3_config import Eagle3Config
@@ -39,23 +38,7 @@ VARIANT = "--layers 2 --norm fc_norm --norm norm_output"
 RUN = "--unroll 3 --batch_tokens 256 --learning_rate 2e-3 --device cpu --draft_vocab_size 16"
 
 
-@pytest.fixture(scope="session")
-def model(counting_run: Path) -> Path:
-    """The target, with the files of a tokenizer."""
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copyfile(ZOO / "llama" / name, counting_run / "target" / name)
-    return counting_run / "target"
-
-
-@pytest.fixture(scope="session")
-def traffic(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("recorded")
-    folder.chmod(0o700)
-    write_traffic(folder, 60)
-    return folder
-
-
-def train(model: Path, data: Path, output: Path, more: str) -> Result:
+def train(model: str | Path, data: Path, output: Path, more: str) -> Result:
     paths = ["--model", str(model), "--data", str(data), "--output", str(output)]
     return CliRunner().invoke(main, ["head", *paths, *RUN.split(), *more.split()])
 

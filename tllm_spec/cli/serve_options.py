@@ -191,7 +191,7 @@ server_options = together(
     ),
     flag(
         "--allow_weight_updates",
-        "POST /pause, /resume, /sleep, /wake_up and /update_weights_from_disk are served; needs "
+        "POST /pause, /resume, /sleep, /wake_up and the updates of weights are served; needs "
         "--weights_root and --weights_key.",
     ),
     option(

@@ -24,9 +24,18 @@ def main() -> None:
 @option(
     "--data",
     click.Path(exists=True, path_type=Path),
-    "Folder that --record_traffic wrote, or a text file.",
-    required=True,
+    "Folder that --record_traffic wrote, or a text file. [needed without --follow]",
 )
+@option(
+    "--follow",
+    click.Path(exists=True, file_okay=False, path_type=Path),
+    "Folder that --record_traffic writes with --record_hidden_states: train again and again on its "
+    "newest texts. Each turn has --steps or --minutes, and a folder in --output.",
+)
+@option("--newest", POSITIVE, "With --follow: texts that a turn reads. [default: 512]")
+@option("--turns", POSITIVE, "With --follow: its turns. [default: until it is interrupted]")
+@option("--base_url", str, "With --follow: URL, with its /v1, of the server that takes each head.")
+@option("--api_key", str, "Key of its operator.", envvar="OPENAI_API_KEY")
 @option(
     "--output",
     click.Path(file_okay=False, path_type=Path),
@@ -91,21 +100,39 @@ def main() -> None:
 @option(
     "--device", click.Choice(["cuda", "cpu"]), "Device to train on. [default: cuda if available]"
 )
-def head(dtype: str | None, device: str | None, **options: Any) -> None:
+def head(
+    dtype: str | None,
+    device: str | None,
+    follow: Path | None,
+    newest: int | None,
+    turns: int | None,
+    base_url: str | None,
+    api_key: str | None,
+    **options: Any,
+) -> None:
     """Train a head on the target's hidden states.
 
     Every 20th text is held out; each line has its acceptance, with the standard error. At the end
     the held-out records of a traffic folder are replayed."""
     if options["steps"] is None and options["minutes"] is None:
         raise click.UsageError("Give --steps or --minutes.")
+    if (follow is None) == (options["data"] is None):
+        raise click.UsageError("Give either --data or --follow.")
+    if follow is None and (newest or turns or base_url):
+        raise click.UsageError("--newest, --turns and --base_url need --follow.")
     import torch
 
+    from tllm_spec.training import follow as following
     from tllm_spec.training.head_run import HeadOptions, train_head
 
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     options["dtype"] = dtype or ("bf16" if device == "cuda" else "float32")
     options["unroll"] = options["unroll"] or (5 if device == "cuda" else 3)
     try:
-        train_head(HeadOptions(**options, device=device))
+        if follow is None:
+            train_head(HeadOptions(**options, device=device))
+        else:
+            own = HeadOptions(**options | {"data": follow}, device=device)
+            following.follow(own, newest or following.NEWEST, turns, base_url, api_key)
     except ValueError as error:
         raise click.ClickException(str(error)) from error

@@ -36,6 +36,14 @@ class Sampling(TypedDict):
     stop_token_ids: list[TokenId]
 
 
+class WeightSpan(TypedDict):
+    """As `WeightVersion` of the outputs has it."""
+
+    version: str
+    start: Count
+    end: Count
+
+
 class TrafficHeader(ConfigModel):
     """The first line of a file: which model was served, with which options of `LLM`."""
 
@@ -77,6 +85,9 @@ class TrafficRecord(ConfigModel):
     cached_tokens: Count
     num_preemptions: Count
     draft_version: Count  # how often draft weights had been swapped when it began
+    # None and empty: the target's weights could not be updated.
+    weight_version: str | None = None  # of the last token
+    weight_versions: list[WeightSpan] = Field(default_factory=list)
 
     _place: str = PrivateAttr("")
 

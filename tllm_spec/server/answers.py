@@ -116,9 +116,10 @@ def metrics_of(results: Sequence[RequestOutput]) -> Json:
     return {"metrics": {"speculative_decoding": figures}}
 
 
-def weights_of(results: Sequence[RequestOutput]) -> Json:
-    """Which weights computed the tokens of the first sample; empty where they cannot be updated."""
-    if not (spans := results[0].weight_versions):
+def weights_of(output: CompletionOutput) -> Json:
+    """Which weights computed a sample's tokens; empty where they cannot be updated, and before the
+    end."""
+    if not (spans := output.weight_versions):
         return {}
     return {
         "weight_version": spans[-1].version,
@@ -204,7 +205,7 @@ class Answer(ABC):
             for output in result.outputs
         ]
         answer = {**self._head, "object": self.kind, "choices": choices}
-        of_engine = metrics_of(results) | weights_of(results)
+        of_engine = metrics_of(results) | weights_of(results[0].outputs[0])
         return {**answer, "usage": self._usage(results), **of_engine}
 
     def _usage(self, results: Sequence[RequestOutput]) -> Json:
@@ -223,7 +224,8 @@ class Answer(ABC):
             self._started.add(index)
             if output.finish_reason:
                 self._finished.add(index)
-            yield self._chunk([{"index": index, **delta, **self._ending(index, output)}])
+            choice = {"index": index, **delta, **self._ending(index, output)}
+            yield self._chunk([choice]) | weights_of(output)
 
     def events(self, prompt_index: int, result: RequestOutput, counts: Json | None = None) -> bytes:
         """The same chunks as server-sent events, with the token counts so far if they are given."""
@@ -279,8 +281,8 @@ class Answer(ABC):
         """The events after the last chunk of a sample: with `include_usage` one of it."""
         if not self.chunk_usage:
             return DONE
-        usage = {"usage": self._usage(results), **metrics_of(results), **weights_of(results)}
-        return event({**self._chunk([]), **usage}) + DONE
+        of_engine = metrics_of(results) | weights_of(results[0].outputs[0])
+        return event({**self._chunk([]), "usage": self._usage(results), **of_engine}) + DONE
 
     def failed(self, refusal: RequestRefused) -> bytes:
         """The event that ends a stream whose request has failed."""

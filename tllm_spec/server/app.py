@@ -50,8 +50,10 @@ from tllm_spec.server.protocol import (
     CompletionRequest,
     DetokenizeRequest,
     DraftModelRequest,
+    FolderUpdateRequest,
     GenerationRequest,
     StreamOptions,
+    TensorUpdateRequest,
     TokenizeRequest,
     WeightUpdateRequest,
 )
@@ -152,7 +154,8 @@ class OpenAIServer:
             post("/sleep", self.sleep)
             post("/wake_up", self.wake_up)
             get("/is_sleeping", self.is_sleeping)
-            post("/update_weights_from_disk", self.update_weights)
+            post("/update_weights_from_disk", self.update_from_folder)
+            post("/update_weights_from_tensor", self.update_from_tensors)
         pages = Pages(self._llm, self._model, self._histograms, self._options.api_key is not None)
         pages.add_to(app)
         app.add_middleware(Guard, options=self._options)
@@ -372,16 +375,25 @@ class OpenAIServer:
         """Whether no rounds run before `/resume`."""
         return {"is_paused": self._llm.pause_mode is not None}
 
-    def update_weights(self, body: WeightUpdateRequest, request: Request) -> dict[str, Any]:
+    def update_from_folder(self, body: FolderUpdateRequest, request: Request) -> dict[str, Any]:
         """`/update_weights_from_disk`, likewise: waits until the weights are served."""
+        path = Path(self._options.weights_root or ""), body.model_path
+        find = partial(_folder_below, *path, "model_path", "--weights_root")
+        return self._update(body, request, lambda: str(find()), f"weights of {body.model_path}")
+
+    def update_from_tensors(self, body: TensorUpdateRequest, request: Request) -> dict[str, Any]:
+        """`/update_weights_from_tensor`, likewise."""
+        return self._update(body, request, lambda: body, f"{len(body.named_tensors)} tensors")
+
+    def _update(
+        self, body: WeightUpdateRequest, request: Request, source: Callable[[], Any], what: str
+    ) -> dict[str, Any]:
         _check_key(request, self._options.weights_key, "update weights")
         with bad_request(), engine_running():
-            root = Path(self._options.weights_root or "")
-            folder = _folder_below(root, body.model_path, "model_path", "--weights_root")
             own = body.weight_version, body.part, body.running
-            told = self._llm.update_weights(str(folder), *own)
-        message = f"weights of {body.model_path} are served"
-        return {"success": True, "message": message, "weight_version": told.pop("version"), **told}
+            told = self._llm.update_weights(source(), *own)
+        done = {"success": True, "message": f"{what} are served"}
+        return done | {"weight_version": told.pop("version"), **told}
 
     def sleep(self, request: Request, level: int = 1) -> dict[str, Any]:
         """`/sleep`, likewise: waits until the memory is free."""

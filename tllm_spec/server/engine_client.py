@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field, replace
 from itertools import count
-from typing import Any, TypeAlias
+from typing import Any
 
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.executor.request import Response, StopChecker, StopMatch
@@ -25,6 +25,7 @@ from tllm_spec.sampling_params import DEFAULT_OPTIONS, RequestOptions, SamplingP
 from tllm_spec.server.child import engine_process
 from tllm_spec.server.wire import new_unpacker, pack, unpack_response
 from tllm_spec.server_info import server_info
+from tllm_spec.shared_tensors import SharedTensors
 from tllm_spec.text.tokenizer import Tokenizer
 
 # A request that runs in the engine's process, as a front process sees it: it looks for the stop
@@ -95,11 +96,10 @@ logger = logging.getLogger(__name__)
 # Seconds that the engine has for work of its threads: to compile a grammar, which is given up much
 # earlier, and to load weights, replay requests with them, and end requests before a pause.
 LONG_STEPS = (
-    *("stage", "whole", "update", "pause", "sleep", "wake_up"),
+    *("stage", "whole", "update", "update_shared", "pause", "sleep", "wake_up"),
     *("stage_update", "commit_update", "keep_update"),
 )
 WORK_SECONDS = {"compile": 60.0, **dict.fromkeys(LONG_STEPS, 600.0)}
-Argument: TypeAlias = "str | bool | int | list[str] | None"  # of a step
 QUESTIONS_PAUSE = 0.25  # of the time-out, between an answer and the next question
 SHUT_DOWN = "the server is shutting down"
 
@@ -276,10 +276,14 @@ class EngineClient:
         self.swap_step("resume")
 
     def update_weights(
-        self, folder: str, version: str | None, part: str, running: str
+        self, source: str | SharedTensors, version: str | None, part: str, running: str
     ) -> dict[str, Any]:
-        """As `LLM.update_weights`, of a folder. Not from the event loop."""
-        return self.swap_step("update", folder, version, part, running)
+        """As `LLM.update_weights`, of a folder or shared tensors. Not from the event loop."""
+        own = version, part, running
+        if isinstance(source, SharedTensors):
+            tensors = source.model_dump(include=set(SharedTensors.model_fields))
+            return self.swap_step("update_shared", tensors, *own)
+        return self.swap_step("update", source, *own)
 
     def sleep(self, level: int) -> dict[str, Any]:
         """As `LLM.sleep`. Not from the event loop."""
@@ -294,7 +298,7 @@ class EngineClient:
         """Whether something is asleep. Not from the event loop: it waits for the engine."""
         return bool(self._ask("call", "is_sleeping"))
 
-    def swap_step(self, step: str, *arguments: Argument) -> dict[str, Any]:
+    def swap_step(self, step: str, *arguments: Any) -> dict[str, Any]:
         """As one of the engine process' `steps`. Not from the event loop."""
         told: dict[str, Any] = self._ask("swap", step, *arguments)
         return told
@@ -313,7 +317,7 @@ class EngineClient:
         if self._down is not None:
             raise RuntimeError(self._down)
 
-    def _ask(self, kind: str, *question: Argument) -> Any:
+    def _ask(self, kind: str, *question: Any) -> Any:
         """Raises ValueError where the question is a mistake, RuntimeError where the engine cannot
         answer, or not in time."""
         self._check_alive()

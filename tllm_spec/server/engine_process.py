@@ -12,7 +12,7 @@ import gc
 import logging
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
@@ -218,6 +218,7 @@ class EngineProcess:
             "commit": swap.commit,
             "keep": swap.keep,
             "update": update.update,
+            "update_shared": self._update_shared,
             "stage_update": self._stage_update,
             "commit_update": update.commit,
             "keep_update": update.keep,
@@ -262,6 +263,11 @@ class EngineProcess:
         self._update.resume()
         self._port.set_pause(None)
         return {}
+
+    def _update_shared(self, shared: Mapping[str, Any], *options: str) -> dict[str, Any]:
+        from tllm_spec.shared_tensors import SharedTensors
+
+        return self._update.update(SharedTensors(**shared).tensors(), *options)
 
     def _state(self) -> Any:
         from tllm_spec.server_info import plain

@@ -15,7 +15,7 @@ from tllm_spec.chat_formats.pieces import CALL, CONTENT, REASONING
 from tllm_spec.config.config_base import check
 from tllm_spec.config.neighbours import Ignored
 from tllm_spec.outputs import RequestOutput
-from tllm_spec.server.answers import Json, encode_compact
+from tllm_spec.server.answers import Json, encode_compact, weights_of
 from tllm_spec.server.blocks import Block, BlockAnswer, named_event
 from tllm_spec.server.bodies import BodyModel, as_json_type, by_type
 from tllm_spec.server.chat_answer import ParsedText
@@ -332,7 +332,8 @@ class MessageAnswer(BlockAnswer):
                 "cache_read_input_tokens": cached,
                 "output_tokens": usage["completion_tokens"],
                 "output_tokens_details": {"thinking_tokens": details["reasoning_tokens"]},
-            }
+            },
+            **weights_of(results[0].outputs[0]),
         }
 
     def begun(self, results: Sequence[RequestOutput]) -> bytes:

@@ -26,6 +26,7 @@ from tllm_spec.server.chat_message import (
     choice_mistakes,
 )
 from tllm_spec.server.guard import digest, kept_name
+from tllm_spec.shared_tensors import SharedTensors
 from tllm_spec.text.chat_prompt import Conversation
 
 # The options of a body that say what its text must match: OpenAI's `response_format`, vLLM's
@@ -462,16 +463,24 @@ class DraftModelRequest(BodyModel):
 
 
 class WeightUpdateRequest(BodyModel):
-    """Body of `/update_weights_from_disk`, which is SGLang's. model_path: below `--weights_root`.
-    part, running: as of `LLM.update_weights`."""
+    """What bodies of updates have, as SGLang's. part, running: as of `LLM.update_weights`."""
 
-    model_path: str
     weight_version: str | None = None
     part: Literal["target", "draft", "all"] = "target"
     running: Literal["retract", "keep"] = "retract"
-    load_format: Literal["auto"] | None = None
     flush_cache: Literal[True] = True
     abort_all_requests: Literal[False] = False
+
+
+class FolderUpdateRequest(WeightUpdateRequest):
+    """Body of `/update_weights_from_disk`. model_path: below `--weights_root`."""
+
+    model_path: str
+    load_format: Literal["auto"] | None = None
+
+
+class TensorUpdateRequest(WeightUpdateRequest, SharedTensors):
+    """Body of `/update_weights_from_tensor`."""
 
 
 def _conversation(

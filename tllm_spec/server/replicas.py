@@ -392,10 +392,13 @@ class Replicas:
         return self._swaps.swap(folder, keep_cache=keep_cache, force=force)
 
     def update_weights(
-        self, folder: str, version: str | None, part: str, running: str
+        self, source: str | SharedTensors, version: str | None, part: str, running: str
     ) -> dict[str, Any]:
-        """As `LLM.update_weights`, of a folder: in all engines, or in none."""
-        return self._updates.update(folder, version, part, running)
+        """As `LLM.update_weights`, of a folder: in all engines, or in none. A restarted engine
+        reads it again, so tensors of another process raise ValueError."""
+        if isinstance(source, SharedTensors):
+            raise ValueError("several engines (--dp_size) take weights of a folder only")
+        return self._updates.update(source, version, part, running)
 
     def pause(self, mode: str) -> None:
         """As `LLM.pause`, of all engines."""

@@ -13,7 +13,7 @@ from pydantic import AfterValidator, BeforeValidator, FailFast, Field, Tag
 from tllm_spec.chat_formats.pieces import CALL, CONTENT, REASONING
 from tllm_spec.config.neighbours import Ignored
 from tllm_spec.outputs import RequestOutput
-from tllm_spec.server.answers import Json
+from tllm_spec.server.answers import Json, weights_of
 from tllm_spec.server.blocks import Block, BlockAnswer, named_event
 from tllm_spec.server.bodies import BodyModel, as_json_type, by_type
 from tllm_spec.server.chat_answer import ParsedText
@@ -275,6 +275,7 @@ class ResponseAnswer(BlockAnswer):
                 "output_tokens_details": usage["completion_tokens_details"],
                 "total_tokens": usage["total_tokens"],
             },
+            **weights_of(results[0].outputs[0]),
         )
 
     def _response(self, status: str, **own: Any) -> Json:

@@ -78,8 +78,17 @@ class HeadOptions:
 
 
 def train_head(options: HeadOptions) -> None:
-    """Raises ValueError for options that do not fit each other, the target or the texts, and for a
-    folder that has another run."""
+    """Trains, and says what it has brought. Raises ValueError as `run_head` does."""
+    records, can_swap = run_head(options)
+    if records is not None:
+        judge(options, records)
+        tell_how_to_serve(options, can_swap=can_swap)
+
+
+def run_head(options: HeadOptions) -> tuple[list[TrafficRecord] | None, bool]:
+    """Returns the records that were held out, and whether the head can be swapped for that of
+    `--init`; None on all ranks but the first. Raises ValueError for options that do not fit each
+    other, the target or the texts, and for a folder that has another run."""
     if not options.resume and (options.output / FILE).exists():
         raise ValueError(
             f"{options.output} has the checkpoint of a run: --resume goes on from it; a new run "
@@ -113,10 +122,8 @@ def train_head(options: HeadOptions) -> None:
     save_best = partial(save_head, config=config_file, output=options.output)
     train(head, loss, validation, settings, options.output, save_best, ranks=ranks)
     ranks.leave()
-    if ranks.is_first:
-        del target, head, loss, validation
-        judge(options, unseen_records(training, held_out))
-        tell_how_to_serve(options, can_swap=start is not None and shape == start.config)
+    records = unseen_records(training, held_out) if ranks.is_first else None
+    return records, start is not None and shape == start.config
 
 
 def settings_of(options: HeadOptions, training: list[Text], hidden_size: int) -> Settings:

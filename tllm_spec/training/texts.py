@@ -12,6 +12,7 @@ from tllm_spec.executor.device.transfer import to_device
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.registry import model_config
 from tllm_spec.recording.traffic_folder import (
+    files_of,
     read_lines,
     read_records,
     read_states_file,
@@ -51,9 +52,9 @@ def read_texts(
     if data.is_dir():
         config = model_config(resolve_model(model))
         known = dict(_with_states(file, layers, config) for file in states_files_of(data))
-        others = (each for each in read_records(data) if each.id not in known)
+        records = read_records(data) if files_of(data) or not known else []
         texts = [*known.values()]
-        for each in others:
+        for each in (record for record in records if record.id not in known):
             each.check_tokens(config.vocab_size)
             texts.append(_text(each.prompt + each.output, each))
     else:
