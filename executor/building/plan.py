@@ -285,7 +285,6 @@ def _state_dtype(args: LlmArgs, config: ModelConfig) -> torch.dtype:
 
 
 def _max_seq_len(args: LlmArgs, config: ModelConfig) -> int:
-    wanted = args.max_seq_len or config.max_positions
     if args.max_seq_len is None:
         return config.max_positions
     if args.max_seq_len > config.max_positions:

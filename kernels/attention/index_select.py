@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 
 from tllm_spec.kernels.attention.visible_keys import MAX_TREE_KEYS
+from tllm_spec.kernels.attention.window_splits import power_of_two
 from tllm_spec.kernels.dispatch import tl, triton, with_kernel
 from tllm_spec.kernels.launch import begin, programmatic_launch
-from tllm_spec.kernels.attention.window_splits import power_of_two
 
 # Scores that are kept at a time: those of all keys of some rows.
 SCORE_BYTES = 64 << 20
@@ -194,7 +194,9 @@ def _is_set(bits: tl.tensor, index: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _ordered(scores: tl.tensor, first: tl.tensor, num_keys: tl.tensor, BLOCK: tl.constexpr) -> tl.tensor:
+def _ordered(
+    scores: tl.tensor, first: tl.tensor, num_keys: tl.tensor, BLOCK: tl.constexpr
+) -> tl.tensor:
     """Integers of the scores from `first` on that compare as they do; of 0 and -0 the same."""
     places = first + tl.arange(0, BLOCK)
     values = tl.load(scores + places, mask=places < num_keys, other=float("-inf"))

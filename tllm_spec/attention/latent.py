@@ -57,7 +57,7 @@ class LatentInputs:
     up: torch.Tensor
     """[H, N + V, R], contiguous: each head's projections of the latent to key and value."""
     chosen: ChosenKeys | None = None
-    """Of the rows that do not attend to all keys."""
+    """The keys of rows that do not attend to all."""
 
 
 Windows = tuple[LatentTables | None, torch.Tensor | None, torch.Tensor | None]

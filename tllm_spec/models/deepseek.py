@@ -17,18 +17,13 @@ from tllm_spec.attention.latent import LatentInputs
 from tllm_spec.config.option_checks import shown
 from tllm_spec.kernels.attention.latent_write import LatentNorm
 from tllm_spec.kernels.attention.rotary_write import Rotary
-from tllm_spec.models.config import (
-    COMMON_DEFAULTS,
-    IndexConfig,
-    MLAConfig,
-    ModelConfig,
-    decoder_config,
-)
+from tllm_spec.models.config import COMMON_DEFAULTS, ModelConfig, decoder_config
 from tllm_spec.models.config_file import required, with_defaults
-from tllm_spec.models.indexer import Indexer, leaves_out, read_indexer
+from tllm_spec.models.indexer import Indexer
 from tllm_spec.models.layers import Module, Placement, RMSNorm, StoredWeight, WeightSlot
 from tllm_spec.models.linear import ColumnLinear, RowLinear
 from tllm_spec.models.llama import CausalLM, DecoderLayer
+from tllm_spec.models.mla_config import IndexConfig, MLAConfig, read_indexer
 from tllm_spec.models.moe_config import MoEConfig, MoENames
 from tllm_spec.models.rotary import rope_config
 
@@ -377,8 +372,9 @@ class DeepseekForCausalLM(CausalLM):
         cls, path: Path, config: ModelConfig, wants: Callable[[str], bool]
     ) -> Iterator[tuple[str, torch.Tensor | StoredWeight]]:
         """Without indexers that are not needed, or not used."""
+        mla = config.mla
 
         def is_wanted(name: str) -> bool:
-            return not leaves_out(config, name) and wants(name)
+            return not (mla is not None and mla.leaves_out(name)) and wants(name)
 
         return super().stored_tensors(path, config, is_wanted)

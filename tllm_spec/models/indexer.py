@@ -3,59 +3,21 @@ the rows of a layer with latents attend to.
 
 Every rank has all of its heads, so that all ranks choose the same keys."""
 
-import re
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
 import torch
 
 from tllm_spec.attention.geometry import place_of
 from tllm_spec.attention.indexed import ChosenKeys, IndexInputs
 from tllm_spec.attention.interface import ForwardContext
-from tllm_spec.config.option_checks import shown
 from tllm_spec.kernels.attention.index_write import IndexNorm
 from tllm_spec.kernels.attention.rotary_write import Rotary
-from tllm_spec.models.config import IndexConfig, ModelConfig
-from tllm_spec.models.config_file import required
+from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.layers import Module, Placement, RMSNorm, WeightSlot
 from tllm_spec.models.linear import ColumnLinear, Linear
 
-KINDS = {"F": "full", "S": "shared"}
-_EPS = 1e-6
-_NAME = re.compile(r"model\.layers\.(\d+)\.self_attn\.indexer\.")
-
-
-def read_indexer(flat: dict[str, Any]) -> IndexConfig:
-    """`flat` has the defaults filled in. Raises ValueError for kinds of layers that are not
-    served."""
-    number = int(required(flat, "num_hidden_layers"))
-    kinds = flat.get("indexer_types") or flat.get("index_topk_pattern")
-    if kinds is None:  # GLM-5.2 names a schedule
-        every, offset = flat.get("index_topk_freq") or 1, flat.get("index_skip_topk_offset")
-        first = (2 if offset is None else offset) - 1
-        kinds = ["shared" if max(i - first, 0) % every else "full" for i in range(number)]
-    kinds = [KINDS.get(kind, kind) for kind in kinds]
-    if len(kinds) != number or set(kinds) - {*KINDS.values()} or kinds[0] != "full":
-        raise ValueError(
-            f"indexer_types or index_topk_pattern is {shown(kinds)}; accepted is 'full' or "
-            f"'shared' for each of {number} layers, and 'full' for the first."
-        )
-    return IndexConfig(
-        topk=int(flat["index_topk"]),
-        num_heads=int(flat["index_n_heads"]),
-        head_dim=int(flat["index_head_dim"]),
-        is_interleaved=bool(flat.get("indexer_rope_interleave")),
-        shared_layers=frozenset(i for i, kind in enumerate(kinds) if kind == "shared"),
-    )
-
-
-def leaves_out(config: ModelConfig, name: str) -> bool:
-    """Whether the checkpoint's tensor `name` is an indexer's that no layer uses."""
-    found, index = _NAME.match(name), None if config.mla is None else config.mla.indexer
-    if found is None or index is None:
-        return False
-    return not index.is_needed or int(found[1]) in index.shared_layers
+_EPS = 1e-6  # of the keys' norm
 
 
 class KeyNorm(Module):
