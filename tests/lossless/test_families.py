@@ -126,6 +126,12 @@ OF_ASSISTANTS = OF_STATES | {
 NO_OVERLAP = {"no_overlap": SETTINGS["prefix_reuse"] | {"disable_overlap_scheduler": True}}
 TRITON = {"triton": SETTINGS["prefix_reuse"] | {"attn_backend": "TRITON"}}
 WAYS = SETTINGS | TRITON | NO_OVERLAP
+# Few pages, so that prefixes go to host memory and come back.
+HOST = {
+    "host": {
+        "kv_cache_config": {"tokens_per_block": 4, "max_tokens": 84, "host_cache_size": 1 << 20}
+    }
+}
 SNAPSHOTS = {"tokens_per_block": 4, "state_snapshot_tokens": 8}
 STATES = {
     name: own | {"kv_cache_config": own["kv_cache_config"] | SNAPSHOTS}
@@ -219,7 +225,7 @@ FAMILIES: dict[str, Family] = {
     **{
         f"{name}, mtp": Family(
             partial(mtp_reference.save_predictable, num_modules=2, family=name),
-            *(WAYS, NONE | OF_SPARSE | heads([("chain", ONE), ("dynamic", TWO)])),
+            *(WAYS | HOST, NONE | OF_SPARSE | heads([("chain", ONE), ("dynamic", TWO)])),
         )
         for name in ("DeepseekV32", "GlmMoeDsa")
     },
@@ -276,6 +282,7 @@ QUICK = [
     ("DeepseekV32, mtp", "mtp, chain, one-model", "chunks"),
     ("DeepseekV32, mtp", "mtp, dynamic, two-model", "prefix_reuse"),
     ("GlmMoeDsa, mtp", "none", "preemption"),
+    ("GlmMoeDsa, mtp", "ngram", "host"),
     ("GlmMoeDsa, mtp", "mtp, static, one-model", "chunks"),
     ("GlmMoeDsa, mtp", "mtp, vanilla, one-model", "preemption"),
     ("GlmMoeDsa, mtp", "head, dynamic, two-model", "prefix_reuse"),
@@ -381,6 +388,7 @@ def test_adaptive_tiers_leave_the_text_alone(drafter: str, models: Models) -> No
         pytest.param("Mistral", "ngram", "preemption", marks=pytest.mark.slow),
         pytest.param("Qwen2", "ngram", "triton", marks=pytest.mark.slow),
         ("gpt-oss", "ngram tree", "preemption"),
+        ("GlmMoeDsa, mtp", "mtp, chain, one-model", "chunks"),
         ("gemma4", "head, chain, one-model", "chunks"),
         ("gemma4, per layer", "ngram", "triton"),
         ("gemma4", "assistant, chain, one-model", "triton"),
