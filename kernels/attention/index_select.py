@@ -92,7 +92,8 @@ def select_keys(
 
 BLOCK_KEYS = 128
 ROWS_OF_PROGRAM = 8  # rows that a program scores one after the other, where there are many
-MAX_BLOCK = 1 << 15  # scores that a program of the choice keeps in registers
+# Scores that a program of the choice has at a time; it keeps the first ones in registers.
+SMALL_BLOCK, MAX_BLOCK = 1 << 11, 1 << 15
 
 
 def launch_select_keys(
@@ -129,14 +130,16 @@ def launch_select_keys(
             num_warps=4,
             **programmatic_launch(queries.device),
         )
-        block = max(256, min(MAX_BLOCK, power_of_two(max_len)))
+        # Only two sizes: a block of this size takes seconds to compile.
+        block = SMALL_BLOCK if max_len <= SMALL_BLOCK else MAX_BLOCK
         choice_kernel[(rows,)](
             *(scores, *tables, slots[own], counts[own], max_len),
             TREE=part.bits is not None,
             TOPK=slots.shape[1],
             PAGE_SIZE=page_size,
             BLOCK=block,
-            num_warps=max(4, min(32, block // 1024)),
+            SMALL=SMALL_BLOCK,
+            num_warps=32 if block > SMALL_BLOCK else 8,
             **programmatic_launch(queries.device),
         )
 
@@ -197,23 +200,66 @@ def _is_set(bits: tl.tensor, index: tl.tensor) -> tl.tensor:
 def _ordered(
     scores: tl.tensor, first: tl.tensor, num_keys: tl.tensor, BLOCK: tl.constexpr
 ) -> tl.tensor:
-    """Integers of the scores from `first` on that compare as they do; of 0 and -0 the same."""
+    """Numbers of the scores from `first` on that compare as they do; of 0 and -0 the same."""
     places = first + tl.arange(0, BLOCK)
     values = tl.load(scores + places, mask=places < num_keys, other=float("-inf"))
-    values = tl.where(values == 0.0, 0.0, values)
-    bits = values.to(tl.int32, bitcast=True)
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    bits = tl.where(values == 0.0, 0.0, values).to(tl.int32, bitcast=True)
+    return (bits ^ ((bits >> 31) | -0x80000000)).to(tl.uint32, bitcast=True)
 
 
 @triton.jit
-def _num_at_least(
-    scores: tl.tensor, own: tl.tensor, least: tl.tensor, num_keys: tl.tensor, BLOCK: tl.constexpr
-) -> tl.tensor:
-    """How many scores are not below `least`. own: those of the first block."""
-    total = tl.sum((own >= least).to(tl.int32), 0)
+def _counts(found: tl.tensor, lowest: tl.tensor, unit: tl.tensor) -> tl.tensor:
+    """How many are at least `lowest` plus 1, 2 and 3 units: 20 bits each of one number."""
+    total = (found >= (lowest | unit)).to(tl.int64)
+    total += (found >= (lowest | (unit << 1))).to(tl.int64) << 20
+    total += (found >= (lowest | unit | (unit << 1))).to(tl.int64) << 40
+    return tl.sum(total, 0)
+
+
+@triton.jit
+def _lowest_chosen(
+    scores: tl.tensor, num_keys: tl.tensor, TOPK: tl.constexpr, BLOCK: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """The highest number that at least TOPK scores are not below, and how many of those that equal
+    it are chosen. Two bits at a time; the first scores stay in registers."""
+    own, lowest = _ordered(scores, 0, num_keys, BLOCK), tl.full([], 0, tl.uint32)
+    for step in range(16):
+        shift = 30 - 2 * step
+        unit = tl.full([], 1, tl.uint32) << shift
+        total = _counts(own, lowest, unit)
+        for first in range(BLOCK, num_keys, BLOCK):
+            total += _counts(_ordered(scores, first, num_keys, BLOCK), lowest, unit)
+        digit = ((total & 0xFFFFF) >= TOPK).to(tl.uint32)
+        digit += (((total >> 20) & 0xFFFFF) >= TOPK).to(tl.uint32)
+        digit += ((total >> 40) >= TOPK).to(tl.uint32)
+        lowest |= digit << shift
+    above = tl.sum((own > lowest).to(tl.int32), 0)
     for first in range(BLOCK, num_keys, BLOCK):
-        total += tl.sum((_ordered(scores, first, num_keys, BLOCK) >= least).to(tl.int32), 0)
-    return total
+        above += tl.sum((_ordered(scores, first, num_keys, BLOCK) > lowest).to(tl.int32), 0)
+    return lowest, TOPK - above
+
+
+@triton.jit
+def _write_chosen(
+    scores: tl.tensor, table: tl.tensor, slots: tl.tensor, lowest: tl.tensor, num_ties: tl.tensor,
+    num_keys: tl.tensor, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Writes the slots of the keys above `lowest`, and of the first ones that equal it, in order.
+    Returns their number."""
+    taken, ties = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
+    for first in range(0, num_keys, BLOCK):
+        found = _ordered(scores, first, num_keys, BLOCK)
+        equal = (found == lowest).to(tl.int32)
+        before = ties + tl.cumsum(equal, 0) - equal
+        chosen = (found > lowest) | ((equal != 0) & (before < num_ties))
+        numbers = chosen.to(tl.int32)
+        places = taken + tl.cumsum(numbers, 0) - numbers
+        keys = first + tl.arange(0, BLOCK)
+        pages = tl.load(table + keys // PAGE_SIZE, mask=chosen, other=0)
+        tl.store(slots + places, pages * PAGE_SIZE + keys % PAGE_SIZE, mask=chosen)
+        taken += tl.sum(numbers, 0)
+        ties += tl.sum(equal, 0)
+    return taken
 
 
 @triton.jit(do_not_specialize=_LENGTHS, do_not_specialize_on_alignment=_OFFSETS)
@@ -221,10 +267,9 @@ def choice_kernel(
     scores: tl.tensor, block_tables: tl.tensor, table_stride: tl.tensor, requests: tl.tensor,
     ends: tl.tensor, bits: tl.tensor, slots: tl.tensor, counts: tl.tensor, max_len: tl.tensor,
     TREE: tl.constexpr, TOPK: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
+    SMALL: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Grid (rows). The lowest chosen score is found bit by bit, then the keys are written in order;
-    of those with this score the first ones."""
+    """Grid (rows). Rows of few keys take smaller blocks."""
     begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     end, own_scores = tl.load(ends + row), scores + row * max_len
@@ -234,29 +279,17 @@ def choice_kernel(
         num_seen += tl.sum((own_bits >> tl.arange(0, 64).to(tl.int64)) & 1, 0).to(tl.int32)
         last = end + 64
     num_keys = tl.minimum(last, max_len)
-    own = _ordered(own_scores, 0, num_keys, BLOCK)
-    lowest = tl.full([], -0x7F800001, tl.int32)  # that of -inf, so all others are above
-    num_ties = tl.full([], 0, tl.int32)
-    if num_seen > TOPK:
-        lowest = tl.full([], -0x80000000, tl.int32)
-        for step in range(32):
-            # The sign is the first bit, which a positive number has not.
-            higher = lowest ^ (tl.full([], 1, tl.int32) << (31 - step))
-            if _num_at_least(own_scores, own, higher, num_keys, BLOCK) >= TOPK:
-                lowest = higher
-        num_ties = TOPK - _num_at_least(own_scores, own, lowest + 1, num_keys, BLOCK)
+    # The number of -inf, which keys that are not seen have: all others are above.
+    lowest, num_ties = tl.full([], 0x007FFFFF, tl.uint32), tl.full([], 0, tl.int32)
     table = block_tables + tl.load(requests + row) * table_stride
-    taken, ties = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
-    for first in range(0, num_keys, BLOCK):
-        found = _ordered(own_scores, first, num_keys, BLOCK)
-        equal = (found == lowest).to(tl.int32)
-        before = ties + tl.cumsum(equal, 0) - equal
-        chosen = (found > lowest) | ((equal != 0) & (before < num_ties))
-        numbers = chosen.to(tl.int32)
-        places = taken + tl.cumsum(numbers, 0) - numbers
-        keys = first + tl.arange(0, BLOCK)
-        pages = tl.load(table + keys // PAGE_SIZE, mask=chosen, other=0)
-        tl.store(slots + row * TOPK + places, pages * PAGE_SIZE + keys % PAGE_SIZE, mask=chosen)
-        taken += tl.sum(numbers, 0)
-        ties += tl.sum(equal, 0)
+    own_slots = slots + row * TOPK
+    if num_seen > TOPK:
+        lowest, num_ties = _lowest_chosen(own_scores, num_keys, TOPK, BLOCK)
+        taken = _write_chosen(
+            own_scores, table, own_slots, lowest, num_ties, num_keys, PAGE_SIZE, BLOCK
+        )
+    else:
+        taken = _write_chosen(
+            own_scores, table, own_slots, lowest, num_ties, num_keys, PAGE_SIZE, SMALL
+        )
     tl.store(counts + row, taken)
