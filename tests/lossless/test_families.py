@@ -17,6 +17,7 @@ import transformers
 
 from tests.lossless.drafters import AdversarialDrafter, AdversarialTreeDrafter
 from tests.lossless.small_models import (
+    HOST,
     NGRAM,
     ON_GPU,
     PROMPTS,
@@ -126,12 +127,6 @@ OF_ASSISTANTS = OF_STATES | {
 NO_OVERLAP = {"no_overlap": SETTINGS["prefix_reuse"] | {"disable_overlap_scheduler": True}}
 TRITON = {"triton": SETTINGS["prefix_reuse"] | {"attn_backend": "TRITON"}}
 WAYS = SETTINGS | TRITON | NO_OVERLAP
-# Few pages, so that prefixes go to host memory and come back.
-HOST = {
-    "host": {
-        "kv_cache_config": {"tokens_per_block": 4, "max_tokens": 84, "host_cache_size": 1 << 20}
-    }
-}
 SNAPSHOTS = {"tokens_per_block": 4, "state_snapshot_tokens": 8}
 STATES = {
     name: own | {"kv_cache_config": own["kv_cache_config"] | SNAPSHOTS}
