@@ -12,7 +12,12 @@ import torch
 import torch.nn.functional as F
 
 from tllm_spec.attention.geometry import IndexGeometry, KVPool
-from tllm_spec.attention.interface import AttentionBackend, AttentionMetadata, AttentionPlan
+from tllm_spec.attention.interface import (
+    AttentionBackend,
+    AttentionMetadata,
+    AttentionPlan,
+    ForwardContext,
+)
 from tllm_spec.kernels.attention.index_select import SeenKeys, select_keys
 from tllm_spec.kernels.attention.index_write import IndexNorm, index_write
 from tllm_spec.kernels.attention.rotary_write import Rotary
@@ -61,6 +66,12 @@ class IndexPlan(AttentionPlan):
     chosen: ChosenKeys | None
 
 
+def chosen_keys(context: ForwardContext) -> ChosenKeys | None:
+    """Those of the newest layer with an indexer; None: rows attend to all keys."""
+    plan = context.groups[-1][1]
+    return plan.chosen if isinstance(plan, IndexPlan) else None
+
+
 def chosen_rows(metadata: AttentionMetadata, topk: int | None) -> slice:
     """The rows that may see more than `topk` keys: those of all chunks, of all windows, of both, or
     none. None: there is no indexer."""
@@ -89,19 +100,14 @@ class IndexBackend(AttentionBackend):
         chosen = ChosenKeys(rows, slots, slots.new_empty(number))
         return IndexPlan(metadata.kv_slots, _seen_keys(metadata, rows), chosen)
 
-    def run(
-        self, layer: int, inputs: IndexInputs, rotary: Rotary, plan: AttentionPlan
-    ) -> ChosenKeys | None:
+    def choose(self, layer: int, inputs: IndexInputs, rotary: Rotary, plan: AttentionPlan) -> None:
         """Writes the rows' keys, then chooses keys for those of the plan."""
-        assert isinstance(plan, IndexPlan)
-        queries = None if plan.chosen is None else inputs.queries
-        self.write(layer, inputs.keys, inputs.norm, rotary, plan, queries)
-        if plan.chosen is not None and plan.seen is not None:
-            rows, chosen = plan.chosen.rows, plan.chosen
-            queries, weights = inputs.queries[rows], inputs.weights[rows]
-            own = self._layers[layer], plan.seen, chosen.slots, chosen.counts
-            select_keys(queries, weights, *own)
-        return plan.chosen
+        assert isinstance(plan, IndexPlan) and plan.chosen is not None and plan.seen is not None
+        self.write(layer, inputs.keys, inputs.norm, rotary, plan, inputs.queries)
+        rows, chosen = plan.chosen.rows, plan.chosen
+        queries, weights = inputs.queries[rows], inputs.weights[rows]
+        own = self._layers[layer], plan.seen, chosen.slots, chosen.counts
+        select_keys(queries, weights, *own)
 
     def write(
         self,
@@ -136,5 +142,5 @@ def _seen_keys(metadata: AttentionMetadata, rows: slice) -> SeenKeys:
         else:
             ends.append(own.expand(tree.starts(kv_lens)))
             bits = F.pad(tree.bits.flatten(), (rows.stop - rows.start - tree.bits.numel(), 0))
-    both = (torch.cat(each).to(torch.int32) for each in (requests, ends))
-    return SeenKeys(*both, bits, metadata.block_tables, max(lens))
+    numbers, own_ends = (torch.cat(each).to(torch.int32) for each in (requests, ends))
+    return SeenKeys(numbers, own_ends, bits, metadata.block_tables, max(lens))

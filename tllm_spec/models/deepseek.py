@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from tllm_spec.attention.indexed import chosen_keys
 from tllm_spec.attention.interface import ForwardContext
 from tllm_spec.attention.latent import LatentInputs
 from tllm_spec.config.option_checks import shown
@@ -322,16 +323,13 @@ class LatentAttention(Module):
         self, hidden: torch.Tensor, norm: RMSNorm | None, rotary: Rotary, context: ForwardContext
     ) -> torch.Tensor:
         """The input of `o_proj`, `[T, H * V]`, for `norm(hidden)` `[T, input_size]`."""
-        chosen = None
         if self.indexer is not None and norm is not None:  # which reads the same
             hidden, norm = norm.forward(hidden), None
         q, latent = self._project(hidden, norm)
         if self.indexer is not None:
-            chosen = self.indexer.forward(hidden, q, self.q_a_layernorm, rotary, context)
-        elif len(context.groups) > 1:
-            chosen = context.groups[1][1].chosen
-        heads = self._queries(q, rotary)
-        inputs = LatentInputs(heads, latent, self.norm, self.kv_b_proj.heads, chosen)
+            self.indexer.forward(hidden, q, self.q_a_layernorm, rotary, context)
+        heads, up = self._queries(q, rotary), self.kv_b_proj.heads
+        inputs = LatentInputs(heads, latent, self.norm, up, chosen_keys(context))
         backend, plan = context.groups[0]
         return backend.run(self.layer, inputs, rotary, plan)
 

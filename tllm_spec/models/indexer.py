@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from tllm_spec.attention.geometry import place_of
-from tllm_spec.attention.indexed import ChosenKeys, IndexInputs
+from tllm_spec.attention.indexed import IndexBackend, IndexInputs, chosen_keys
 from tllm_spec.attention.interface import ForwardContext
 from tllm_spec.kernels.attention.index_write import IndexNorm
 from tllm_spec.kernels.attention.rotary_write import Rotary
@@ -68,17 +68,18 @@ class Indexer(Module):
         norm: RMSNorm,
         rotary: Rotary,
         context: ForwardContext,
-    ) -> ChosenKeys | None:
-        """Writes keys and chooses those of each row, for normed states `[T, H]` and the latents of
-        queries `[T, Q]` before their norm. None: all rows attend to all keys."""
+    ) -> None:
+        """Writes keys and, unless all rows attend to all keys, chooses those of each row. For
+        normed states `[T, H]` and the latents of queries `[T, Q]` before their norm."""
         backend, plan = context.groups[self.group]
-        if plan.chosen is None:
+        assert isinstance(backend, IndexBackend)
+        if chosen_keys(context) is None:
             self.write(hidden, rotary, context)
-            return None
+            return
         queries = self.wq_b.forward(q, norm).view(-1, self.num_heads, self.head_dim)
         weights = self.weights_proj.unrounded(hidden) * self.scale
         own = IndexInputs(self.wk.forward(hidden), self.k_norm.kernel_norm, queries, weights)
-        return backend.run(self.layer, own, rotary, plan)
+        backend.choose(self.layer, own, rotary, plan)
 
     def write(self, hidden: torch.Tensor, rotary: Rotary, context: ForwardContext) -> None:
         """The part of `forward` that writes keys."""
