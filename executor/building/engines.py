@@ -11,7 +11,7 @@ from time import monotonic
 from typing import Any, TypeVar
 
 from tllm_spec.attention.choice import backend_name, create_backend, create_batch_invariant
-from tllm_spec.attention.geometry import Geometry, KVPool
+from tllm_spec.attention.geometry import Geometry, IndexGeometry, KVPool
 from tllm_spec.attention.interface import AttentionBackend, SpecMetadata, default_capture_layers
 from tllm_spec.attention.recurrent import RecurrentMemory
 from tllm_spec.draft_network.network import ExternalDraft
@@ -307,12 +307,15 @@ def _build_target(
         has_draft_layers=net is not None and net.has_keys,
         states=states,
     )
-    groups = []
-    for own, place in zip(target.config.layer_groups(plan.mapping), memory, strict=False):
+    groups, places = [], iter(memory)
+    for own in target.config.layer_groups(plan.mapping):
+        if not isinstance(own.geometry, IndexGeometry):  # whose pool is the place's next one
+            place = next(places)
+            pools = iter(place.pools)
         if plan.args.deterministic:
-            backend = create_batch_invariant(own.geometry, place.pools[0])
+            backend = create_batch_invariant(own.geometry, next(pools))
         else:
-            backend = _backend(plan, own.geometry, place.pools[0])
+            backend = _backend(plan, own.geometry, next(pools))
         groups.append(PagedGroup(backend, place.rows))
     return ModelEngine(target, AttentionGroups(groups, states), spec), kv, net
 

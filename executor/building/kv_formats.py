@@ -54,7 +54,8 @@ def draft_format(plan: BuildPlan, draft: LoadedDraft, of_target: KVFormat) -> KV
     if of_target.scales is None:
         return KVFormat(net.dtype)
     groups = net.config.layer_groups(plan.mapping)
-    num_layers, first = sum(len(group.layers) for group in groups), plan.config.num_layers
+    num_layers = len({layer for group in groups for layer in group.layers})
+    first = plan.config.num_layers
     scales = (UNSCALED,) * num_layers
     if own.num_modules and own.path is None and plan.args.load_format == "auto":
         folder, layers = resolve_model(plan.args.model), range(first, first + num_layers)

@@ -293,14 +293,6 @@ def _state_dtype(args: LlmArgs, config: ModelConfig) -> torch.dtype:
 
 
 def _max_seq_len(args: LlmArgs, config: ModelConfig) -> int:
-    wanted = args.max_seq_len or config.max_positions
-    topk = None if config.mla is None else config.mla.index_topk
-    if topk is not None and wanted > topk:
-        raise ValueError(
-            f"max_seq_len = {wanted} exceeds index_topk = {topk} of this {config.architecture}, "
-            "which is served up to that length, where its attention sees all keys: the indexer, "
-            f"which chooses {topk} of more keys, is not served"
-        )
     if args.max_seq_len is None:
         return config.max_positions
     if args.max_seq_len > config.max_positions:

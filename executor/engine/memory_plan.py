@@ -7,12 +7,18 @@ import logging
 import os
 import resource
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from tllm_spec.attention.geometry import Geometry, KVFormat, KVPool, LayerGroup
+from tllm_spec.attention.geometry import (
+    Geometry,
+    IndexGeometry,
+    KVFormat,
+    KVPool,
+    LayerGroup,
+)
 from tllm_spec.config.draft_shape import NO_DRAFTS
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.distributed.communicator import SINGLE, Communicator
@@ -115,16 +121,24 @@ class GroupPlan:
 
 
 def own_groups(layers: Sequence[LayerGroup], kv_format: KVFormat) -> list[GroupPlan]:
-    """The groups of a target: one for each layer group. kv_format: of all layers of the model."""
-    formats = [kv_format.of_layers(own.layers) for own in layers]
-    pairs = zip((own.geometry for own in layers), formats, strict=True)
-    return [GroupPlan(((geometry, each),), geometry.span) for geometry, each in pairs]
+    """The groups of a target: one for each layer group, but keys of an indexer are in the pages of
+    the group before. kv_format: of all layers of the model."""
+    groups: list[GroupPlan] = []
+    for own in layers:
+        if isinstance(own.geometry, IndexGeometry):
+            keys = own.geometry, replace(kv_format, scales=None)
+            groups[-1] = replace(groups[-1], pools=(*groups[-1].pools, keys))
+        else:
+            pool = own.geometry, kv_format.of_layers(own.layers)
+            groups.append(GroupPlan((pool,), own.geometry.span))
+    return groups
 
 
 def draft_group(layers: Sequence[LayerGroup], kv_format: KVFormat) -> GroupPlan:
     """The group of a draft network: all layers have the same pages and keep them, since the network
     may have read much less than the target."""
-    return GroupPlan(tuple(own.pools[0] for own in own_groups(layers, kv_format)), None)
+    groups = own_groups(layers, kv_format)
+    return GroupPlan(tuple(pool for own in groups for pool in own.pools), None)
 
 
 def with_draft(groups: list[GroupPlan], draft: GroupPlan) -> list[GroupPlan]:
@@ -287,5 +301,9 @@ def _widens_experts(model: ServedModel) -> bool:
 
 
 def _activation_bytes(num_rows: int, model: ServedModel) -> int:
-    config = model.config
-    return num_rows * (8 * config.hidden_size + config.mlp_row_elements) * model.dtype.itemsize
+    config, index = model.config, model.config.indexer
+    elements = 8 * config.hidden_size + config.mlp_row_elements
+    if index is None:
+        return num_rows * elements * model.dtype.itemsize
+    elements += 2 * index.num_heads * index.head_dim  # and the chosen keys
+    return num_rows * (elements * model.dtype.itemsize + index.topk * torch.int32.itemsize)

@@ -272,6 +272,7 @@ CASES: dict[str, Case] = {
     "olmo2": Case("olmo2", {"speculative_config": NGRAM}),
     "gpt-oss-parts": Case("gpt-oss-mxfp4", EP | {"speculative_config": TINY_EAGLE3}),
     "deepseek-v3-parts-mtp": Case("deepseek-v3", EP | {"speculative_config": MTP}, accepts=True),
+    "glm-5-mtp": Case("glm-5", {"speculative_config": MTP}, generate_twice, accepts=True),
     "qwen3-next-mtp": Case("qwen3-next", {"speculative_config": MTP}, accepts=True),
     "qwen3.5-fp8-mtp": Case(
         "qwen3.5-fp8",
@@ -336,6 +337,7 @@ FAMILIES: dict[str, Case] = {
         "mixtral": ["ngram"],
         "llama4": ["ngram", "eagle3"],
         "glm": ["mtp"],
+        "glm-5": ["mtp-two-model", "mtp-tree", "eagle3"],
         "gpt-oss": ["ngram", "eagle3"],
         "gpt-oss-mxfp4": ["ngram"],
         "deepseek-v2": ["ngram"],

@@ -136,6 +136,7 @@ SAVERS = {
     "qwen3.5-fp8": save_qwen3_5_fp8,
     "deepseek-v2": lambda folder: save_deepseek(folder, "DeepseekV2", **V2),
     "deepseek-v3-strong": lambda folder: save_deepseek(folder, "DeepseekV3"),
+    "glm-5": lambda folder: save_predictable(folder, family="GlmMoeDsa"),
     "glm": lambda folder: save_predictable(folder, family="Glm4Moe"),
     "deepseek-v3": lambda folder: save_predictable(folder, num_modules=2),
     "eagle": save_eagle,

@@ -57,6 +57,7 @@ GIB = 1 << 30
 def model_of(hidden: int, intermediate: int, vocab: int, dtype: torch.dtype) -> Any:
     """What the plan looks at in a model on a GPU."""
     config = SimpleNamespace(
+        indexer=None,
         hidden_size=hidden,
         mlp_row_elements=4 * intermediate,
         vocab_size=vocab,

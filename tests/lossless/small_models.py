@@ -35,6 +35,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
     "preemption": {"kv_cache_config": {"tokens_per_block": 4, "max_tokens": 84}},
 }
+# Prefixes go to host memory and come back.
+IN_HOST = SETTINGS["preemption"]["kv_cache_config"] | {"host_cache_size": 1 << 20}
+HOST: dict[str, dict[str, Any]] = {"host": {"kv_cache_config": IN_HOST}}
 TREES: dict[str, dict[str, Any]] = {
     "dynamic": {
         "max_draft_len": 3,

@@ -17,6 +17,7 @@ import transformers
 
 from tests.lossless.drafters import AdversarialDrafter, AdversarialTreeDrafter
 from tests.lossless.small_models import (
+    HOST,
     NGRAM,
     ON_GPU,
     PROMPTS,
@@ -114,6 +115,9 @@ OF_STATES = {
     "matches": MATCHES,
     **TREES,
 }
+
+# Of rows that see more keys than are chosen.
+OF_SPARSE = modules(OF_STATES | {"vanilla": VANILLA}, 1.3)
 
 OF_ASSISTANTS = OF_STATES | {
     "rejection sampling": {"max_draft_len": 3, "use_rejection_sampling": True},
@@ -213,6 +217,13 @@ FAMILIES: dict[str, Family] = {
         partial(mtp_reference.save_predictable, num_modules=2),
         *(SETTINGS, OF_DEEPSEEK | heads(ALL_WAYS) | heads(ALL_WAYS, "latent head")),
     ),
+    **{
+        f"{name}, mtp": Family(
+            partial(mtp_reference.save_predictable, num_modules=2, family=name),
+            *(WAYS | HOST, NONE | OF_SPARSE | heads([("chain", ONE), ("dynamic", TWO)])),
+        )
+        for name in ("DeepseekV32", "GlmMoeDsa")
+    },
     "qwen3-next": Family(qwen3_next.save_qwen3_next, STATES, ALL_OF_STATES),
     "qwen3-next, mtp": Family(qwen3_next.save_predictable, STATES, modules(OF_STATES, 1.1)),
     **{
@@ -263,6 +274,13 @@ QUICK = [
     ("deepseek, mtp", "mtp, vanilla trees, one-model", "prefix_reuse"),
     ("deepseek, mtp", "head, dynamic, two-model", "chunks"),
     ("deepseek, mtp", "latent head, static, one-model", "preemption"),
+    ("DeepseekV32, mtp", "mtp, chain, one-model", "chunks"),
+    ("DeepseekV32, mtp", "mtp, dynamic, two-model", "prefix_reuse"),
+    ("GlmMoeDsa, mtp", "none", "preemption"),
+    ("GlmMoeDsa, mtp", "ngram", "host"),
+    ("GlmMoeDsa, mtp", "mtp, static, one-model", "chunks"),
+    ("GlmMoeDsa, mtp", "mtp, vanilla, one-model", "preemption"),
+    ("GlmMoeDsa, mtp", "head, dynamic, two-model", "prefix_reuse"),
     ("qwen3-next", "ngram", "preemption"),
     ("qwen3-next", "ngram tree", "chunks"),
     ("qwen3-next", "sa", "no_overlap"),
@@ -365,6 +383,7 @@ def test_adaptive_tiers_leave_the_text_alone(drafter: str, models: Models) -> No
         pytest.param("Mistral", "ngram", "preemption", marks=pytest.mark.slow),
         pytest.param("Qwen2", "ngram", "triton", marks=pytest.mark.slow),
         ("gpt-oss", "ngram tree", "preemption"),
+        ("GlmMoeDsa, mtp", "mtp, chain, one-model", "chunks"),
         ("gemma4", "head, chain, one-model", "chunks"),
         ("gemma4, per layer", "ngram", "triton"),
         ("gemma4", "assistant, chain, one-model", "triton"),
@@ -412,7 +431,7 @@ BORDERS = (
     ("family", "drafter"),
     [
         (name, each)
-        for name in (*BORDERS, "glm", "deepseek, mtp", "qwen3-next, mtp")
+        for name in (*BORDERS, "glm", "deepseek, mtp", "GlmMoeDsa, mtp", "qwen3-next, mtp")
         for each in FAMILIES[name].drafters
     ],
 )

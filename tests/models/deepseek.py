@@ -22,7 +22,10 @@ DEEPSEEK: dict[str, Any] = LATENT | {
 }
 V2_GROUPS = {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}
 V3: dict[str, Any] = DEEPSEEK | {"n_group": 4, "topk_group": 2, "num_nextn_predict_layers": 0}
-V32 = V3 | {"index_topk": 64, "index_head_dim": 16, "index_n_heads": 2}
+# Many heads, so that few scores are 0, and fewer keys than most rows see.
+V32 = V3 | {"index_topk": 12, "index_head_dim": 16, "index_n_heads": 8}
+GLM5: dict[str, Any] = V32 | {"n_group": 1, "topk_group": 1, "v_head_dim": 16}
+GLM5["indexer_types"] = ["full", "shared", "full"]
 MSCALE_YARN = {
     "rope_type": "yarn",
     "rope_theta": 1000.0,
@@ -49,12 +52,16 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek v3, halves": ("DeepseekV3", V3 | {"rope_interleave": False}),
     "deepseek v3, yarn": ("DeepseekV3", V3 | {"rope_parameters": MSCALE_YARN}),
     "deepseek v3, one group": ("DeepseekV3", V3 | {"n_group": 1, "topk_group": 1}),
+    "deepseek v3.2": ("DeepseekV32", V32 | {"rope_parameters": MSCALE_YARN}),
+    "deepseek v3.2, one key": ("DeepseekV32", V32 | {"index_topk": 1}),
+    "glm 5": ("GlmMoeDsa", GLM5),
 }
 
 
 def save_deepseek(folder: Path, architecture: str, **config: Any) -> Any:
-    """A random model of V2, V3 or V3.2 with YaRN; returns transformers' model."""
-    own = {"DeepseekV3": V3, "DeepseekV32": V32}.get(architecture, DEEPSEEK | V2_GROUPS)
+    """A random model of V2, V3, V3.2 or GLM-5 with YaRN; returns transformers' model."""
+    families = {"DeepseekV3": V3, "DeepseekV32": V32, "GlmMoeDsa": GLM5}
+    own = families.get(architecture, DEEPSEEK | V2_GROUPS)
     return save_checkpoint(
         folder, architecture, **(own | {"rope_parameters": MSCALE_YARN} | config)
     )

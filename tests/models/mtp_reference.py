@@ -3,6 +3,7 @@ have one."""
 
 import json
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,10 @@ from tests.models.deepseek import save_deepseek
 from tests.models.glm4_moe import save_glm4_moe
 
 SAVERS: dict[str, Callable[..., Any]] = {
-    "DeepseekV3": lambda folder, **config: save_deepseek(folder, "DeepseekV3", **config),
+    **{
+        name: partial(save_deepseek, architecture=name)
+        for name in ("DeepseekV3", "DeepseekV32", "GlmMoeDsa")
+    },
     "Glm4Moe": save_glm4_moe,
 }
 NORMS = ("enorm.weight", "hnorm.weight", "shared_head.norm.weight")

@@ -1,14 +1,17 @@
-"""DeepSeek's published configurations, what is refused, and V3.2 in texts of up to `index_topk`
-tokens, where the indexer chooses all keys."""
+"""DeepSeek's and GLM-5's published configurations, what is refused, and the indexer of V3.2 and
+GLM-5. test_logits.py has their logits in all ways."""
 
 import json
 import math
+import re
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from tests.models.deepseek import save_deepseek
@@ -19,15 +22,12 @@ from tests.models.helpers import (
     load,
     quantised_pair,
     random_tokens,
-    reference_logits,
 )
-from tests.models.mtp_reference import save_with_mtp
 from tests.models.published import FP8, V2_LITE, V3, V3_2
 from tllm_spec.attention.geometry import LatentGeometry
 from tllm_spec.distributed.communicator import SINGLE_RANK
-from tllm_spec.llm import LLM
+from tllm_spec.models.mla_config import IndexConfig
 from tllm_spec.models.registry import model_config_of
-from tllm_spec.sampling_params import SamplingParams
 
 
 def test_v2_lite_is_read_as_published() -> None:
@@ -74,6 +74,11 @@ def test_v3_is_read_as_published() -> None:
         ),
         (V3_2, {"layer_types": ["full_attention"] * 61}, "layer_types is .*served is 'indexed_att"),
         (V3_2, {"index_topk": None}, "index_topk is null"),
+        (V3_2, {"q_lora_rank": None}, "q_lora_rank is None and .* an indexer needs the former"),
+        (V3_2, {"index_head_dim": 32}, "index_head_dim is 32; .*qk_rope_head_dim, which is 64"),
+        (V3_2, {"indexer_types": ["full"] * 60}, "indexer_types or .*each of 61 layers"),
+        (V3_2, {"index_topk_pattern": "S" + 60 * "F"}, "and 'full' for the first"),
+        (V3_2, {"indexer_types": ["half"] * 61}, "indexer_types or .* is .*'half'"),
     ],
 )
 def test_what_is_not_served_is_named(
@@ -83,7 +88,7 @@ def test_what_is_not_served_is_named(
         model_config_of(base | change)
 
 
-TOPK = 16
+TOPK = 12
 TOKENS = random_tokens(40, seed=3)
 
 
@@ -91,48 +96,71 @@ def save(folder: Path, **config: Any) -> Any:
     return save_deepseek(folder, "DeepseekV32", index_topk=TOPK, **config)
 
 
-def test_logits_equal_transformers_up_to_index_topk_and_no_further(tmp_path: Path) -> None:
-    expected = reference_logits(save(tmp_path), TOKENS)
-    runner = PagedRunner(load(tmp_path))
-    parts = [runner.step({0: TOKENS[:10]})[0], runner.step(windows={0: TOKENS[10 : TOPK + 1]})[0]]
-    found = torch.cat(parts)
-    torch.testing.assert_close(found[:TOPK], expected[:TOPK], rtol=0, atol=1e-4)
-    assert (found[TOPK] - expected[TOPK]).abs().max() > 0.01, "the indexer changes nothing"
-
-
-@pytest.mark.parametrize(("options", "length"), [({}, 64), ({"max_seq_len": TOPK + 1}, TOPK + 1)])
-def test_longer_texts_are_refused_with_the_reason(
-    options: dict[str, int], length: int, tmp_path: Path
-) -> None:
-    save(tmp_path)
-    problem = rf"max_seq_len = {length} exceeds index_topk = {TOPK} of.*the indexer, which chooses"
-    with pytest.raises(ValueError, match=problem):
-        LLM(str(tmp_path), skip_tokenizer_init=True, **options)  # type: ignore[arg-type]
-
-
-def test_the_layer_that_predicts_a_further_token_is_served_without_its_indexer(
+def test_with_as_many_keys_as_positions_attention_is_that_without_an_indexer(
     tmp_path: Path,
 ) -> None:
-    save_with_mtp(tmp_path)  # a model of V3, which gets indexers
-    file, settings = tmp_path / "model.safetensors", tmp_path / "config.json"
-    tensors = load_file(file)
-    for layer in range(4):
-        tensors[f"model.layers.{layer}.self_attn.indexer.wk.weight"] = torch.ones(16, 64)
-    save_file(tensors, file)
-    newer = {"architectures": ["DeepseekV32ForCausalLM"], "index_topk": TOPK}
-    settings.write_text(json.dumps(json.loads(settings.read_text()) | newer))
-    mtp = {"decoding_type": "MTP", "max_draft_len": 2}
-    texts = []
-    for drafts in (None, mtp):
-        options: dict[str, Any] = {"speculative_config": drafts, "max_seq_len": TOPK}
-        with LLM(str(tmp_path), skip_tokenizer_init=True, **options) as llm:
-            output = llm.generate(TOKENS[:5], SamplingParams(max_tokens=11, ignore_eos=True))
-            llm.check_integrity()
-        texts.append(output.outputs[0].token_ids)
-    assert texts[0] == texts[1]
+    """Bit for bit."""
+    folders = tmp_path / "all", tmp_path / "v3"
+    save(folders[0])
+    shutil.copytree(*folders)
+    for folder, newer in zip(
+        folders,
+        ({"index_topk": 64}, {"architectures": ["DeepseekV3ForCausalLM"], "layer_types": None}),
+        strict=True,
+    ):
+        settings = folder / "config.json"
+        settings.write_text(json.dumps(json.loads(settings.read_text()) | newer))
+    file = folders[1] / "model.safetensors"
+    save_file({n: x for n, x in load_file(file).items() if ".indexer." not in n}, file)
+    runners = [PagedRunner(load(folder)) for folder in folders]
+    found, expected = (runner.step({0: TOKENS})[0] for runner in runners)
+    assert torch.equal(found, expected) and len(runners[0].pools) == 1
 
 
-def test_quantised_weights_of_the_indexer_are_left_out_with_their_scales(tmp_path: Path) -> None:
+# Random weights by a recipe that others can follow; see `golden_glm5`.
+GOLDEN: dict[tuple[str, ...], tuple[list[float], list[float], int, float]] = {
+    ("full", "full"): (
+        [-0.55943, -0.23522, -0.17797, 0.62511],
+        [-0.15777, 0.37625, -0.95921, 0.47105, -0.34512, -0.1564],
+        *(7, -4.3678),
+    ),
+    ("full", "shared", "full"): (
+        [-1.50126, 0.06763, -0.06325, -0.14698],
+        [-1.12111, 0.28642, -0.22632, -0.52774, -0.47713, -0.01467],
+        *(14, -0.7566),
+    ),
+}
+
+
+def golden_glm5(folder: Path, kinds: tuple[str, ...]) -> None:
+    """transformers' tensors in the order of their names, from one generator."""
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24}
+    sizes |= {"moe_intermediate_size": 12, "num_attention_heads": 4, "num_key_value_heads": 4}
+    sizes |= {"q_lora_rank": 12, "kv_lora_rank": 10, "qk_nope_head_dim": 8, "v_head_dim": 8}
+    sizes |= {"qk_rope_head_dim": 4, "n_routed_experts": 4, "num_experts_per_tok": 2}
+    sizes |= {"index_topk": 4, "index_head_dim": 8, "index_n_heads": 8}
+    sizes |= {"first_k_dense_replace": 1, "num_hidden_layers": len(kinds)}
+    settings = transformers.GlmMoeDsaConfig(**sizes, indexer_types=[*kinds])
+    model = transformers.GlmMoeDsaForCausalLM(settings).float()
+    generator, tensors = torch.Generator().manual_seed(1234), model.state_dict()
+    for name in sorted(tensors):
+        noise = 0.2 * torch.randn(tensors[name].shape, generator=generator)
+        tensors[name].copy_(noise + name.endswith(("norm.weight", "layernorm.weight")))
+    model.save_pretrained(folder)
+
+
+@pytest.mark.parametrize("kinds", GOLDEN)
+def test_glm_5_has_the_logits_of_the_recipe(kinds: tuple[str, ...], tmp_path: Path) -> None:
+    golden_glm5(tmp_path, kinds)
+    tokens = [1, 5, 9, 13, 2, 7, 11, 3, 8, 4, 6, 10]
+    logits = PagedRunner(load(tmp_path)).step({0: tokens})[0]
+    first, last, best, total = GOLDEN[kinds]
+    assert logits[0, :4].tolist() == pytest.approx(first, abs=1e-4)
+    assert logits[-1, :6].tolist() == pytest.approx(last, abs=1e-4)
+    assert logits[-1].argmax() == best and float(logits[-1].sum()) == pytest.approx(total, abs=1e-3)
+
+
+def test_quantised_weights_of_the_indexer_choose_as_their_values_do(tmp_path: Path) -> None:
 
     def wants(name: str) -> bool:
         return is_projection(name) or name.endswith(("indexer.wq_b.weight", "indexer.wk.weight"))
@@ -140,7 +168,7 @@ def test_quantised_weights_of_the_indexer_are_left_out_with_their_scales(tmp_pat
     own = partial(save, hidden_size=128, q_lora_rank=128)
     change = partial(quantise, wants=wants, granularity="deepseek")
     models = [load(each, fp8_activations=False) for each in quantised_pair(tmp_path, own, change)]
-    check_same_logits(*models, tokens=TOKENS[:TOPK])
+    check_same_logits(*models, tokens=TOKENS)
 
 
 def test_a_tensor_next_to_the_indexer_and_an_indexer_of_v3_are_surplus(tmp_path: Path) -> None:
@@ -150,10 +178,44 @@ def test_a_tensor_next_to_the_indexer_and_an_indexer_of_v3_are_surplus(tmp_path:
     save_file(tensors | {"model.layers.0.self_attn.index.weight": torch.ones(8)}, file)
     with pytest.raises(ValueError, match=r"surplus model\.layers\.0\.self_attn\.index\.weight\."):
         load(tmp_path)
+    missing = "model.layers.1.self_attn.indexer.k_norm.bias"
+    save_file({name: x for name, x in tensors.items() if name != missing}, file)
+    with pytest.raises(ValueError, match=rf"missing {re.escape(missing)}"):
+        load(tmp_path)
     save_deepseek(tmp_path, "DeepseekV3")
     save_file(tensors, file)
     with pytest.raises(ValueError, match=r"surplus model\.layers\.0\.self_attn\.indexer\."):
         load(tmp_path)
+
+
+def test_indexers_of_layers_that_share_keys_are_left_out(tmp_path: Path) -> None:
+    save_deepseek(tmp_path, "GlmMoeDsa")
+    expected = check_same_logits(load(tmp_path), load(tmp_path), tokens=TOKENS)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    prefixes = "model.layers.0.self_attn.indexer.", "model.layers.1.self_attn.indexer."
+    own = {name: x for name, x in tensors.items() if name.startswith(prefixes[0])}
+    save_file(tensors | {name.replace(*prefixes): x.clone() for name, x in own.items()}, file)
+    assert torch.equal(PagedRunner(load(tmp_path)).step({0: TOKENS})[0], expected)
+
+
+@pytest.mark.parametrize(
+    ("keys", "shared"),
+    [
+        ({}, []),
+        ({"indexer_types": None, "index_topk_pattern": "FSSF" + 74 * "S"}, [1, 2, *range(4, 78)]),
+        ({"index_topk_freq": 4}, [i for i in range(2, 78) if (i - 1) % 4]),
+        ({"index_topk_freq": 2, "index_skip_topk_offset": 4}, [*range(4, 78, 2)]),
+    ],
+)
+def test_glm_5_says_which_layers_share_keys(keys: dict[str, Any], shared: list[int]) -> None:
+    raw = {"architectures": ["GlmMoeDsaForCausalLM"], "model_type": "glm_moe_dsa"} | keys
+    config = model_config_of(raw)
+    assert config.indexer is not None and config.indexer.is_interleaved
+    assert config.indexer.shared_layers == frozenset(shared)
+    assert [group.geometry.num_layers for group in config.layer_groups(SINGLE_RANK)] == [
+        *(78, 78 - len(shared))
+    ]
 
 
 @pytest.mark.parametrize("name", ["indexed_attention", "deepseek_sparse_attention"])
@@ -163,6 +225,7 @@ def test_the_types_of_layers_that_transformers_writes_say_nothing(name: str) -> 
 
 def test_the_published_config_is_read() -> None:
     config = model_config_of(V3_2)
-    assert config.mla is not None and config.mla.index_topk == 2048 and config.mla.is_interleaved
+    assert config.mla is not None and config.mla.is_interleaved
+    assert config.indexer == IndexConfig(2048, 64, 128, is_interleaved=False)
     assert config.quantisation.fp8 is not None and config.num_nextn_layers == 1
     assert config.sparse_layers == frozenset(range(3, 61)) and config.max_positions == 163840

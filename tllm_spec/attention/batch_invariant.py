@@ -10,8 +10,9 @@ from dataclasses import dataclass
 import torch
 
 from tllm_spec.attention.geometry import AttentionGeometry, KVPool
+from tllm_spec.attention.indexed import chosen_rows
 from tllm_spec.attention.interface import AttentionMetadata, AttentionPlan, HeadsBackend
-from tllm_spec.attention.latent import LatentInputs, TritonLatent
+from tllm_spec.attention.latent import MAX_CHOSEN_KEYS, LatentInputs, TritonLatent
 from tllm_spec.kernels.attention.batch_invariant_attention import (
     MAX_PARTIAL_ROWS,
     QueryTiles,
@@ -26,6 +27,7 @@ from tllm_spec.kernels.attention.batch_invariant_latent import (
 from tllm_spec.kernels.attention.rotary_write import HeadWeights, Rotary
 from tllm_spec.kernels.attention.window_splits import WindowWorkspace
 from tllm_spec.kernels.gemm.head_gemm import head_gemm
+from tllm_spec.kernels.slots.round_rows import RoundRows
 
 
 @dataclass(frozen=True)
@@ -117,6 +119,7 @@ class BatchInvariantLatent(TritonLatent):
         size, row, launches = latent_tokens_per_tile(self.geometry.num_heads), 0, []
         device, first = metadata.kv_slots.device, len(metadata.context_lens)
         lengths = zip(metadata.context_lens, metadata.context_kv_lens, strict=True)
+        chosen = chosen_rows(metadata, self.geometry.topk)
         for request, (length, kv_len) in enumerate(lengths):
             for offset in range(0, length, MAX_ABSORBED_TOKENS):
                 count = min(length - offset, MAX_ABSORBED_TOKENS)
@@ -131,6 +134,7 @@ class BatchInvariantLatent(TritonLatent):
             else:
                 tiles = QueryTiles.of_trees(kv_lens, tree, first, TREE_TOKENS)
             launches.append((slice(row, len(metadata.kv_slots)), tiles))
+        launches = [own for own in launches if not chosen.start <= own[0].start < chosen.stop]
         return BatchInvariantPlan(metadata.kv_slots, metadata.block_tables, tuple(launches))
 
     def run(
@@ -138,16 +142,21 @@ class BatchInvariantLatent(TritonLatent):
     ) -> torch.Tensor:
         assert isinstance(plan, BatchInvariantPlan)
         self.write(layer, inputs.latent, inputs.norm, rotary, plan, inputs.q)
-        geometry, q = self.geometry, inputs.q
+        geometry, q, entries = self.geometry, inputs.q, self._layers[layer]
         keys, values = inputs.up.split_with_sizes((geometry.nope_dim, geometry.value_dim), 1)
         output = q.new_empty(len(q), geometry.num_heads, geometry.value_dim)
-        for rows, tiles in plan.launches:
-            own = q[rows]
-            absorbed = q.new_empty(*own.shape[:2], geometry.latent_dim)
-            head_gemm(own[..., : geometry.nope_dim], keys, absorbed, batch_invariant=True)
-            mixed = batch_invariant_latent(
-                *(absorbed, own, self._layers[layer], plan.block_tables, tiles),
-                *(geometry.scale, self._workspace, self.pool.scales[layer]),
-            )
+        launches = [(rows, entries, plan.block_tables, tiles) for rows, tiles in plan.launches]
+        # Chosen slots are pages of one token. All keys are read in the same order as without.
+        entries = entries.flatten(0, 1).unsqueeze(1)
+        for own in () if inputs.chosen is None else inputs.chosen.parts(MAX_CHOSEN_KEYS):
+            windows = RoundRows.rectangle(len(own.counts), 1)
+            tiles = QueryTiles.of_windows(0, own.counts, windows, 0, 1)
+            launches.append((own.rows, entries, own.slots, tiles))
+        for rows, pages, tables, tiles in launches:
+            queries = q[rows]
+            absorbed = q.new_empty(*queries.shape[:2], geometry.latent_dim)
+            head_gemm(queries[..., : geometry.nope_dim], keys, absorbed, batch_invariant=True)
+            own_scales = geometry.scale, self._workspace, self.pool.scales[layer]
+            mixed = batch_invariant_latent(absorbed, queries, pages, tables, tiles, *own_scales)
             head_gemm(mixed, values.mT, output[rows], batch_invariant=True)
         return output.flatten(1)

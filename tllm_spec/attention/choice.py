@@ -11,14 +11,17 @@ from tllm_spec.attention.flashinfer import DTYPES, HEAD_DIMS, FlashInferAttentio
 from tllm_spec.attention.geometry import (
     AttentionGeometry,
     Geometry,
+    IndexGeometry,
     KVFormat,
     KVPool,
     LatentGeometry,
 )
+from tllm_spec.attention.indexed import IndexBackend
 from tllm_spec.attention.interface import AttentionBackend, HeadsBackend
 from tllm_spec.attention.latent import LatentBackend, TritonLatent, VanillaLatent
 from tllm_spec.attention.triton import MAX_SDPA_DIM, TritonAttention
 from tllm_spec.attention.vanilla import VanillaAttention
+from tllm_spec.kernels.attention.index_select import SCORE_BYTES
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +62,9 @@ def kind_of_pool(
 ) -> type[HeadsBackend]:
     """The class for one pool where `choose_backend` returned `kind`. chooses: whether it may be
     another one, as with `auto`."""
-    if not chooses or kind is not FlashInferAttention or isinstance(geometry, LatentGeometry):
+    if not chooses or kind is not FlashInferAttention:
+        return kind
+    if not isinstance(geometry, AttentionGeometry):
         return kind
     has_both = geometry.span is not None and geometry.has_sinks
     is_faster = (geometry.head_dim, has_both) in FASTER_IN_FLASHINFER
@@ -76,6 +81,8 @@ def create_backend(kind: type[HeadsBackend], geometry: Geometry, pool: KVPool) -
     heads.
 
     kind: what `choose_backend` returned. Latents (MLA) run TRITON for FLASHINFER, too."""
+    if isinstance(geometry, IndexGeometry):
+        return IndexBackend(geometry, pool)
     if isinstance(geometry, LatentGeometry):
         return _latent_kind(kind)(geometry, pool)
     assert isinstance(geometry, AttentionGeometry)
@@ -114,6 +121,8 @@ def create_backend(kind: type[HeadsBackend], geometry: Geometry, pool: KVPool) -
 
 def create_batch_invariant(geometry: Geometry, pool: KVPool) -> AttentionBackend:
     """The backend of `deterministic: true` for one pool."""
+    if isinstance(geometry, IndexGeometry):
+        return IndexBackend(geometry, pool)
     if isinstance(geometry, LatentGeometry):
         return BatchInvariantLatent(geometry, pool)
     assert isinstance(geometry, AttentionGeometry)
@@ -122,6 +131,8 @@ def create_batch_invariant(geometry: Geometry, pool: KVPool) -> AttentionBackend
 
 def workspace_bytes(kind: type[HeadsBackend], geometry: Geometry, kv_format: KVFormat) -> int:
     """What `create_backend` allocates besides the pool, for memory planning."""
+    if isinstance(geometry, IndexGeometry):
+        return SCORE_BYTES
     if isinstance(geometry, LatentGeometry):
         return _latent_kind(kind).workspace_bytes(geometry, kv_format.dtype)
     assert isinstance(geometry, AttentionGeometry)

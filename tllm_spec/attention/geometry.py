@@ -57,6 +57,8 @@ class LatentGeometry:
     nope_dim: int
     value_dim: int
     scale: float
+    topk: int | None = None
+    """The keys that a row attends to, which an indexer chooses; None: all."""
     span: None = None
 
     @property
@@ -69,8 +71,27 @@ class LatentGeometry:
         return (num_pages, page_size, self.entry_dim)
 
 
+@dataclass(frozen=True)
+class IndexGeometry:
+    """An indexer (DeepSeek V3.2): a key for each token, by which a row chooses `topk` tokens. These
+    keys are in the pages of the latents of the group before, and never FP8 codes."""
+
+    page_dim: ClassVar[int] = 0
+    """The dimension of `layer_shape` that counts pages."""
+
+    num_layers: int
+    num_heads: int
+    head_dim: int
+    topk: int
+    span: None = None
+
+    def layer_shape(self, num_pages: int, page_size: int) -> tuple[int, ...]:
+        """A layer of the pool: `[pages, page_size, head_dim]`."""
+        return (num_pages, page_size, self.head_dim)
+
+
 # What pools and memory planning know. Page tables, prefix reuse and rewinds only count pages.
-Geometry = AttentionGeometry | LatentGeometry
+Geometry = AttentionGeometry | LatentGeometry | IndexGeometry
 
 
 @dataclass(frozen=True)

@@ -2,16 +2,20 @@
 
 Context chunks run in the expanded form: keys and values of all heads are projected from the
 latents in the pool, those of earlier chunks and of cached prefixes included. Generation windows run
-in the absorbed form over the latents themselves."""
+in the absorbed form over the latents themselves, and so do all rows whose keys an indexer
+chooses."""
 
 from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 
 import torch
 import torch.nn.functional as F
 
 from tllm_spec.attention.geometry import KVPool, LatentGeometry
+from tllm_spec.attention.indexed import ChosenKeys, chosen_rows
 from tllm_spec.attention.interface import (
     AttentionBackend,
     AttentionMetadata,
@@ -35,6 +39,10 @@ from tllm_spec.kernels.attention.rotary_write import Rotary
 from tllm_spec.kernels.attention.visible_keys import hidden_keys
 from tllm_spec.kernels.attention.window_splits import WindowWorkspace
 from tllm_spec.kernels.gemm.head_gemm import head_gemm
+from tllm_spec.kernels.slots.round_rows import RoundRows
+
+# Rows of chosen keys are in the absorbed form for so many pairs of row and key at a time.
+MAX_CHOSEN_KEYS = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -48,6 +56,8 @@ class LatentInputs:
     norm: LatentNorm
     up: torch.Tensor
     """[H, N + V, R], contiguous: each head's projections of the latent to key and value."""
+    chosen: ChosenKeys | None = None
+    """The keys of rows that do not attend to all."""
 
 
 Windows = tuple[LatentTables | None, torch.Tensor | None, torch.Tensor | None]
@@ -74,6 +84,9 @@ class LatentBackend(AttentionBackend):
         super().__init__(pool)
         self.geometry = geometry
         self._layers = pool.data.unbind(0)
+        self._workspace = WindowWorkspace.allocate(
+            geometry.latent_dim, pool.data.device, MAX_PARTIAL_ROWS
+        )
 
     @classmethod
     def workspace_bytes(cls, geometry: LatentGeometry, dtype: torch.dtype) -> int:
@@ -81,20 +94,24 @@ class LatentBackend(AttentionBackend):
         at a time: projected, keys and padded values."""
         key_dim = geometry.nope_dim + geometry.rope_dim
         elements = geometry.num_heads * (geometry.nope_dim + geometry.value_dim + 2 * key_dim)
-        return MAX_EXPANDED_TOKENS * (elements + geometry.entry_dim) * dtype.itemsize
+        partials = MAX_PARTIAL_ROWS * (geometry.latent_dim + 1) * torch.float32.itemsize
+        return MAX_EXPANDED_TOKENS * (elements + geometry.entry_dim) * dtype.itemsize + partials
 
     def plan(self, metadata: AttentionMetadata) -> AttentionPlan:
         windows: Windows = None, None, None
-        if metadata.rows.num_requests:
+        first, contexts = sum(metadata.context_lens), tuple[ExpandedPart, ...]()
+        chosen = chosen_rows(metadata, self.geometry.topk)
+        if metadata.rows.num_requests and chosen.stop <= first:
             windows = self._plan_windows(metadata)
-        first, contexts = sum(metadata.context_lens), tuple(self._plan_contexts(metadata))
+        if chosen.start:
+            contexts = tuple(self._plan_contexts(metadata))
         return LatentPlan(metadata.kv_slots, first, contexts, *windows)
 
     def run(
         self, layer: int, inputs: LatentInputs, rotary: Rotary, plan: AttentionPlan
     ) -> torch.Tensor:
         """Norm and write the rows' latents and rotated keys into the pool, then attend causally to
-        all keys of the row's request. Returns `[T, H * V]`."""
+        all keys of the row's request, or to the chosen ones. Returns `[T, H * V]`."""
         assert isinstance(plan, LatentPlan)
         self.write(layer, inputs.latent, inputs.norm, rotary, plan, inputs.q)
         geometry, q, scales = self.geometry, inputs.q, self.pool.scales[layer]
@@ -103,14 +120,36 @@ class LatentBackend(AttentionBackend):
             q, self._layers[layer], inputs.up, plan.contexts, geometry.scale, output, scales
         )
         if plan.windows is not None:
-            first, nope = plan.first, geometry.nope_dim
-            own = q[first:]
-            keys, values = inputs.up.split_with_sizes((nope, geometry.value_dim), 1)
-            absorbed = q.new_empty(geometry.num_heads, len(own), geometry.latent_dim)
-            head_gemm(own[..., :nope], keys, absorbed.transpose(0, 1))
-            mixed = self._run_windows(layer, absorbed, own, plan)
-            head_gemm(mixed.transpose(0, 1), values.mT, output[first:])
+            windows = slice(plan.first, None)
+            self._absorbed(inputs, windows, output, partial(self._run_windows, layer, plan=plan))
+        for keys in () if inputs.chosen is None else inputs.chosen.parts(MAX_CHOSEN_KEYS):
+            self._absorbed(inputs, keys.rows, output, partial(self._run_chosen, layer, keys=keys))
         return output.flatten(1)
+
+    def _absorbed(
+        self,
+        inputs: LatentInputs,
+        rows: slice,
+        output: torch.Tensor,
+        attend: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    ) -> None:
+        """Writes the rows of `output` `[T, H, V]`. attend: as `latent_attention`, for absorbed and
+        other queries."""
+        geometry, own = self.geometry, inputs.q[rows]
+        keys, values = inputs.up.split_with_sizes((geometry.nope_dim, geometry.value_dim), 1)
+        absorbed = own.new_empty(geometry.num_heads, len(own), geometry.latent_dim)
+        head_gemm(own[..., : geometry.nope_dim], keys, absorbed.transpose(0, 1))
+        head_gemm(attend(absorbed, own).transpose(0, 1), values.mT, output[rows])
+
+    def _run_chosen(
+        self, layer: int, q_latent: torch.Tensor, q: torch.Tensor, keys: ChosenKeys
+    ) -> torch.Tensor:
+        """Each row is a window of its own, whose pages are the chosen slots."""
+        entries = self._layers[layer].flatten(0, 1).unsqueeze(1)
+        rows = RoundRows.rectangle(len(q), 1)
+        tables = LatentTables(rows, keys.slots, keys.counts)
+        own = entries, tables, self.geometry.scale, self._workspace
+        return latent_attention(q_latent, q, *own, self.pool.scales[layer])
 
     def write(
         self,
@@ -243,17 +282,6 @@ class TritonLatent(LatentBackend):
     context chunks depends on no length, so a CUDA graph can hold its forward."""
 
     supports_graphs = True
-
-    def __init__(self, geometry: LatentGeometry, pool: KVPool) -> None:
-        super().__init__(geometry, pool)
-        self._workspace = WindowWorkspace.allocate(
-            geometry.latent_dim, pool.data.device, MAX_PARTIAL_ROWS
-        )
-
-    @classmethod
-    def workspace_bytes(cls, geometry: LatentGeometry, dtype: torch.dtype) -> int:
-        partials = MAX_PARTIAL_ROWS * (geometry.latent_dim + 1) * torch.float32.itemsize
-        return super().workspace_bytes(geometry, dtype) + partials
 
     def _plan_windows(self, metadata: AttentionMetadata) -> Windows:
         batch = metadata.rows.num_requests

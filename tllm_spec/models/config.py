@@ -9,13 +9,14 @@ from typing import Any, TypeVar
 
 import torch
 
-from tllm_spec.attention.geometry import AttentionGeometry, LatentGeometry, LayerGroup
+from tllm_spec.attention.geometry import AttentionGeometry, LayerGroup
 from tllm_spec.distributed.communicator import Mapping
 from tllm_spec.kernels.attention.visible_keys import KeySpan
 from tllm_spec.kernels.states.gated_delta import DeltaShape
 from tllm_spec.models.config_file import required, with_defaults
 from tllm_spec.models.formats.kv_cache_formats import KVCacheSetting
 from tllm_spec.models.formats.quantisation import PLAIN, Quantisation
+from tllm_spec.models.mla_config import IndexConfig, MLAConfig
 from tllm_spec.models.moe_config import MoEConfig, MoENames
 from tllm_spec.models.rotary import RopeConfig, rope_config
 
@@ -134,29 +135,6 @@ WITH_IMAGES: dict[str, TextPart] = {
 def text_part_of(architecture: str) -> TextPart:
     """The served part of a model with this name in `architectures` of config.json."""
     return WITH_IMAGES.get(architecture) or TextPart(architecture)
-
-
-@dataclass(frozen=True)
-class MLAConfig:
-    """Multi-head latent attention (arXiv 2405.04434, section 2.1)."""
-
-    q_lora_rank: int | None
-    """None: queries are projected from the hidden state in one step."""
-    kv_lora_rank: int
-    nope_dim: int
-    """Elements of a head's query and key without position."""
-    rope_dim: int
-    value_dim: int
-    is_interleaved: bool
-    """Whether the checkpoint's rotated elements are pairs of neighbours instead of two halves."""
-    scale: float
-    """The factor of the scores. With YaRN it includes the square of `mscale_all_dim`'s factor."""
-    index_topk: int | None = None
-    """DeepSeek V3.2: of more keys than these an indexer chooses so many, which is not served. None:
-    there is no indexer."""
-    norm_eps: float = 1e-6
-    """The epsilon of both norms of the low-rank projections, whatever the model's other norms
-    have."""
 
 
 @dataclass(frozen=True)
@@ -346,7 +324,14 @@ class ModelConfig:
             own = replace(own, chunk_size=None)
         if self.temperature is not None and self.temperature.floor_scale > max_positions:
             own = replace(own, temperature=None)
+        if self.mla is not None:
+            own = replace(own, mla=self.mla.within(max_positions))
         return own
+
+    @property
+    def indexer(self) -> IndexConfig | None:
+        """That of the layers with latents; None: they have none, or need none."""
+        return None if self.mla is None else self.mla.used_indexer
 
     def windowed(self: Shape, size: int | None) -> Shape:
         """The same with a sliding window of `size` tokens in every layer; None: without windows.
@@ -361,17 +346,9 @@ class ModelConfig:
     def layer_groups(self, mapping: Mapping) -> tuple[LayerGroup, ...]:
         """One rank's share of the heads: the layers in groups of equal attention, in the order of
         each group's first layer. Layers with a recurrent state are in none of them."""
-        if (mla := self.mla) is not None:
-            latent = LatentGeometry(
-                num_layers=self.num_layers,
-                num_heads=mapping.shard(self.num_heads, "num_attention_heads"),
-                latent_dim=mla.kv_lora_rank,
-                rope_dim=mla.rope_dim,
-                nope_dim=mla.nope_dim,
-                value_dim=mla.value_dim,
-                scale=mla.scale,
-            )
-            return (LayerGroup(tuple(range(self.num_layers)), latent),)
+        if self.mla is not None:
+            num_heads = mapping.shard(self.num_heads, "num_attention_heads")
+            return self.mla.layer_groups(self.num_layers, num_heads)
         layers_of: dict[AttentionGeometry, list[int]] = {}
         with_state = () if self.delta is None else self.delta.layers
         for layer in range(self.num_layers):

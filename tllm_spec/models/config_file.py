@@ -62,6 +62,7 @@ _KEYS: tuple[tuple[_Kind, str], ...] = (
         num_experts interleave_moe_layer_step no_rope_layer_interval full_attention_interval
         linear_num_key_heads linear_num_value_heads linear_key_head_dim linear_value_head_dim
         linear_conv_kernel_dim backbone_hidden_size num_centroids centroid_intermediate_top_k
+        index_head_dim index_n_heads
         """,
     ),
     (
@@ -97,7 +98,7 @@ _KEYS: tuple[tuple[_Kind, str], ...] = (
     ),
     (
         _Kind(f"an integer from 0 to {MAX_LAYERS}", _is_int(0, MAX_LAYERS)),
-        "num_nextn_predict_layers mtp_num_hidden_layers",
+        "num_nextn_predict_layers mtp_num_hidden_layers index_topk_freq index_skip_topk_offset",
     ),
     (
         _Kind(f"an integer from 0 to {MAX_LAYERS}", _is_int(0, MAX_LAYERS), is_nullable=False),
@@ -127,7 +128,7 @@ _KEYS: tuple[tuple[_Kind, str], ...] = (
         tie_word_embeddings attention_bias mlp_bias qkv_bias bias use_qk_norm use_sliding_window
         norm_topk_prob rope_interleave attn_temperature_tuning truncate norm_before_fc fc_norm
         use_aux_norm norm_before_residual norm_output attn_output_gate attention_k_eq_v
-        enable_moe_block use_double_wide_mlp use_ordered_embeddings
+        enable_moe_block use_double_wide_mlp use_ordered_embeddings indexer_rope_interleave
         """,
     ),
     (
@@ -142,7 +143,14 @@ _KEYS: tuple[tuple[_Kind, str], ...] = (
         """,
     ),
     (_Kind("a name", _is_text, is_nullable=False), "hidden_act hidden_activation topk_method"),
-    (_Kind("a list of names", _is_list_of(_is_text)), "architectures layer_types mlp_layer_types"),
+    (
+        _Kind("a list of names", _is_list_of(_is_text)),
+        "architectures layer_types mlp_layer_types indexer_types",
+    ),
+    (
+        _Kind("letters or a list of names", lambda x: _is_text(x) or _is_list_of(_is_text)(x)),
+        "index_topk_pattern",
+    ),
     (
         _Kind("a list of layer numbers", _is_list_of(_is_int(0, MAX_LAYERS))),
         "moe_layers mlp_only_layers eagle_aux_hidden_state_layer_ids",

@@ -1,5 +1,5 @@
-"""DeepSeek V2 and V3 (R1 and Kimi K2 have V3's architecture): latent attention, dense first layers,
-then experts; and GLM-4.5, which has the same experts.
+"""DeepSeek V2, V3 (R1 and Kimi K2 have V3's architecture) and V3.2: latent attention, dense first
+layers, then experts; GLM-5, which has V3.2's attention; and GLM-4.5, which has the same experts.
 
 Module paths are the checkpoint's names, with the projections of the hidden state fused."""
 
@@ -12,16 +12,19 @@ from typing import Any
 
 import torch
 
+from tllm_spec.attention.indexed import chosen_keys
 from tllm_spec.attention.interface import ForwardContext
 from tllm_spec.attention.latent import LatentInputs
 from tllm_spec.config.option_checks import shown
 from tllm_spec.kernels.attention.latent_write import LatentNorm
 from tllm_spec.kernels.attention.rotary_write import Rotary
-from tllm_spec.models.config import COMMON_DEFAULTS, MLAConfig, ModelConfig, decoder_config
+from tllm_spec.models.config import COMMON_DEFAULTS, ModelConfig, decoder_config
 from tllm_spec.models.config_file import required, with_defaults
+from tllm_spec.models.indexer import Indexer
 from tllm_spec.models.layers import Module, Placement, RMSNorm, StoredWeight, WeightSlot
 from tllm_spec.models.linear import ColumnLinear, RowLinear
 from tllm_spec.models.llama import CausalLM, DecoderLayer
+from tllm_spec.models.mla_config import IndexConfig, MLAConfig, read_indexer
 from tllm_spec.models.moe_config import MoEConfig, MoENames
 from tllm_spec.models.rotary import rope_config
 
@@ -48,7 +51,7 @@ _V3: dict[str, Any] = _COMMON | {
     "norm_topk_prob": True,
     "rope_interleave": True,
 }
-DEEPSEEK_V32 = "DeepseekV32ForCausalLM"
+DEEPSEEK_V32, GLM_5 = "DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"
 INDEXED = {"indexed_attention", "deepseek_sparse_attention"}  # as releases of transformers name it
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "DeepseekV2ForCausalLM": _COMMON
@@ -63,7 +66,32 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "topk_method": "greedy",
     },
     "DeepseekV3ForCausalLM": _V3,
-    DEEPSEEK_V32: _V3 | {"max_position_embeddings": 163840, "index_topk": 2048},
+    DEEPSEEK_V32: _V3
+    | {
+        "max_position_embeddings": 163840,
+        "index_topk": 2048,
+        "index_head_dim": 128,
+        "index_n_heads": 64,
+    },
+    GLM_5: _V3
+    | {
+        "vocab_size": 154880,
+        "hidden_size": 6144,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 78,
+        "num_attention_heads": 64,
+        "q_lora_rank": 2048,
+        "qk_nope_head_dim": 192,
+        "v_head_dim": 256,
+        "n_group": 1,
+        "topk_group": 1,
+        "max_position_embeddings": 202752,
+        "rms_norm_eps": 1e-5,
+        "index_topk": 2048,
+        "index_head_dim": 128,
+        "index_n_heads": 32,
+        "indexer_rope_interleave": True,
+    },
 }
 _GLM: dict[str, Any] = {
     "vocab_size": 151552,
@@ -90,7 +118,6 @@ _GLM: dict[str, Any] = {
     "use_qk_norm": False,
 }
 DEEPSEEK_NAMES = MoENames(shared="shared_experts")
-_INDEXER = ".self_attn.indexer."
 _LATENT = "kv_a_proj_with_mqa"
 
 
@@ -98,13 +125,13 @@ def read_deepseek(raw: dict[str, Any]) -> ModelConfig:
     """Raises ValueError for biases, and for what else is not served."""
     name = raw["architectures"][0]
     flat = with_defaults(raw, _DEFAULTS[name])
-    if name == DEEPSEEK_V32:
-        flat = _without_layer_types(flat)
-    topk = int(flat["index_topk"]) if name == DEEPSEEK_V32 else None
-    return read_latent(flat, topk)
+    if name not in (DEEPSEEK_V32, GLM_5):
+        return read_latent(flat)
+    flat = _without_layer_types(flat)
+    return read_latent(flat, read_indexer(flat))
 
 
-def read_latent(flat: dict[str, Any], index_topk: int | None = None) -> ModelConfig:
+def read_latent(flat: dict[str, Any], indexer: IndexConfig | None = None) -> ModelConfig:
     """`flat` has the defaults filled in. Raises as `read_deepseek`."""
     if flat.get("attention_bias"):
         raise ValueError("attention_bias is true; DeepSeek models are served without biases.")
@@ -117,7 +144,7 @@ def read_latent(flat: dict[str, Any], index_topk: int | None = None) -> ModelCon
         value_dim=int(flat["v_head_dim"]),
         is_interleaved=bool(flat.get("rope_interleave", True)),
         scale=(nope + rope) ** -0.5 * _yarn_scale(flat),
-        index_topk=index_topk,
+        indexer=indexer,
     )
     return replace(_with_experts(decoder_config(flat), flat), mla=mla)
 
@@ -288,14 +315,21 @@ class LatentAttention(Module):
         self.o_proj = RowLinear(
             total * mla.value_dim, config.hidden_size, bias=False, placement=placement
         )
+        self.indexer = None
+        if config.indexer is not None and layer not in config.indexer.shared_layers:
+            self.indexer = Indexer(config, layer, placement)
 
     def forward(
         self, hidden: torch.Tensor, norm: RMSNorm | None, rotary: Rotary, context: ForwardContext
     ) -> torch.Tensor:
         """The input of `o_proj`, `[T, H * V]`, for `norm(hidden)` `[T, input_size]`."""
+        if self.indexer is not None and norm is not None:  # which reads the same
+            hidden, norm = norm.forward(hidden), None
         q, latent = self._project(hidden, norm)
-        heads = self._queries(q, rotary)
-        inputs = LatentInputs(heads, latent, self.norm, self.kv_b_proj.heads)
+        if self.indexer is not None:
+            self.indexer.forward(hidden, q, self.q_a_layernorm, rotary, context)
+        heads, up = self._queries(q, rotary), self.kv_b_proj.heads
+        inputs = LatentInputs(heads, latent, self.norm, up, chosen_keys(context))
         backend, plan = context.groups[0]
         return backend.run(self.layer, inputs, rotary, plan)
 
@@ -303,6 +337,8 @@ class LatentAttention(Module):
         self, hidden: torch.Tensor, norm: RMSNorm | None, rotary: Rotary, context: ForwardContext
     ) -> None:
         """The same, but only latents and keys are computed and written."""
+        if self.indexer is not None:
+            self.indexer.write(hidden if norm is None else norm.forward(hidden), rotary, context)
         _, latent = self._project(hidden, norm)
         backend, plan = context.groups[0]
         backend.write(self.layer, latent, self.norm, rotary, plan)
@@ -333,10 +369,10 @@ class DeepseekForCausalLM(CausalLM):
     def stored_tensors(
         cls, path: Path, config: ModelConfig, wants: Callable[[str], bool]
     ) -> Iterator[tuple[str, torch.Tensor | StoredWeight]]:
-        """Without V3.2's indexer (`MLAConfig.index_topk`)."""
-        has_indexer = config.mla is not None and config.mla.index_topk is not None
+        """Without indexers that are not needed, or not used."""
+        mla = config.mla
 
         def is_wanted(name: str) -> bool:
-            return not (has_indexer and _INDEXER in name) and wants(name)
+            return not (mla is not None and mla.leaves_out(name)) and wants(name)
 
         return super().stored_tensors(path, config, is_wanted)

@@ -16,7 +16,6 @@ from tllm_spec.kernels.experts.few_tokens import (
 from tllm_spec.kernels.experts.grouped_gemm import block_rows_of
 from tllm_spec.kernels.experts.permute import ExpertRows, moe_permute
 from tllm_spec.kernels.experts.routing import OwnExperts, moe_combine, moe_routing
-from tllm_spec.kernels.gemm.batch_invariant_linear import batch_invariant_linear
 from tllm_spec.models.formats.stacked_weight import StackedWeight
 from tllm_spec.models.formats.weight_format import Part
 from tllm_spec.models.layers import Module, Placement, RMSNorm, WeightSlot, sibling
@@ -176,14 +175,7 @@ class Router(Linear):
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """`[T, E]`, of x's dtype or float32."""
-        if not self.in_float32 or x.dtype == torch.float32:
-            return self.forward(x)
-        if x.is_cuda and not self.batch_invariant:
-            return torch.mm(x, self.weight.t(), out_dtype=torch.float32)
-        wide_x, wide_weight = x.float(), self.weight.float()
-        if self.batch_invariant:
-            return batch_invariant_linear(wide_x, wide_weight)
-        return wide_x.mm(wide_weight.t())
+        return self.unrounded(x) if self.in_float32 else self.forward(x)
 
 
 class SharedExpert(Module):

@@ -171,6 +171,9 @@ class NextnModules(DraftHead):
         super().__init__()
         sparse = frozenset(range(count)) if target.config.sparse_layers else frozenset[int]()
         config = replace(target.config, num_layers=count, delta=None, sparse_layers=sparse)
+        if (mla := config.mla) is not None and mla.indexer is not None:  # each has an own one
+            indexer = replace(mla.indexer, shared_layers=frozenset())
+            config = replace(config, mla=replace(mla, indexer=indexer))
         self.config = config
         sizes, wide = (config.vocab_size, config.hidden_size), placement.wide
         self.embed_tokens = Embedding(*sizes, wide) if EMBEDDING in owns else None

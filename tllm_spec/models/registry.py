@@ -84,6 +84,7 @@ MODELS: dict[str, Family] = {
     "DeepseekV2ForCausalLM": _DEEPSEEK,
     "DeepseekV3ForCausalLM": _DEEPSEEK,
     "DeepseekV32ForCausalLM": _DEEPSEEK,
+    "GlmMoeDsaForCausalLM": _DEEPSEEK,
     "Mistral4ForCausalLM": Family(Mistral4ForCausalLM, read_mistral4),
 }
 
