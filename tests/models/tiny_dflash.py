@@ -1,9 +1,9 @@
-"""Random DFlash heads of a few thousand parameters in both published spellings, and a transcription
-of the format in plain torch."""
+"""Random DFlash and DSpark heads of a few thousand parameters in both published spellings, and a
+transcription of the formats in plain torch."""
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -42,12 +42,15 @@ def write_tiny_dflash(
     block_size: int = 8,
     draft_vocab_size: int | None = None,
     speculators: bool = False,
+    markov: Literal["vanilla", "gated", "rnn"] | None = None,
+    markov_rank: int = 8,
     seed: int = 0,
     sizes: dict[str, int] = SIZES,
     **config: Any,
 ) -> Path:
     """Fills `folder`. layers: of the target, by their outputs. With a draft vocabulary the head has
-    an output layer of its own, and with `target_hidden_size` an embedding, too."""
+    an output layer of its own, and with `target_hidden_size` an embedding, too. markov: of a
+    DSpark head; None: it is a DFlash head."""
     generator = torch.Generator().manual_seed(seed)
     tensors = random_tensors(_shapes(sizes, len(layers)), generator)
     if (target_size := config.get("target_hidden_size")) is not None:
@@ -62,25 +65,50 @@ def write_tiny_dflash(
         shape = draft_vocab_size, sizes["hidden_size"]
         tensors |= random_tensors({"lm_head.weight": shape}, generator)
         config["draft_vocab_size"] = draft_vocab_size
+    method = "DFlash"
+    if markov is not None:
+        method = "DSpark"
+        config = {"markov_head_type": markov, "markov_rank": markov_rank} | config
+        own_tensors = random_tensors(_dspark_shapes(sizes, draft_vocab_size, config), generator)
+        # So that the token before changes which drafts are the best.
+        tensors |= {name: tensor * 8 for name, tensor in own_tensors.items()}
     folder.mkdir(parents=True, exist_ok=True)
     save(folder / "model.safetensors", tensors)
-    own: dict[str, Any]
+    own: dict[str, Any] = {"block_size": block_size, "architectures": [f"{method}DraftModel"]}
     if speculators:
-        own = {
-            "speculators_model_type": "dflash",
-            "architectures": ["DFlashSpeculator"],
+        own |= {
+            "speculators_model_type": method.lower(),
             "transformer_layer_config": LAYER | sizes,
             "aux_hidden_state_layer_ids": [layer + 1 for layer in layers],
             "mask_token_id": mask_token,
-            "block_size": block_size,
-            "sample_from_anchor": False,
+            "sample_from_anchor": method == "DSpark",
         }
     else:
-        nested = {"mask_token_id": mask_token, "target_layer_ids": list(layers)}
-        own = {"architectures": ["DFlashDraftModel"], "block_size": block_size}
-        own |= LAYER | sizes | {"dflash_config": nested}
+        named = {"mask_token_id": mask_token, "target_layer_ids": list(layers)}
+        own |= LAYER | sizes | (named if method == "DSpark" else {"dflash_config": named})
     (folder / "config.json").write_text(json.dumps(own | config))
     return folder
+
+
+def _dspark_shapes(
+    sizes: dict[str, int], draft_vocab_size: int | None, config: dict[str, Any]
+) -> dict[str, tuple[int, ...]]:
+    size, rank, vocab = sizes["hidden_size"], config["markov_rank"], sizes["vocab_size"]
+    shapes: dict[str, tuple[int, ...]] = {}
+    if rank:
+        shapes["markov_head.markov_w1.weight"] = (vocab, rank)
+        shapes["markov_head.markov_w2.weight"] = (draft_vocab_size or vocab, rank)
+    if config["markov_head_type"] == "gated":
+        shapes["markov_head.gate_proj.weight"] = (rank, size + rank)
+        shapes["markov_head.gate_proj.bias"] = (rank,)
+    if config["markov_head_type"] == "rnn":
+        shapes["markov_head.joint_proj.weight"] = (3 * rank, size + 2 * rank)
+        shapes["markov_head.joint_proj.bias"] = (3 * rank,)
+    if config.get("enable_confidence_head", True):
+        inputs = size + rank * config.get("confidence_head_with_markov", True)
+        shapes["confidence_head.proj.weight"] = (1, inputs)
+        shapes["confidence_head.proj.bias"] = (1,)
+    return shapes
 
 
 def _shapes(sizes: dict[str, int], num_captured: int) -> dict[str, tuple[int, ...]]:
@@ -109,23 +137,60 @@ class DFlashReference(Eagle3Reference):
         self.embedding = self.tensors.get(EMBEDDING, weights["model.embed_tokens.weight"])
         self.output = self.tensors.get("lm_head.weight", weights["lm_head.weight"])
 
-    def block(self, newest: int, captured: torch.Tensor, num_drafts: int) -> torch.Tensor:
-        """The logits of all drafts, `[K, V_draft]`. captured `[T, n * H]`: the target's states of
-        the text before the newest token."""
+    def block(self, newest: int, captured: torch.Tensor, drafts: list[int]) -> torch.Tensor:
+        """The logits of all drafts, `[K, V_draft]`, each after those before it. captured `[T, n *
+        H]`: the target's states of the text before the newest token."""
+        hidden = self.states(newest, captured, len(drafts))
+        logits = F.linear(hidden, self.output)
+        kind = self.config.get("markov_head_type")
+        if kind is None or not self.config["markov_rank"]:
+            return logits
+        memory = torch.zeros(self.config["markov_rank"])
+        for row, before in enumerate([newest, *drafts[:-1]]):
+            own = self.tensors["markov_head.markov_w1.weight"][before]
+            if kind == "gated":
+                both = torch.cat((hidden[row], own))
+                own = own * self.linear("markov_head.gate_proj", both).sigmoid()
+            if kind == "rnn":
+                joint = self.linear("markov_head.joint_proj", torch.cat((memory, own, hidden[row])))
+                gate, new, out = joint.chunk(3)
+                memory = gate.sigmoid() * memory + (1 - gate.sigmoid()) * new.tanh()
+                own = out.tanh()
+            logits[row] += self.tensors["markov_head.markov_w2.weight"] @ own
+        return logits
+
+    def confidence(self, newest: int, captured: torch.Tensor, drafts: list[int]) -> torch.Tensor:
+        """How likely each draft is to be accepted after those before it, `[K]`."""
+        hidden = self.states(newest, captured, len(drafts))
+        before = torch.tensor([newest, *drafts[:-1]])
+        own = self.tensors["markov_head.markov_w1.weight"][before]
+        both = torch.cat((hidden, own), -1)
+        return self.linear("confidence_head.proj", both).flatten().sigmoid()
+
+    def states(self, newest: int, captured: torch.Tensor, num_drafts: int) -> torch.Tensor:
+        """The states of the drafting rows after the final norm, `[K, H]`."""
         text = self.norm("hidden_norm", self.linear("fc", captured))
-        ids = torch.tensor([newest, *[self.config["mask_token_id"]] * num_drafts])
-        hidden = self.embedding[ids]
+        first = 0 if self.config.get("markov_head_type") is not None else 1
+        first = 1 - self.config.get("sample_from_anchor", not first)
+        masks = [self.config["mask_token_id"]] * (num_drafts - 1 + first)
+        hidden = self.embedding[torch.tensor([newest, *masks])]
         for layer in range(self.config["num_hidden_layers"]):
             name = f"layers.{layer}"
             x = self.norm(f"{name}.input_layernorm", hidden)
-            hidden = hidden + self.block_attention(f"{name}.self_attn", x, text)
+            hidden = hidden + self.block_attention(layer, x, text)
             x = self.norm(f"{name}.post_attention_layernorm", hidden)
             gate, up = (self.linear(f"{name}.mlp.{kind}_proj", x) for kind in ("gate", "up"))
             hidden = hidden + self.linear(f"{name}.mlp.down_proj", F.silu(gate) * up)
-        return F.linear(self.norm("norm", hidden[1:]), self.output)
+        return self.norm("norm", hidden[first:])
 
-    def block_attention(self, name: str, x: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
-        """Every row of the block sees the text and the whole block."""
+    def block_attention(self, layer: int, x: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+        """Every row of the block sees the text and the whole block; in layers with a window the
+        last tokens up to itself, unless the head says otherwise."""
+        name, config = f"layers.{layer}.self_attn", self.config
+        slides = config.get("layer_types", [""] * 9)[layer] == "sliding_attention"
+        if config.get("use_swa") and not slides:
+            slides, config = True, config | {"sliding_window_non_causal": True}
+        is_causal = config.get("is_causal", slides and not config.get("sliding_window_non_causal"))
         dim, kv_heads = self.config["head_dim"], self.config["num_key_value_heads"]
         both = torch.cat((text, x))
         q = self.linear(f"{name}.q_proj", x).view(len(x), -1, dim)
@@ -135,5 +200,11 @@ class DFlashReference(Eagle3Reference):
         group, outputs = q.shape[1] // kv_heads, []
         for head in range(q.shape[1]):
             scores = q[:, head] @ k[:, head // group].T * dim**-0.5
+            ones = torch.ones_like(scores).bool()
+            if is_causal:
+                scores = scores.masked_fill(ones.triu(1 + len(text)), -torch.inf)
+            if slides:
+                window = config.get("swa_window_size") or config["sliding_window"]
+                scores = scores.masked_fill(ones.tril(len(text) - window), -torch.inf)
             outputs.append(scores.softmax(-1) @ v[:, head // group])
         return self.linear(f"{name}.o_proj", torch.cat(outputs, -1))

@@ -37,6 +37,7 @@ ADAPTIVE, ADAPTIVE_FILE = "speculative_adaptive", "speculative_adaptive_config"
 DECODING_TYPES: Mapping[object, object] = {
     "deepseek_mtp": "MTP",
     "dflash": "DFlash",
+    "dspark": "DSpark",
     "draft_model": "Draft_Target",
     "eagle": "Eagle",
     "eagle3": "Eagle3",
@@ -44,6 +45,7 @@ DECODING_TYPES: Mapping[object, object] = {
     "ngram": "NGram",
     "suffix": "SA",
     "DFLASH": "DFlash",
+    "DSPARK": "DSpark",
     "EAGLE": "Eagle",
     "EAGLE3": "Eagle3",
     "NEXTN": "MTP",
