@@ -418,7 +418,8 @@ def assert_drafts_at_once(
             last = seen[-1] if corrected is None else torch.cat(corrected[-draft_len:])
             own = last.view(draft_len, -1, logits.shape[1])
             if own.shape[1] == len(running):
-                assert (own[:, place] - logits).abs().max() < TOLERANCE
+                both = own[:, place].clamp_min(-1e9), logits.clamp_min(-1e9)
+                assert (both[0] - both[1]).abs().max() < TOLERANCE
                 num_checked += 1
             if not request.rules.temperature:
                 best = logits.argmax(-1)

@@ -1,5 +1,5 @@
-"""DFlash and DSpark heads through the engine: which drafts they make, that the text is plain
-decoding's, and which folders and options are refused."""
+"""DFlash, DFlash2 and DSpark heads through the engine: which drafts they make, that the text is
+plain decoding's, and which folders and options are refused."""
 
 from pathlib import Path
 from random import Random
@@ -33,6 +33,12 @@ from tllm_spec.models.draft_kind import with_decoding_type
 LAYERS, DRAFT_LEN = (0, 1), 3
 MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
 SLIDING = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 8}
+SELECTOR = {
+    "conv_kernel_size": 2,
+    "conv_group_size": 8,
+    "selector_rank": 6,
+    "selector_top_k": 5,
+}
 HEADS: dict[str, dict[str, Any]] = {
     "z-lab": {},
     "speculators, a reduced vocabulary": {"speculators": True, "draft_vocab_size": 48},
@@ -49,6 +55,12 @@ HEADS: dict[str, dict[str, Any]] = {
     "DSpark that fills in": {"markov": "vanilla", "sample_from_anchor": False},
     "DSpark without a correction": {"markov": "vanilla", "markov_rank": 0},
     "DSpark with windows": {"markov": "vanilla", **MIXED},
+    "DFlash2": {"selector": SELECTOR},
+    "DFlash2, three taps, in speculators": {
+        "selector": SELECTOR | {"conv_kernel_size": 3},
+        "speculators": True,
+    },
+    "DFlash2 with windows": {"selector": SELECTOR, **MIXED},
 }
 
 
@@ -130,7 +142,9 @@ def test_shared_rows_go_by_what_the_head_says_of_its_drafts(tiny: Path, tmp_path
 
 
 @pytest.mark.thinned
-@pytest.mark.parametrize("drafting", ["chain", "tree", "copies", "windows", "DSpark", "shared"])
+@pytest.mark.parametrize(
+    "drafting", ["chain", "tree", "copies", "windows", "DSpark", "DFlash2", "shared"]
+)
 @pytest.mark.parametrize("overlap", [True, False])
 def test_texts_are_those_of_plain_decoding_with_any_draft_lengths(
     drafting: str, overlap: bool, tiny: Path, tmp_path: Path
@@ -138,7 +152,12 @@ def test_texts_are_those_of_plain_decoding_with_any_draft_lengths(
     """With chunks, prefix hits, preemption and rounds without drafts; what was not written is
     NaN."""
     spark: dict[str, Any] = {"markov": "vanilla", **MIXED}
-    of_head = {"windows": MIXED, "DSpark": spark, "shared": spark}
+    of_head = {
+        "windows": MIXED,
+        "DFlash2": {"selector": SELECTOR},
+        "DSpark": spark,
+        "shared": spark,
+    }
     head = write_tiny_dflash(tmp_path, **of_head.get(drafting, {}))
     of_mode = {"tree": TREE, "copies": {"sa_config": {}}, "shared": {"verify_budget": 2.5}}
     own: dict[str, Any] = of_mode.get(drafting, {})
@@ -159,7 +178,10 @@ def test_texts_are_those_of_plain_decoding_with_any_draft_lengths(
 DFLASH_REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a layer of others": ({"conv_kernel_size": 2}, "conv_kernel_size is 2, which is not served"),
     "JetSpec": ({"architectures": ["JetSpecDraftModel"]}, "The draft weights are a JetSpec head"),
-    "DFlash2": ({"dflash_config": {"selector_rank": 8}}, "The draft weights are a DFlash2 head"),
+    "DFlash2": (
+        {"dflash_config": {"selector_rank": 8, "conv_group_size": 7}},
+        "hidden_size of the DFlash2 head is 32; it must be a multiple of conv_group_size, which is 7",
+    ),
     "Domino": (
         {"dflash_config": {"projector_type": "domino", "gru_hidden_dim": 8}},
         "The draft weights are a Domino head",

@@ -1,5 +1,5 @@
-"""Random DFlash and DSpark heads of a few thousand parameters in both published spellings, and a
-transcription of the formats in plain torch."""
+"""Random DFlash, DFlash2 and DSpark heads of a few thousand parameters in both published spellings,
+and a transcription of the formats in plain torch."""
 
 import json
 from pathlib import Path
@@ -44,13 +44,14 @@ def write_tiny_dflash(
     speculators: bool = False,
     markov: Literal["vanilla", "gated", "rnn"] | None = None,
     markov_rank: int = 8,
+    selector: dict[str, int] | None = None,
     seed: int = 0,
     sizes: dict[str, int] = SIZES,
     **config: Any,
 ) -> Path:
     """Fills `folder`. layers: of the target, by their outputs. With a draft vocabulary the head has
     an output layer of its own, and with `target_hidden_size` an embedding, too. markov: of a
-    DSpark head; None: it is a DFlash head."""
+    DSpark head; selector: DFlash2's keys; neither: it is a DFlash head."""
     generator = torch.Generator().manual_seed(seed)
     tensors = random_tensors(_shapes(sizes, len(layers)), generator)
     if (target_size := config.get("target_hidden_size")) is not None:
@@ -72,6 +73,10 @@ def write_tiny_dflash(
         own_tensors = random_tensors(_dspark_shapes(sizes, draft_vocab_size, config), generator)
         # So that the token before changes which drafts are the best.
         tensors |= {name: tensor * 8 for name, tensor in own_tensors.items()}
+    if selector is not None:
+        method = "DFlash2"
+        tensors |= random_tensors(_dflash2_shapes(sizes, selector), generator)
+        tensors["candidate_selector.successor_codebook"] *= 8
     folder.mkdir(parents=True, exist_ok=True)
     save(folder / "model.safetensors", tensors)
     own: dict[str, Any] = {"block_size": block_size, "architectures": [f"{method}DraftModel"]}
@@ -82,12 +87,29 @@ def write_tiny_dflash(
             "aux_hidden_state_layer_ids": [layer + 1 for layer in layers],
             "mask_token_id": mask_token,
             "sample_from_anchor": method == "DSpark",
+            **(selector or {}),
         }
     else:
-        named = {"mask_token_id": mask_token, "target_layer_ids": list(layers)}
+        named = {"mask_token_id": mask_token, "target_layer_ids": list(layers)} | (selector or {})
         own |= LAYER | sizes | (named if method == "DSpark" else {"dflash_config": named})
     (folder / "config.json").write_text(json.dumps(own | config))
     return folder
+
+
+def _dflash2_shapes(sizes: dict[str, int], selector: dict[str, int]) -> dict[str, tuple[int, ...]]:
+    size, taps, rank = sizes["hidden_size"], selector["conv_kernel_size"], selector["selector_rank"]
+    shapes: dict[str, tuple[int, ...]] = {
+        "candidate_selector.hidden_projection.weight": (rank, size),
+        "candidate_selector.predecessor_codebook": (sizes["vocab_size"], rank),
+        "candidate_selector.successor_codebook": (sizes["vocab_size"], rank),
+    }
+    for layer in range(sizes["num_hidden_layers"]):
+        for part in ("attention", "mlp"):
+            name = f"layers.{layer}.{part}_conv"
+            shapes[f"{name}.base_kernel"] = (2, taps, size)
+            outputs = 2 * taps * size // selector["conv_group_size"]
+            shapes[f"{name}.kernel_projection.weight"] = (outputs, size)
+    return shapes
 
 
 def _dspark_shapes(
@@ -142,6 +164,8 @@ class DFlashReference(Eagle3Reference):
         H]`: the target's states of the text before the newest token."""
         hidden = self.states(newest, captured, len(drafts))
         logits = F.linear(hidden, self.output)
+        if (topk := self.config.get("selector_top_k")) is not None:
+            return self.selected(logits, hidden, [newest, *drafts[:-1]], topk)
         kind = self.config.get("markov_head_type")
         if kind is None or not self.config["markov_rank"]:
             return logits
@@ -158,6 +182,37 @@ class DFlashReference(Eagle3Reference):
                 own = out.tanh()
             logits[row] += self.tensors["markov_head.markov_w2.weight"] @ own
         return logits
+
+    def selected(
+        self, logits: torch.Tensor, hidden: torch.Tensor, before: list[int], topk: int
+    ) -> torch.Tensor:
+        """DFlash2's scores of the candidates; other tokens are not drafted."""
+        name, scores = "candidate_selector", torch.full_like(logits, -torch.inf)
+        predecessor, successor = (
+            self.tensors[f"{name}.{which}_codebook"] for which in ("predecessor", "successor")
+        )
+        for row, token in enumerate(before):
+            own = self.linear(f"{name}.hidden_projection", hidden[row])
+            for candidate in logits[row].topk(topk).indices:
+                added = (predecessor[token] * own * successor[candidate]).sum()
+                scores[row, candidate] = logits[row, candidate] + added
+        return scores
+
+    def convolved(
+        self, name: str, side: int, normed: torch.Tensor, rows: torch.Tensor
+    ) -> torch.Tensor:
+        """Before (0) or after (1) attention or MLP; without a convolution the rows as they are."""
+        if (base := self.tensors.get(f"{name}.base_kernel")) is None:
+            return rows
+        added = self.linear(f"{name}.kernel_projection", normed)
+        added = added.view(len(rows), *base.shape[:2], -1)[:, side]
+        result = torch.zeros_like(rows)
+        for row in range(len(rows)):
+            for tap in range(min(base.shape[1], row + 1)):
+                group = rows.shape[1] // added.shape[2]
+                weight = base[side, tap] + added[row, tap].repeat_interleave(group)
+                result[row] += weight * rows[row - tap]
+        return result
 
     def confidence(self, newest: int, captured: torch.Tensor, drafts: list[int]) -> torch.Tensor:
         """How likely each draft is to be accepted after those before it, `[K]`."""
@@ -177,10 +232,15 @@ class DFlashReference(Eagle3Reference):
         for layer in range(self.config["num_hidden_layers"]):
             name = f"layers.{layer}"
             x = self.norm(f"{name}.input_layernorm", hidden)
-            hidden = hidden + self.block_attention(layer, x, text)
+            conv = f"{name}.attention_conv"
+            attended = self.block_attention(layer, self.convolved(conv, 0, x, x), text)
+            hidden = hidden + self.convolved(conv, 1, x, attended)
             x = self.norm(f"{name}.post_attention_layernorm", hidden)
-            gate, up = (self.linear(f"{name}.mlp.{kind}_proj", x) for kind in ("gate", "up"))
-            hidden = hidden + self.linear(f"{name}.mlp.down_proj", F.silu(gate) * up)
+            conv = f"{name}.mlp_conv"
+            rows = self.convolved(conv, 0, x, x)
+            gate, up = (self.linear(f"{name}.mlp.{kind}_proj", rows) for kind in ("gate", "up"))
+            rows = self.linear(f"{name}.mlp.down_proj", F.silu(gate) * up)
+            hidden = hidden + self.convolved(conv, 1, x, rows)
         return self.norm("norm", hidden[first:])
 
     def block_attention(self, layer: int, x: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
@@ -190,7 +250,8 @@ class DFlashReference(Eagle3Reference):
         slides = config.get("layer_types", [""] * 9)[layer] == "sliding_attention"
         if config.get("use_swa") and not slides:
             slides, config = True, config | {"sliding_window_non_causal": True}
-        is_causal = config.get("is_causal", slides and not config.get("sliding_window_non_causal"))
+        sees_all = config.get("sliding_window_non_causal", "selector_rank" in config)
+        is_causal = config.get("is_causal", slides and not sees_all)
         dim, kv_heads = self.config["head_dim"], self.config["num_key_value_heads"]
         both = torch.cat((text, x))
         q = self.linear(f"{name}.q_proj", x).view(len(x), -1, dim)

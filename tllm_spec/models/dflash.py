@@ -1,5 +1,5 @@
-"""The DFlash and DSpark draft heads: a few decoder layers that fill in a block of mask tokens at
-once, and in DSpark a correction from each draft to the next.
+"""The DFlash, DFlash2 and DSpark draft heads: a few decoder layers that fill in a block of mask
+tokens at once, and in the latter two a correction from each draft to the next.
 
 Every layer's keys and values of the text are made of the target's hidden states, once for each
 token (step 0 of `forward`). The block is the newest token, which the target has not read yet, and
@@ -13,23 +13,30 @@ from pathlib import Path
 from typing import Any, get_args
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from tllm_spec.attention.interface import ForwardContext
 from tllm_spec.kernels.attention.rotary_write import Rotary
+from tllm_spec.kernels.slots.row_copies import gather_rows
 from tllm_spec.models.config import SLIDING, ModelConfig
 from tllm_spec.models.config_file import read_config
 from tllm_spec.models.draft_head import Block, DraftHead, HeadSource, Masks
 from tllm_spec.models.draft_kind import HeadKind, kind_by
 from tllm_spec.models.eagle3 import fill_head
 from tllm_spec.models.eagle3_config import DECODER_KEYS, Eagle3Config, check_head, unknown_keys
-from tllm_spec.models.layers import Placement, RMSNorm
+from tllm_spec.models.layers import Module, Placement, RMSNorm
 from tllm_spec.models.linear import Linear
-from tllm_spec.models.llama import CausalLM, DecoderLayer
+from tllm_spec.models.llama import MLP, CausalLM, DecoderLayer
 from tllm_spec.models.registry import model_config_of
-from tllm_spec.models.step_correction import Confidence, MarkovHead, MarkovKind
+from tllm_spec.models.step_correction import (
+    CandidateSelector,
+    Confidence,
+    MarkovHead,
+    MarkovKind,
+)
 
-# The shape of a DFlash or DSpark head, read from its `config.json`.
+# The shape of a head, read from its `config.json`.
 #
 # Two spellings are in use: a flat Qwen3 or Llama config that nests some keys under `dflash_config`
 # (z-lab; DSpark's nests none), and the speculators format (vllm-project/speculators), which nests
@@ -53,6 +60,7 @@ _OF_DFLASH = DECODER_KEYS | {
     *("num_target_layers", "swa_window_size", "use_swa", "mask_token", "is_causal", "causal"),
     *("sample_from_anchor", "sliding_window_non_causal"),
 }
+_OF_DFLASH2 = {"conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"}
 _OF_DSPARK = {
     *("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov"),
     "num_anchors",
@@ -71,7 +79,8 @@ class DFlashConfig(Eagle3Config):
     """`block_size`: the newest token and the mask tokens after it, at most. `markov_head_type`: how
     DSpark corrects the logits from draft to draft, by a product of rank `markov_rank`; None: not at
     all. `confidence`: whether it says how likely its drafts are; `reads_previous`: also by the
-    token before."""
+    token before. `conv`: rows and channels of a group that DFlash2's convolutions read; `selector`:
+    its rank and number of candidates."""
 
     kind: HeadKind = "DFlash"
     block_size: int
@@ -80,6 +89,8 @@ class DFlashConfig(Eagle3Config):
     markov_rank: int = 0
     confidence: bool = False
     reads_previous: bool = False
+    conv: tuple[int, int] | None = None
+    selector: tuple[int, int] | None = None
 
     @classmethod
     def from_pretrained(cls, path: Path) -> "DFlashConfig":
@@ -100,10 +111,10 @@ class DFlashConfig(Eagle3Config):
             target_hidden_size=int(flat.get("target_hidden_size") or flat["hidden_size"]),
             capture_layers=flat["capture_layers"],
             mask_token=flat.get("mask_token_id"),
-            block_size=int(flat.get("block_size") or 16),
+            block_size=flat.get("block_size") or 16,
             kind=kind,
             block=_block(flat, kind, decoder),
-            **_dspark(flat) if kind == "DSpark" else {},
+            **_FURTHER.get(kind, lambda _: {})(flat),
         )
         check_head(config)
         return config
@@ -157,8 +168,8 @@ def _flat(raw: dict[str, Any], kind: HeadKind) -> dict[str, Any]:
     if SLIDING in (flat.get("layer_types") or ()):
         window = flat.get("swa_window_size") or flat.get("sliding_window")
         flat |= {"use_sliding_window": True, "sliding_window": window}
-    read = _OF_DFLASH | _OF_DSPARK if kind == "DSpark" else _OF_DFLASH
-    unknown = unknown_keys(flat, read, _SERVED, kind)
+    own = {"DSpark": _OF_DSPARK, "DFlash2": _OF_DFLASH2}.get(kind, set())
+    unknown = unknown_keys(flat, _OF_DFLASH | own, _SERVED, kind)
     layers = flat.get("target_layer_ids") or [each - 1 for each in entering or ()]
     return flat | {"capture_layers": tuple(layers) or None, "unknown_keys": unknown}
 
@@ -168,7 +179,7 @@ def _block(flat: Mapping[str, Any], kind: HeadKind, decoder: ModelConfig) -> Blo
     the block up to themselves in layers with a window."""
     first = 0 if flat.get("sample_from_anchor", kind == "DSpark") else 1
     causal = flat.get("is_causal", flat.get("causal"))
-    whole, windows = bool(causal), not flat.get("sliding_window_non_causal")
+    whole, windows = bool(causal), not flat.get("sliding_window_non_causal", kind == "DFlash2")
     if causal is not None:
         windows = whole
     number = len(decoder.sliding_layers)
@@ -182,14 +193,12 @@ def _block(flat: Mapping[str, Any], kind: HeadKind, decoder: ModelConfig) -> Blo
 def _dspark(flat: Mapping[str, Any]) -> dict[str, Any]:
     """What a DSpark head has more, where it does not say otherwise: a Markov head of rank 256, and
     a confidence that reads the token before, too."""
-    kind, rank = flat.get("markov_head_type") or "vanilla", int(flat.get("markov_rank", 256))
+    kind, rank = flat.get("markov_head_type") or "vanilla", flat.get("markov_rank", 256)
     if kind not in get_args(MarkovKind):
         raise ValueError(
             f"markov_head_type of the DSpark head is {kind!r}; served are "
             f"{', '.join(get_args(MarkovKind))}."
         )
-    if rank < 0:
-        raise ValueError(f"markov_rank of the DSpark head is {rank}; it must be 0 or more.")
     return {
         "markov_head_type": kind if rank else None,
         "markov_rank": rank,
@@ -198,8 +207,96 @@ def _dspark(flat: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-_RENAMED = {"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."}
+def _dflash2(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """The convolutions and the selector of a DFlash2 head, whose tables have the target's tokens.
+    Raises ValueError."""
+    group = flat.get("conv_group_size") or 16
+    if flat["hidden_size"] % group:
+        raise ValueError(
+            f"hidden_size of the DFlash2 head is {flat['hidden_size']}; it must be a multiple of "
+            f"conv_group_size, which is {group}."
+        )
+    if flat.get("draft_vocab_size") not in (None, flat["vocab_size"]):
+        raise ValueError(
+            f"draft_vocab_size of the DFlash2 head is {flat['draft_vocab_size']}; served is "
+            f"vocab_size, {flat['vocab_size']}."
+        )
+    selector = flat.get("selector_rank") or 256, flat.get("selector_top_k") or 16
+    return {"conv": (flat.get("conv_kernel_size") or 2, group), "selector": selector}
+
+
+_FURTHER = {"DSpark": _dspark, "DFlash2": _dflash2}
+
+
+_RENAMED = {"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."} | {
+    f"candidate_selector.{name}_codebook": f"candidate_selector.{name}_codebook.weight"
+    for name in ("predecessor", "successor")
+}
 _UNUSED = ("rotary_emb.inv_freq",)
+
+
+class BlockConv(Module):
+    """Sums each channel over the last rows of a block, before and after a part of a layer. Every
+    row has weights of its own: a table's, and what a projection of the part's normed input adds for
+    each group of channels."""
+
+    def __init__(self, size: int, conv: tuple[int, int], placement: Placement) -> None:
+        """conv: rows that are summed, and channels of a group."""
+        super().__init__()
+        taps, group = conv
+        self.base_kernel = placement.parameter(2, taps, size)
+        num_added = 2 * taps * size // group
+        self.kernel_projection = Linear(size, num_added, bias=False, placement=placement)
+
+    def weights(self, normed: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """`[T, taps, H]` before and after the part, of its normed input `[T, H]`."""
+        _, taps, size = self.base_kernel.shape
+        added = self.kernel_projection.forward(normed).view(len(normed), 2, taps, -1, 1)
+        own = self.base_kernel.view(2, taps, added.shape[3], -1)
+        return (own + added).view(len(normed), 2, taps, size).unbind(1)
+
+
+def _convolved(rows: torch.Tensor, weights: torch.Tensor, width: int) -> torch.Tensor:
+    """rows `[T, H]` of blocks of `width` rows; weights `[T, taps, H]`."""
+    blocks, total = rows.view(-1, width, rows.shape[1]), weights[:, 0] * rows
+    for tap in range(1, min(weights.shape[1], width)):
+        total += weights[:, tap] * F.pad(blocks[:, :-tap], (0, 0, tap, 0)).view_as(rows)
+    return total
+
+
+class ConvLayer(DecoderLayer):
+    """A layer whose attention and MLP are between convolutions."""
+
+    input_layernorm: RMSNorm
+    mlp: MLP
+
+    def __init__(self, config: DFlashConfig, layer: int, placement: Placement) -> None:
+        super().__init__(config, layer, placement)
+        assert config.conv is not None
+        self.attention_conv = BlockConv(config.hidden_size, config.conv, placement)
+        self.mlp_conv = BlockConv(config.hidden_size, config.conv, placement)
+
+    def fill_in(
+        self, total: torch.Tensor, rotary: Rotary, context: ForwardContext, width: int
+    ) -> torch.Tensor:
+        """The residual stream `[T, H]` of blocks of `width` rows after the layer."""
+
+        def attend(rows: torch.Tensor) -> torch.Tensor:
+            attended = self.self_attn.forward(rows, None, rotary, context)
+            return self.self_attn.o_proj.summed(attended)
+
+        for norm, conv, part in (
+            (self.input_layernorm, self.attention_conv, attend),
+            (
+                self.post_attention_layernorm,
+                self.mlp_conv,
+                lambda rows: self.mlp.forward(rows, None),
+            ),
+        ):
+            normed = norm.forward(total)
+            before, after = conv.weights(normed)
+            total = total + _convolved(part(_convolved(normed, before, width)), after, width)
+        return total
 
 
 class DFlashHead(DraftHead):
@@ -224,8 +321,9 @@ class DFlashHead(DraftHead):
             num_captured * config.target_hidden_size, size, bias=False, placement=placement
         )
         self.hidden_norm = RMSNorm(size, eps, placement)
+        kind = DecoderLayer if config.conv is None else ConvLayer
         self.layers = nn.ModuleList(
-            DecoderLayer(config, layer, placement) for layer in range(config.num_layers)
+            kind(config, layer, placement) for layer in range(config.num_layers)
         )
         self.norm = RMSNorm(size, eps, placement)
         ends = target, owns, max_positions, placement
@@ -236,6 +334,11 @@ class DFlashHead(DraftHead):
 
     def _add_correction(self, config: DFlashConfig, placement: Placement) -> None:
         size, markov = config.hidden_size, None
+        if config.selector is not None:
+            rank, topk = config.selector
+            sizes = config.vocab_size, size, rank
+            selector = CandidateSelector(topk, sizes, config.output_size, placement)
+            self.add_under("candidate_selector", "correction", selector)
         if config.markov_head_type is not None:
             sizes = config.vocab_size, size, config.markov_rank
             markov = MarkovHead(config.markov_head_type, sizes, config.output_size, placement)
@@ -255,8 +358,8 @@ class DFlashHead(DraftHead):
         context: ForwardContext,
         step: int = 0,
     ) -> torch.Tensor:
-        """Step 0 writes the keys and values of the text, from the fused states `hidden`. Step 1
-        fills in a block, of which ids and positions are those of the newest token and of mask
+        """Step 0 writes the keys and values of the text, from the fused states `hidden`. Step W
+        fills in blocks of W rows, whose ids and positions are those of the newest token and of mask
         tokens, and returns states after the final norm. An entry depends on nothing after its own
         position; it is read and reused as an EAGLE head's."""
         rotary = Rotary(self.cos_sin, positions)
@@ -266,6 +369,11 @@ class DFlashHead(DraftHead):
                 layer.self_attn.write(hidden, None, rotary, context)
             return hidden[:0]
         total = self.embedding.forward(input_ids)
+        if self.config.conv is not None:
+            for layer in self.layers:
+                total = layer.fill_in(total, rotary, context, step)
+            assert context.wanted is not None
+            return self.norm.forward(gather_rows(total, context.wanted))
         *earlier, last = self.layers
         for layer in earlier:
             total = layer.forward(total, rotary, context)

@@ -248,7 +248,7 @@ class DraftHead(Module, ABC):
             positions: `[T]`.
             hidden: `[T, H]`, from `fuse` or from the previous step.
             context: of the head's own KV pool.
-            step: 0 reads what the target has read, k what draft k - 1 is.
+            step: 0 reads what the target has read, k what draft k - 1 is, or blocks of k rows.
 
         Returns:
             `[T, H]`, or `[R, H]` of the rows that the context wants, for `compute_logits` and for

@@ -11,13 +11,15 @@ from tllm_spec.config.option_checks import name_here
 from tllm_spec.models.config_file import read_config, read_json
 from tllm_spec.zoo.registry import resolve_model
 
-HeadKind = Literal["EAGLE-1/2", "EAGLE-3", "DFlash", "DSpark", "MTP", "Gemma 4 assistant"]
+HeadKind = Literal[
+    "EAGLE-1/2", "EAGLE-3", "DFlash", "DFlash2", "DSpark", "MTP", "Gemma 4 assistant"
+]
 # By decoding_type: the heads that it takes, the first one where a folder does not say; none: it
 # takes a language model.
 ACCEPTED: Mapping[str, tuple[HeadKind, ...]] = {
     "Draft_Target": (),
     "PARD": (),
-    "DFlash": ("DFlash",),
+    "DFlash": ("DFlash", "DFlash2"),
     "DSpark": ("DSpark",),
     "Eagle": ("EAGLE-1/2", "EAGLE-3"),
     "Eagle3": ("EAGLE-3",),
@@ -26,17 +28,16 @@ TYPES: Mapping[HeadKind, str] = {
     "EAGLE-1/2": "Eagle",
     "EAGLE-3": "Eagle3",
     "DFlash": "DFlash",
+    "DFlash2": "DFlash",
     "DSpark": "DSpark",
     "MTP": "MTP",
     "Gemma 4 assistant": "MTP",
 }
 ASSISTANT = "Gemma4AssistantForCausalLM"
 MODULES = "NextN"  # after the target's architecture, of exported MTP modules
-# Heads that are not served, as their architectures and `projector_type` name them, and keys that
-# only some methods have.
-_NOT_SERVED = ("DFlash2", "Domino", "JetSpec", "LiLiCorr", "Medusa", "UNO", "XPress")
-_KEYS_OF = {"selector_rank": "DFlash2", "gru_hidden_dim": "Domino"}
-_SPECULATORS = ("eagle3", "peagle", "dflash", "dspark")
+# Heads that are not served, as their architectures and `projector_type` name them.
+_NOT_SERVED = ("Domino", "JetSpec", "LiLiCorr", "Medusa", "UNO", "XPress")
+_SPECULATORS = ("eagle3", "peagle", "dflash", "dflash2", "dspark")
 # Keys of config.json that only EAGLE-3 heads have.
 _EAGLE3_KEYS = frozenset({"draft_vocab_size", "eagle_config", "speculators_model_type"})
 _DSPARK_KEYS = frozenset({"markov_rank", "dspark_markov_rank"})
@@ -56,6 +57,9 @@ def kind_by(config: Mapping[str, Any], names: Callable[[], Iterable[str]]) -> He
     kinds = [*architectures, _text(config, "speculators_model_type")]
     if any("dspark" in name for name in kinds) or _DSPARK_KEYS & config.keys():
         return "DSpark"
+    nested = config.get("dflash_config") or {}
+    if any("dflash2" in name for name in kinds) or "selector_rank" in nested | dict(config):
+        return "DFlash2"
     if "dflash_config" in config or any("dflash" in name for name in kinds):
         return "DFlash"
     if _EAGLE3_KEYS & config.keys() or any("eagle3" in name for name in architectures):
@@ -75,9 +79,6 @@ def _not_served(config: Mapping[str, Any]) -> str | None:
     names = [str(name) for name in [*(config.get("architectures") or []), *own] if name]
     for method in _NOT_SERVED:
         if any(method in name or method.lower() == name.lower() for name in names):
-            return method
-    for key, method in _KEYS_OF.items():
-        if config.get(key) or nested.get(key):
             return method
     kind = _text(config, "speculators_model_type")
     return kind if kind and kind not in _SPECULATORS else None

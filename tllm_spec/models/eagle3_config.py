@@ -107,9 +107,9 @@ _MATTERS = frozenset(
     final_logit_softcapping attn_logit_softcapping query_pre_attn_scalar scale_emb scale_depth
     dim_model_base clip_qkv swiglu_limit hidden_activation attention_chunk_size no_rope_layers
     no_rope_layer_interval rope_interleave rope_local_base_freq use_parallel_residual
-    parallel_residual attention_mode attention_sinks projector_type emb_dim shift_label
-    markov_head_type enable_confidence_head conv_kernel_size conv_group_size add_para_norm
-    skip_prenorm skip_output_norm
+    parallel_residual attention_mode attention_sinks projector_type emb_dim gru_hidden_dim
+    shift_label markov_head_type enable_confidence_head conv_kernel_size conv_group_size
+    add_para_norm skip_prenorm skip_output_norm
     """.split()  # noqa: SIM905 (a list of one key a line would fill the file)
 )
 

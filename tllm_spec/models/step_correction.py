@@ -1,8 +1,9 @@
 """What a head that fills in a block adds from one draft to the next.
 
 All rows of a block are computed at once, so a row's logits do not know which token was drafted
-before it. A small network corrects them draft by draft: DSpark's by a product of low rank of the
-token before (arXiv 2607.05147). Another one says how likely each draft is to be accepted."""
+before it. A small network corrects them draft by draft, by a product of low rank of the token
+before (DSpark, arXiv 2607.05147; DFlash2). Another one says how likely each draft is to be
+accepted."""
 
 from abc import ABC, abstractmethod
 from typing import Literal
@@ -86,6 +87,41 @@ class MarkovHead(StepCorrection):
 
     def keep_tokens(self, rows: torch.Tensor, placement: Placement) -> None:
         self.markov_w2 = reduced_output(self.markov_w2, rows, placement)
+
+
+class CandidateSelector(StepCorrection):
+    """DFlash2's: of the `topk` best tokens, and those that equal the last of them, it adds how well
+    each follows the token before, by a product of both tokens' codes and of the hidden state."""
+
+    def __init__(
+        self, topk: int, sizes: tuple[int, int, int], num_logits: int, placement: Placement
+    ) -> None:
+        """sizes: as of `MarkovHead`."""
+        super().__init__()
+        vocab_size, size, rank = sizes
+        self.topk = topk
+        self.predecessor_codebook = Embedding(vocab_size, rank, placement)
+        parts = {"successor_codebook": num_logits}
+        self.successor_codebook = ColumnLinear(rank, parts, bias=False, placement=placement)
+        self.hidden_projection = Linear(size, rank, bias=False, placement=placement)
+
+    def forward(
+        self,
+        logits: torch.Tensor,
+        hidden: torch.Tensor,
+        previous: torch.Tensor,
+        memory: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        best, layer = logits.topk(min(self.topk, logits.shape[1])).values, self.successor_codebook
+        if layer.mapping.tp_size > 1:
+            best = layer.communicator.all_gather(best).topk(best.shape[1]).values
+        logits.masked_fill_(logits < best[:, -1:], -torch.inf)
+        codes = self.predecessor_codebook.forward(previous) * self.hidden_projection.forward(hidden)
+        layer.add_to(logits, codes)
+        return logits, None
+
+    def keep_tokens(self, rows: torch.Tensor, placement: Placement) -> None:
+        self.successor_codebook = reduced_output(self.successor_codebook, rows, placement)
 
 
 class Confidence(Module):

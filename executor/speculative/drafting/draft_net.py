@@ -110,7 +110,7 @@ class DraftNet:
         state `[T, H]`: of the step before; None: what the target's latest forward captured is read.
         patched: rows whose tokens only the device knows, and the tokens. wanted `[R]`: the rows
         that are returned (`ForwardContext.wanted`); None: all. step: 0 reads what the target has
-        read, k what draft k - 1 is."""
+        read, k what draft k - 1 is, or blocks of k rows."""
         only_writes = self.has_one_layer and wanted is not None and not len(wanted)
         rows = self.attention.plan(chunks, windows, only_writes=only_writes)
         if patched is not None:

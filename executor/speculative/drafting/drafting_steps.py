@@ -105,7 +105,7 @@ def fill_in(
     windows = Windows(slots, kv_lens, tokens, longest, tree=tree)
     firsts = torch.arange(0, tokens.numel(), width, device=slots.device)
     wanted = (firsts + places[block.first :].unsqueeze(1)).flatten()
-    return net.forward([], windows, None, wanted=wanted, step=1)
+    return net.forward([], windows, None, wanted=wanted, step=width)
 
 
 def _block_mask(tokens: torch.Tensor, is_causal: bool) -> TreeMask:

@@ -272,6 +272,7 @@ HEADS: Mapping[HeadKind, Head] = {
         runs_outside=True,
     ),
     "DFlash": _BLOCK_HEAD,
+    "DFlash2": _BLOCK_HEAD,
     "DSpark": _BLOCK_HEAD,
     "MTP": Head(
         read_config=lambda *_: None,
