@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from tests.executor.draft_caches import (
     HOT,
@@ -24,10 +25,12 @@ from tests.executor.draft_caches import (
     with_lengths,
 )
 from tests.executor.harness import Harness
+from tests.models.helpers import load
 from tests.models.tiny_dflash import SIZES, DFlashReference, write_tiny_dflash
 from tests.models.tiny_eagle3 import edit_config
 from tllm_spec.kernels.slots.choose_rows import NUM_PROBABILITIES
-from tllm_spec.models.dflash import DFlashConfig
+from tllm_spec.models.dflash import DFlashConfig, load_dflash_head
+from tllm_spec.models.draft_head import HeadSource
 from tllm_spec.models.draft_kind import with_decoding_type
 
 LAYERS, DRAFT_LEN = (0, 1), 3
@@ -70,6 +73,7 @@ def dflash(head: Path, draft_len: int = DRAFT_LEN, **options: Any) -> dict[str, 
     return with_decoding_type({"speculative_config": own})
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("name", HEADS)
 def test_the_engine_fills_in_the_block_of_the_plain_torch_transcription(
     name: str, tiny: Path, tmp_path: Path
@@ -175,12 +179,30 @@ def test_texts_are_those_of_plain_decoding_with_any_draft_lengths(
     assert harness.parts.scheduler.num_preemptions and assert_cached_pages_are_whole(harness)
 
 
-DFLASH_REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+@pytest.mark.parametrize("name", ["z-lab", "DSpark, gated, in speculators", "DFlash2"])
+def test_each_tensor_of_a_published_layout_is_needed_and_no_other_is_taken(
+    name: str, tiny: Path, tmp_path: Path
+) -> None:
+    head = write_tiny_dflash(tmp_path, **HEADS[name])
+    source = HeadSource(head, load(tiny, max_positions=64), "auto", max_positions=64)
+    file, config = head / "model.safetensors", DFlashConfig.from_pretrained(head)
+    tensors = load_file(file)
+    assert load_dflash_head(source, config, len(LAYERS)).block == config.block
+    for missing in tensors:
+        save_file({each: tensors[each] for each in tensors if each != missing}, file)
+        with pytest.raises(ValueError, match=missing.replace(".", r"\.")):
+            load_dflash_head(source, config, len(LAYERS))
+    save_file(tensors | {"markov_head.extra.weight": torch.zeros(2)}, file)
+    with pytest.raises(ValueError, match=r"markov_head\.extra\.weight"):
+        load_dflash_head(source, config, len(LAYERS))
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a layer of others": ({"conv_kernel_size": 2}, "conv_kernel_size is 2, which is not served"),
     "JetSpec": ({"architectures": ["JetSpecDraftModel"]}, "The draft weights are a JetSpec head"),
     "DFlash2": (
         {"dflash_config": {"selector_rank": 8, "conv_group_size": 7}},
-        "hidden_size of the DFlash2 head is 32; it must be a multiple of conv_group_size, which is 7",
+        "hidden_size of the DFlash2 head is 32; it must be a multiple of conv_group_size",
     ),
     "Domino": (
         {"dflash_config": {"projector_type": "domino", "gru_hidden_dim": 8}},
@@ -196,9 +218,9 @@ DFLASH_REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", DFLASH_REFUSED)
+@pytest.mark.parametrize("name", REFUSED)
 def test_what_is_not_served_is_named(name: str, tmp_path: Path) -> None:
-    changes, message = DFLASH_REFUSED[name]
+    changes, message = REFUSED[name]
     edit_config(write_tiny_dflash(tmp_path), **changes)
     with pytest.raises(ValueError, match=message):
         DFlashConfig.from_pretrained(tmp_path)

@@ -76,7 +76,7 @@ def write_tiny_dflash(
     if selector is not None:
         method = "DFlash2"
         tensors |= random_tensors(_dflash2_shapes(sizes, selector), generator)
-        tensors["candidate_selector.successor_codebook"] *= 8
+        tensors["candidate_selector.successor_codebook"] *= 4
     folder.mkdir(parents=True, exist_ok=True)
     save(folder / "model.safetensors", tensors)
     own: dict[str, Any] = {"block_size": block_size, "architectures": [f"{method}DraftModel"]}
