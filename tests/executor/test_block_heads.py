@@ -125,8 +125,11 @@ def test_trees_continue_each_path_by_what_the_correction_says_after_it(
 
 @torch.inference_mode()
 def test_shared_rows_go_by_what_the_head_says_of_its_drafts(tiny: Path, tmp_path: Path) -> None:
+    """And by how the file calibrates it."""
     head = write_tiny_dflash(tmp_path, markov="vanilla")
-    options = dflash(head, verify_budget=2.5)
+    calibration = tmp_path / "calibration.json"
+    calibration.write_text('{"temperatures": [2.0, 1.0, 0.5, 3.0]}')
+    options = dflash(head, verify_budget=2.5, confidence_calibration_path=str(calibration))
     harness = Harness(tiny, **options, disable_overlap_scheduler=True)
     target, slots = harness.parts.runner.engine.model, harness.parts.slots
     reference, num_checked = DFlashReference(head, target), 0
@@ -137,7 +140,8 @@ def test_shared_rows_go_by_what_the_head_says_of_its_drafts(tiny: Path, tmp_path
         for request in generating(harness):
             captured = captured_states(target, request.tokens[:-1], LAYERS)
             drafts = slots.window[request.slot, 1 : 1 + DRAFT_LEN].tolist()
-            expected = reference.confidence(request.tokens[-1], captured, drafts)
+            expected = reference.confidence(request.tokens[-1], captured, drafts).logit()
+            expected = (expected / torch.tensor([2.0, 1.0, 0.5])).sigmoid()
             features = slots.values.features[request.slot, :DRAFT_LEN]
             off = (features - expected * NUM_PROBABILITIES).abs()
             assert off.max() < 1 + TOLERANCE
@@ -238,6 +242,23 @@ def test_more_drafts_than_the_block_has_and_a_missing_mask_token_are_refused(
     (tmp_path / "mask_embedding.pt").touch()
     with pytest.raises(ValueError, match=r"mask_embedding\.pt: mask embeddings are not served"):
         Harness(tiny, **dflash(head))
+
+
+def test_what_a_dspark_head_was_not_trained_with_is_refused(tiny: Path, tmp_path: Path) -> None:
+    file = tmp_path / "calibration.json"
+    file.write_text('{"temperatures": [1.0, 0]}')
+    for options, message in (
+        ({"block_size": 7}, "block_size = 7 is refused: .* trained with 8"),
+        ({"markov_rank": 4}, "markov_rank = 4 is refused: .* trained with 8"),
+        ({"markov_head_type": "rnn"}, "markov_head_type = 'rnn' is refused: .* with 'vanilla'"),
+        ({"confidence_calibration_path": str(file)}, "temperatures, a list of 3 or more numbers"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Harness(tiny, **dflash(write_tiny_dflash(tmp_path, markov="vanilla"), **options))
+    head = write_tiny_dflash(tmp_path, markov="vanilla", enable_confidence_head=False)
+    with pytest.raises(ValueError, match="has no confidence head"):
+        Harness(tiny, **dflash(head, confidence_calibration_path=str(file)))
+    assert Harness(tiny, **dflash(head, block_size=8, markov_rank=8, markov_head_type="vanilla"))
 
 
 def test_layers_that_are_not_named_are_spread_evenly(tmp_path: Path) -> None:

@@ -91,6 +91,10 @@ class DSparkDecodingConfig(BlockHeadDecodingConfig):
     markov_head_type: Literal["vanilla", "gated", "rnn"] | None = None
     """How it reads the draft before. null: what the head's `config.json` says; another one is
     refused."""
+    confidence_calibration_path: PathText | None = None
+    """JSON file with `temperatures`, a number for each draft, by which the logits of its
+    probability of being accepted are divided. null: 1. SGLang's name is
+    `speculative_dspark_confidence_sts_path`."""
 
 
 DraftBackend = Literal["torch", "tensorrt", "onnxruntime"]

@@ -5,7 +5,9 @@ before it. A small network corrects them draft by draft, by a product of low ran
 before (DSpark, arXiv 2607.05147; DFlash2). Another one says how likely each draft is to be
 accepted."""
 
+import json
 from abc import ABC, abstractmethod
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -133,11 +135,28 @@ class Confidence(Module):
         self.__dict__["_tokens"] = tokens  # not a submodule: the Markov head has its name
         size += 0 if tokens is None else tokens.weight.shape[1]
         self.proj = Linear(size, 1, bias=True, placement=in_float32(placement))
+        self.temperatures: tuple[float, ...] = ()
 
-    def forward(self, hidden: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
-        """`[T]` probabilities, of the hidden states `[T, H]` and the target's ids of the tokens
-        before `[T]`."""
+    def calibrate(self, file: Path, num_drafts: int) -> None:
+        """Divides the logits of each of so many drafts by a temperature of the file's. Raises
+        ValueError."""
+        try:
+            found = json.loads(file.read_text(encoding="utf-8"))["temperatures"]
+        except (OSError, ValueError, LookupError, TypeError):
+            found = None
+        is_list = isinstance(found, list) and len(found) >= num_drafts
+        if not is_list or not all(isinstance(each, (int, float)) and each > 0 for each in found):
+            raise ValueError(
+                f"{file} must be a JSON file with temperatures, a list of {num_drafts} or more "
+                "numbers above 0"
+            )
+        self.temperatures = tuple(map(float, found))
+
+    def forward(self, hidden: torch.Tensor, previous: torch.Tensor, step: int) -> torch.Tensor:
+        """`[T]` probabilities of draft `step`, of the hidden states `[T, H]` and the target's ids
+        of the tokens before `[T]`."""
         tokens: Embedding | None = self.__dict__["_tokens"]
         if tokens is not None:
             hidden = torch.cat((hidden, tokens.forward(previous)), -1)
-        return self.proj.forward(hidden.to(torch.float32)).squeeze(1).sigmoid()
+        logits = self.proj.forward(hidden.to(torch.float32)).squeeze(1)
+        return (logits / self.temperatures[step] if self.temperatures else logits).sigmoid()

@@ -213,7 +213,7 @@ class DraftSteps:
                 best = self._sampling.best(group, logits, positions[1 + step], 1)
                 chance, token = (each.squeeze(1) for each in best)
                 if net.confidence is not None:
-                    chance = net.confidence.forward(of_row[step], previous)
+                    chance = net.confidence.forward(of_row[step], previous, step)
                 likely.append(chance)
                 probs = None
             else:

@@ -250,10 +250,22 @@ def _within(option: str, layers: tuple[int, ...], num_layers: int) -> tuple[int,
     return layers
 
 
+def _load_dflash(
+    plan: DraftPlan, source: HeadSource, config: DFlashConfig, num_captured: int
+) -> DFlashHead:
+    """With the mode's calibration of its confidence. Raises ValueError if it has none."""
+    head, file = load_dflash_head(source, config, num_captured), "confidence_calibration_path"
+    if (given := plan.option(file)) is not None:
+        if head.confidence is None:
+            raise ValueError(f"{file} = {given!r} is refused: {plan.path} has no confidence head")
+        head.confidence.calibrate(Path(given), plan.config.max_draft_len)
+    return head
+
+
 _BLOCK_HEAD = Head(
     read_config=_read_dflash,
     layers=_dflash_layers,
-    load=lambda _, *parts: load_dflash_head(*parts),
+    load=_load_dflash,
     blank=partial(_blank_with_layers, DFlashHead),
     rows_before=2,
 )
