@@ -4,15 +4,15 @@ a GPU corrected while serving by what the present contexts add."""
 import json
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from statistics import fmean
 from typing import Any, Protocol
+
+import numpy as np
 
 from tllm_spec.config.draft_shape import DraftShapes
 from tllm_spec.config.option_checks import shown
 
 ASSUMED_DRAFT_COST = 0.06  # plain rounds that a draft takes, where nothing was measured
 SMOOTHING = 0.05  # weight of a round's time in the correction
-FITTING_STEPS = 64
 TABLE = '{"token_counts": [1, 64], "step_time_ms": [4.7, 5.0]}'
 MAX_CORRECTION = 0.5  # of the measured time: further off is a hiccup of the machine
 
@@ -69,14 +69,12 @@ class MeasuredRoundTimes:
             for tier, seconds in row
         }
         steps, added = _fitted(cells)
-        least = min(added.values())
         return {
             "round_ms": named,
             "token_counts": list(steps),
             "step_time_ms": list(steps.values()),
-            "fixed_overhead_ms": least,
             "batch_sizes": list(added),
-            "batch_overhead_ms": [ms - least for ms in added.values()],
+            "batch_overhead_ms": list(added.values()),
         }
 
     def round_time(self, batch_size: int, tier: int) -> float:
@@ -114,19 +112,23 @@ class StepTimes:
 
 
 def _fitted(cells: Mapping[tuple[int, int], float]) -> tuple[dict[int, float], dict[int, float]]:
-    """What so many rows take and what so many requests add, whose sums come nearest to the times of
-    these requests with these rows."""
-    counts = sorted({rows for _, rows in cells})
-    added, steps = {size: 0.0 for size, _ in cells}, dict[int, float]()
-    for _ in range(FITTING_STEPS):
-        for count in counts:
-            own = [ms - added[size] for (size, rows), ms in cells.items() if rows == count]
-            steps[count] = fmean(own)
-        for each in added:
-            added[each] = fmean(
-                ms - steps[rows] for (size, rows), ms in cells.items() if size == each
-            )
-    return steps, added
+    """What so many rows take, and what so many requests add, 0 or more: the sums that come nearest
+    to the times of these requests with these rows, by least squares."""
+    counts, sizes = (sorted({cell[part] for cell in cells}) for part in (1, 0))
+    terms = np.array(
+        [
+            [*(rows == each for each in counts), *(size == each for each in sizes)]
+            for size, rows in cells
+        ],
+        dtype=np.float64,
+    )
+    found = np.linalg.lstsq(terms, np.array([*cells.values()]), rcond=None)[0].tolist()
+    steps, added = found[: len(counts)], found[len(counts) :]
+    least = min(added)
+    return (
+        {count: ms + least for count, ms in zip(counts, steps, strict=True)},
+        {size: ms - least for size, ms in zip(sizes, added, strict=True)},
+    )
 
 
 def read_table(content: bytes, shapes: DraftShapes, tiers: Iterable[int]) -> RoundTimes:
