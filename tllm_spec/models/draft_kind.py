@@ -37,7 +37,7 @@ ASSISTANT = "Gemma4AssistantForCausalLM"
 MODULES = "NextN"  # after the target's architecture, of exported MTP modules
 # Heads that are not served, as their architectures and `projector_type` name them.
 _NOT_SERVED = ("Domino", "JetSpec", "LiLiCorr", "Medusa", "UNO", "XPress")
-_SPECULATORS = ("eagle3", "peagle", "dflash", "dflash2", "dspark")
+_SPECULATORS = ("eagle3", "peagle", "dflash", "dflash2", "dspark", "mtp")
 # Keys of config.json that only EAGLE-3 heads have.
 _EAGLE3_KEYS = frozenset({"draft_vocab_size", "eagle_config", "speculators_model_type"})
 _DSPARK_KEYS = frozenset({"markov_rank", "dspark_markov_rank"})
@@ -109,7 +109,12 @@ def check_kind(
 def is_exported(config: Mapping[str, Any]) -> bool:
     """Whether a parsed config.json is of a folder of exported MTP modules."""
     names = config.get("architectures") or []
-    return len(names) == 1 and str(names[0]).endswith(MODULES)
+    return is_fine_tuned(config) or (len(names) == 1 and str(names[0]).endswith(MODULES))
+
+
+def is_fine_tuned(config: Mapping[str, Any]) -> bool:
+    """Whether it is a module of the target's that speculators has trained further."""
+    return _text(config, "speculators_model_type") == "mtp"
 
 
 def check_folders(model: str, draft: str | None, decoding_type: str) -> None:
