@@ -25,7 +25,11 @@ from tllm_spec.config.draft_tree_config import (
 from tllm_spec.config.engine_config import KVEventsConfig, SchedulerConfig
 from tllm_spec.config.llm_args import CudaGraphConfig, KvCacheConfig, LlmArgs
 from tllm_spec.config.speculative_base import DecodingBaseConfig, DraftModelDecodingConfig
-from tllm_spec.config.speculative_config import CONFIG_OF_TYPE, EagleHeadDecodingConfig
+from tllm_spec.config.speculative_config import (
+    CONFIG_OF_TYPE,
+    BlockHeadDecodingConfig,
+    EagleHeadDecodingConfig,
+)
 from tllm_spec.config.text_search import CorpusConfig, GlobalPoolConfig
 from tllm_spec.sampling_params import INTEGERS, NUMBERS, SamplingParams, SpeculationParams
 
@@ -73,7 +77,7 @@ def page() -> str:
     parts.append(table(model_rows(KVEventsConfig)))
     parts += ["### `speculative_config`\n", "For every `decoding_type`:\n"]
     parts.append(table(model_rows(DecodingBaseConfig)))
-    parts += ["For `Draft_Target`, `PARD`, `Eagle`, `Eagle3` and `DFlash`:\n"]
+    parts += ["For `Draft_Target`, `PARD`, `Eagle`, `Eagle3`, `DFlash` and `DSpark`:\n"]
     parts.append(table(model_rows(DraftModelDecodingConfig, own=True)))
     parts += ["For all of these and `MTP`:\n"]
     parts.append(table(model_rows(DraftTreeDecodingConfig, own=True)))
@@ -81,6 +85,8 @@ def page() -> str:
     parts.append(table(model_rows(TreeDecodingConfig, own=True)))
     parts += ["For `Eagle` and `Eagle3`:\n"]
     parts.append(table(model_rows(EagleHeadDecodingConfig, own=True)))
+    parts += ["For `DFlash` and `DSpark`:\n"]
+    parts.append(table(model_rows(BlockHeadDecodingConfig, own=True)))
     for decoding in dict.fromkeys(CONFIG_OF_TYPE.values()):
         name = decoding.model_fields["decoding_type"].default
         parts += [f"#### `decoding_type: {name}`\n", f"{inspect.getdoc(decoding)}\n"]

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from tllm_spec.config.speculative_config import (
         DraftTargetDecodingConfig as DraftTargetDecodingConfig,
     )
+    from tllm_spec.config.speculative_config import DSparkDecodingConfig as DSparkDecodingConfig
     from tllm_spec.config.speculative_config import Eagle3DecodingConfig as Eagle3DecodingConfig
     from tllm_spec.config.speculative_config import EagleDecodingConfig as EagleDecodingConfig
     from tllm_spec.config.speculative_config import MTPDecodingConfig as MTPDecodingConfig
@@ -53,6 +54,7 @@ _HOME = {
     "SADecodingConfig": "config.speculative_config",
     "SAEnhancerConfig": "config.speculative_config",
     "DFlashDecodingConfig": "config.speculative_config",
+    "DSparkDecodingConfig": "config.speculative_config",
     "DraftTargetDecodingConfig": "config.speculative_config",
     "Eagle3DecodingConfig": "config.speculative_config",
     "EagleDecodingConfig": "config.speculative_config",

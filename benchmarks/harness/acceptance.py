@@ -24,6 +24,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 DRAFTERS: dict[str, dict[str, Any]] = {
     "EAGLE-3": {"decoding_type": "Eagle3", "speculative_model": "zoo:llama-eagle3"},
+    "P-EAGLE": {"decoding_type": "Eagle3", "speculative_model": "zoo:llama-peagle"},
     "Draft/Target": DRAFT_TARGET | {"draft_target_one_model": True},
     "NGram": {
         "decoding_type": "NGram", "max_matching_ngram_size": 3, "is_use_oldest": False,

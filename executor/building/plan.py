@@ -28,7 +28,7 @@ from tllm_spec.executor.speculative.draft_length.adaptive import (
     controller_for,
     rows_with_contexts,
 )
-from tllm_spec.executor.speculative.draft_length.round_times import MeasuredRoundTimes
+from tllm_spec.executor.speculative.draft_length.round_times import RoundTimes
 from tllm_spec.executor.speculative.drafting.suffix_match import read_corpus
 from tllm_spec.executor.speculative.modes import draft_plan_of
 from tllm_spec.kernels.dispatch import has_kernels
@@ -185,7 +185,7 @@ class BuildPlan:
     def controller(
         self,
         graph_batch_sizes: Iterable[int] | None = None,
-        round_times: MeasuredRoundTimes | None = None,
+        round_times: RoundTimes | None = None,
     ) -> AdaptiveController:
         """A new controller of the draft length; round_times: None before they are measured."""
         return controller_for(

@@ -1,9 +1,11 @@
 """The steps before the first round, in the order in which build.py calls them: GEMMs are tuned,
 CUDA graphs captured, kernels warmed up, and rounds timed."""
 
+import json
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import count, product
+from pathlib import Path
 from time import monotonic
 
 import torch
@@ -17,7 +19,11 @@ from tllm_spec.executor.graphs.slot_graphs import GraphKey, GraphPool
 from tllm_spec.executor.request import DecodingRules, LlmRequest, RequestState
 from tllm_spec.executor.rounds.round_runner import RoundRunner
 from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
-from tllm_spec.executor.speculative.draft_length.round_times import MeasuredRoundTimes
+from tllm_spec.executor.speculative.draft_length.round_times import (
+    MeasuredRoundTimes,
+    RoundTimes,
+    read_table,
+)
 from tllm_spec.models.linear import tune_linears
 from tllm_spec.progress import progress
 from tllm_spec.sampling_params import SamplingParams
@@ -74,14 +80,30 @@ def warm_up(plan: BuildPlan, runner: RoundRunner, keys: Sequence[GraphKey]) -> N
         WarmUp(runner, dummy_slot, max_num_tokens=rows, max_len=plan.max_seq_len).run(keys)
 
 
-def time_rounds(
-    plan: BuildPlan, runner: RoundRunner, sizes: Sequence[int]
-) -> MeasuredRoundTimes | None:
+def time_rounds(plan: BuildPlan, runner: RoundRunner, sizes: Sequence[int]) -> RoundTimes | None:
     """How long rounds take with each draft length that the controller may ask for; None if it does
-    not compare times. sizes: batch sizes of CUDA graphs."""
-    controller = plan.controller()
+    not compare times. sizes: batch sizes of CUDA graphs. Where an option names a file, the times
+    are read from it, or written there if there is none. Raises ValueError for another file."""
+    controller, given = plan.controller(), plan.spec and plan.spec.round_times_path
     if not controller.compares_times:
         return None
+    file = None if given is None else Path(given)
+    is_first = plan.mapping.rank == 0
+    content = file.read_bytes() if file is not None and is_first and file.is_file() else b""
+    if content := plan.communicator.broadcast(content):
+        try:
+            return read_table(content, plan.shapes, controller.tiers)
+        except (ValueError, TypeError, AttributeError) as error:
+            raise ValueError(f"speculative_config.round_times_path = {given!r}: {error}") from None
+    times = _measured(plan, runner, controller, sizes)
+    if file is not None and is_first:
+        file.write_text(json.dumps(times.to_json(plan.shapes), indent=1))
+    return times
+
+
+def _measured(
+    plan: BuildPlan, runner: RoundRunner, controller: AdaptiveController, sizes: Sequence[int]
+) -> MeasuredRoundTimes:
     plan.begin("round times")
     longest = plan.shapes.longest
     room = min(plan.slots.max_batch_size, plan.args.max_num_tokens // longest.window)

@@ -55,6 +55,8 @@ class TreeRows:
     depths: torch.Tensor
     """`[B, R]` int64, contiguous, on the device."""
     mask: TreeMask
+    in_windows: TreeMask | None = None
+    """The mask in layers with a sliding window, if it is another one there."""
 
 
 @dataclass(frozen=True)
@@ -332,13 +334,17 @@ class AttentionGroups:
     ) -> PlannedRows:
         """only_writes: plans no attention, only the writing of keys and values."""
         rows, planned = None, list[GroupAttention]()
+        mask = None if windows is None or windows.tree is None else windows.tree.in_windows
         for group in self.groups:
             if group.rows is not rows:
                 rows = group.rows
                 metadata, token_ids = rows.build(contexts, windows)
                 if self._sees is not None:
                     metadata = self._sees.cut(metadata, rows.page_size)
-            plan = AttentionPlan(metadata.kv_slots) if only_writes else group.backend.plan(metadata)
+            own = metadata
+            if mask is not None and group.backend.geometry.span is not None:
+                own = replace(metadata, tree=mask)
+            plan = AttentionPlan(metadata.kv_slots) if only_writes else group.backend.plan(own)
             planned.append((group.backend, plan))
         recurrent = None
         if self.memory is not None:

@@ -12,6 +12,7 @@ from tllm_spec.config.speculative_config import (
     DecodingBaseConfig,
     DFlashDecodingConfig,
     DraftTargetDecodingConfig,
+    DSparkDecodingConfig,
     Eagle3DecodingConfig,
     EagleDecodingConfig,
     MTPDecodingConfig,
@@ -139,6 +140,7 @@ _MODES: dict[type[DecodingBaseConfig], Mode] = {
     DraftTargetDecodingConfig: Mode(_build_network, (), "draft_target_one_model"),
     PARDDecodingConfig: Mode(_build_network, (), "draft_target_one_model"),
     DFlashDecodingConfig: Mode(_build_network, ACCEPTED["DFlash"]),
+    DSparkDecodingConfig: Mode(_build_network, ACCEPTED["DSpark"]),
     Eagle3DecodingConfig: Mode(_build_network, ACCEPTED["Eagle3"], "eagle3_one_model"),
     # TensorRT-LLM serves EAGLE-3 heads under both names.
     EagleDecodingConfig: Mode(_build_network, ACCEPTED["Eagle"], "eagle3_one_model"),

@@ -78,9 +78,9 @@ def gets_the_value(name: str, row: Renamed, options: dict[str, Any]) -> bool:
     if name in ALGORITHM:  # whose EAGLE without a model is MTP
         values = tuple(value for value in values if value != "EAGLE")
     pairs = [
-        [made(LlmArgs, speculate({**base, key: each}), {"model": "m"}) for key, each in pair]
+        [made(LlmArgs, speculate({**base, **each}), {"model": "m"}) for each in pair]
         for value in values
-        for pair in [((row.path, row.value(value)), (name, value))]
+        for pair in [(given(row.path, row.value(value)), {name: value})]
     ]
     if name == neighbours.NUM_CHILDREN:  # which says whether there is a tree, too
         return any(theirs is not None for _, theirs in pairs)
@@ -100,6 +100,7 @@ def test_a_renamed_option_of_speculation_gets_the_value(name: str) -> None:
     kinds.append({**DECODING["Eagle3"], **trees})
     kinds.append({**DECODING["Eagle3"], "draft_window_size": 64})
     kinds.append({**DECODING["NGram"], "external_corpus_path": "x"})
+    kinds.append({**DECODING["Eagle3"], "adaptive": {}})
     found = [gets_the_value(name, row, options) for options in kinds]
     assert any(found)
 

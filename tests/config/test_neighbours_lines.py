@@ -193,6 +193,8 @@ LINES_TAKEN: dict[str, dict[str, Any]] = {
     "--speculative-algorithm NGRAM --speculative-num-draft-tokens 16": speculates("NGram", 15),
     "--speculative-algorithm DFLASH --speculative-draft-model-path x "
     "--speculative-num-draft-tokens 16": speculates("DFlash", 15, speculative_model="x"),
+    "--speculative-algorithm DSPARK --speculative-draft-model-path x "
+    "--speculative-dspark-block-size 7": speculates("DSpark", 7, speculative_model="x"),
     "--speculative-algorithm NEXTN --speculative-eagle-topk 1 --speculative-num-draft-tokens 4": (
         speculates("MTP", 3)
     ),
@@ -212,7 +214,6 @@ LINES_TAKEN: dict[str, dict[str, Any]] = {
 }
 REFUSED: dict[str, list[str]] = {
     # vLLM
-    vllm(method="dspark", model="x", num_speculative_tokens=7): ["'dspark' is not served yet"],
     vllm(**DRAFT_MODEL, rejection_sample_method="synthetic", quantization="fp8"): [
         "rejection_sample_method = 'synthetic' is refused: use synthetic_acceptance_rates",
         "quantization = 'fp8' is refused: weights are not quantised here",

@@ -13,6 +13,7 @@ from tllm_spec.config.speculative_config import (
     CONFIG_OF_TYPE,
     DFlashDecodingConfig,
     DraftTargetDecodingConfig,
+    DSparkDecodingConfig,
     Eagle3DecodingConfig,
     EagleDecodingConfig,
     NGramDecodingConfig,
@@ -275,6 +276,30 @@ def test_vllms_parallel_draft_model_is_pard() -> None:
     assert config == PARDDecodingConfig(max_draft_len=4, speculative_model="m")
     config = LlmArgs(model="m", **speculate(options | {"method": "dflash"})).speculative_config
     assert config == DFlashDecodingConfig(max_draft_len=4, speculative_model="m")
+
+
+def test_tensorrt_llms_confidence_scheduling_is_adaptive_verification() -> None:
+    given = {
+        "decoding_type": "DSpark",
+        "speculative_model": "m",
+        "max_draft_len": 7,
+        "enable_confidence_scheduling": True,
+        "enable_ragged_verify": True,
+        "enable_fused_confidence_scheduler": True,
+        "confidence_cost_table_path": "table.json",
+        "confidence_calibration_path": "calibration.json",
+        "confidence_min_predicted_gain": 0.04,
+    }
+    assert LlmArgs(model="m", **speculate(given)).speculative_config == DSparkDecodingConfig(
+        max_draft_len=7,
+        speculative_model="m",
+        enable_adaptive_verification=True,
+        adaptive={"switch_margin": 0.04},
+        round_times_path="table.json",
+        confidence_calibration_path="calibration.json",
+    )
+    with pytest.raises(ValueError, match="round_times_path = 't' is refused: only adaptive's cost"):
+        DSparkDecodingConfig(max_draft_len=7, speculative_model="m", round_times_path="t")
 
 
 # `UserProvidedDecodingConfig`: a drafter object, or an import path of its class.

@@ -214,6 +214,8 @@ TINY_EAGLE3 = {
 }
 LATENT_HEAD = TINY_EAGLE3 | {"speculative_model": "{folder}/eagle3-latent"}
 DFLASH = {"decoding_type": "DFlash", "speculative_model": "{folder}/dflash", "max_draft_len": 3}
+DFLASH2 = DFLASH | {"speculative_model": "{folder}/dflash2"}
+DSPARK = DFLASH | {"decoding_type": "DSpark", "speculative_model": "{folder}/dspark"}
 SMALL_CACHE = {
     "kv_cache_config": {"max_tokens": 104, "tokens_per_block": 8},
     "scheduler_config": {"capacity_scheduler_policy": "MAX_UTILIZATION"},
@@ -228,6 +230,11 @@ CASES: dict[str, Case] = {
     "peagle": speculating("peagle"),
     "pard": speculating("pard"),
     "dflash": Case("qwen2-moe", {"speculative_config": DFLASH}, generate_twice),
+    "dflash2": Case("qwen2-moe", {"speculative_config": DFLASH2}, generate_twice),
+    "dspark": Case("qwen2-moe", {"speculative_config": DSPARK}, generate_twice),
+    "dspark-budget": Case(
+        "qwen2-moe", {"speculative_config": DSPARK | {"verify_budget": 2.5}}, generate_twice
+    ),
     "adaptive-draft-model": Case(
         options={"speculative_config": DRAFT_MODEL | {"adaptive": {}}}, accepts=True
     ),

@@ -15,11 +15,17 @@ from tests.distributed.world import EXCHANGES
 from tests.distributed.worlds import run_world
 
 pytest.importorskip("mpi4py")
-DRAFTERS = {"dflash", "eagle", "eagle3", "eagle3-latent", "gemma4-assistant", "other-tokenizer"}
+DRAFTERS = {
+    *("dflash", "dflash2", "dspark", "eagle", "eagle3", "eagle3-latent", "gemma4-assistant"),
+    "other-tokenizer",
+}
 LONG = (
     "adaptive-draft-model",
     "adaptive-trees",
     "dflash",
+    "dflash2",
+    "dspark",
+    "dspark-budget",
     "divided-experts",
     "draft-model-other-tokenizer",
     "draft-model-token-map-one-model",

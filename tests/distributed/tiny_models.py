@@ -144,6 +144,25 @@ SAVERS = {
     "eagle3": lambda folder: write_tiny_eagle3(folder, num_captured=2, **HEAD),
     "eagle3-latent": lambda folder: write_tiny_eagle3(folder, num_captured=2, latent=True, **HEAD),
     "dflash": lambda folder: write_tiny_dflash(folder, mask_token=127, sizes=SIZES),
+    "dflash2": lambda folder: write_tiny_dflash(
+        folder,
+        mask_token=127,
+        sizes=SIZES,
+        selector={
+            "conv_kernel_size": 2,
+            "conv_group_size": 8,
+            "selector_rank": 6,
+            "selector_top_k": 5,
+        },
+    ),
+    "dspark": lambda folder: write_tiny_dflash(
+        folder,
+        mask_token=127,
+        sizes=SIZES,
+        markov="gated",
+        layer_types=["sliding_attention", "full_attention"],
+        sliding_window=8,
+    ),
 }
 
 

@@ -266,6 +266,22 @@ def watch_logits(net: DraftNet) -> list[torch.Tensor]:
     return found
 
 
+def watch_correction(net: DraftNet) -> list[torch.Tensor] | None:
+    """All logits that the network corrects from now on; None: it does not."""
+    if (correction := net.correction) is None:
+        return None
+    found: list[torch.Tensor] = []
+    forward = correction.forward
+
+    def kept(*inputs: Any) -> Any:
+        result = forward(*inputs)
+        found.append(result[0].clone())
+        return result
+
+    correction.__dict__["forward"] = kept
+    return found
+
+
 def generating(harness: Harness) -> list[LlmRequest]:
     return [
         each for each in harness.parts.scheduler.running if each.state is RequestState.GENERATION
@@ -384,25 +400,29 @@ def assert_drafts_one_by_one(
 def assert_drafts_at_once(
     harness: Harness,
     layers: tuple[int, ...],
-    block: Callable[[list[int], torch.Tensor], torch.Tensor],
+    block: Callable[[list[int], torch.Tensor, list[int]], torch.Tensor],
     draft_len: int,
 ) -> None:
     """In every round. block: the logits `[K, V]` of a head that drafts all tokens at once, after
-    these tokens and the captured states before the last."""
+    these tokens and the captured states before the last, each after the drafts before it."""
     target, slots = harness.parts.runner.engine.model, harness.parts.slots
     net, num_checked = network_of(harness).net, 0
     seen = watch_logits(net)
+    corrected = watch_correction(net)
     while harness.round():
         running = generating(harness)
         for place, request in enumerate(running):
             captured = captured_states(target, request.tokens[:-1], layers)
-            logits = block(request.tokens, captured)
-            own = seen[-1].view(draft_len, -1, logits.shape[1])
+            drafts = slots.window[request.slot, 1 : 1 + draft_len].tolist()
+            logits = block(request.tokens, captured, drafts)
+            last = seen[-1] if corrected is None else torch.cat(corrected[-draft_len:])
+            own = last.view(draft_len, -1, logits.shape[1])
             if own.shape[1] == len(running):
-                assert (own[:, place] - logits).abs().max() < TOLERANCE
+                both = own[:, place].clamp_min(-1e9), logits.clamp_min(-1e9)
+                assert (both[0] - both[1]).abs().max() < TOLERANCE
                 num_checked += 1
             if not request.rules.temperature:
                 best = logits.argmax(-1)
-                drafts = best if net.token_map is None else net.token_map[best]
-                assert slots.window[request.slot].tolist() == [request.tokens[-1], *drafts.tolist()]
+                best = best if net.token_map is None else net.token_map[best]
+                assert slots.window[request.slot].tolist() == [request.tokens[-1], *best.tolist()]
     assert num_checked > 20

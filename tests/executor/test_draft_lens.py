@@ -31,6 +31,7 @@ from tllm_spec.executor.speculative.drafting.draft_net import DraftNet
 
 LADDER = {"candidate_steps": [0, 1, 4]}
 NGRAM: dict[str, Any] = {"decoding_type": "NGram", "max_draft_len": 4, "adaptive": LADDER}
+OF_OTHERS = {"token_counts", "step_time_ms", "batch_sizes", "batch_overhead_ms"}
 SECONDS = "tllm_spec.executor.rounds.round_runner.RoundRunner.seconds"
 
 
@@ -58,6 +59,52 @@ def test_start_up_times_every_length_of_the_ladder_and_charges_separate_drafters
     charged = 0.5 if mode == "draft_target" else 0.0
     row = controller.state()["round_ms"]["1"]
     assert row["4"] - row["0"] == pytest.approx(1e3 * 4 * (0.01 + charged))
+
+
+def test_round_times_are_written_and_read_again_by_this_engine_and_by_others(
+    monkeypatch: pytest.MonkeyPatch, tiny: Path, tmp_path: Path
+) -> None:
+    """The others add what rows take and what requests add."""
+
+    def seconds(_: Any, key: Any, *__: Any) -> float:
+        return 1.0 + 0.01 * key.batch_size * key.shape.window + 0.1 * key.batch_size
+
+    file = tmp_path / "times.json"
+    given = {"speculative_config": NGRAM | {"round_times_path": str(file)}}
+    monkeypatch.setattr(SECONDS, seconds)
+    measured = Harness(tiny, **given).parts.controller
+    monkeypatch.delattr(SECONDS)
+    table, rows = json.loads(file.read_text()), []
+    of_others = {name: each for name, each in table.items() if name != "round_ms"}
+    for content in (table, of_others):
+        file.write_text(json.dumps(content))
+        read = Harness(tiny, **given).parts.controller
+        for controller in (measured, read):
+            controller.observe(ObservedRound(8, [], 0))
+            rows.append(controller.state()["round_ms"]["8"])
+    assert all(row == pytest.approx(rows[0]) for row in rows) and len(rows[0]) == 3
+    steps = dict(zip(table["token_counts"], table["step_time_ms"], strict=True))
+    added = dict(zip(table["batch_sizes"], table["batch_overhead_ms"], strict=True))
+    assert steps[40] + added[8] == pytest.approx(rows[0]["4"])
+    assert min(added.values()) == 0 and of_others.keys() == OF_OTHERS
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("no JSON", "round_times_path = .*: it is not JSON"),
+        ('{"token_counts": [1, 2], "step_time_ms": [1.0]}', "needed: .*step_time_ms"),
+        ('{"round_ms": {"1": {"0": 1.0, "1": 1.1}}}', "it has no times of draft lengths 4"),
+        ("[]", "needed: .*step_time_ms"),
+    ],
+)
+def test_files_of_other_round_times_are_refused(
+    content: str, message: str, tiny: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "times.json"
+    file.write_text(content)
+    with pytest.raises(ValueError, match=message):
+        Harness(tiny, speculative_config=NGRAM | {"round_times_path": str(file)})
 
 
 def test_a_drifting_clock_favours_no_length(monkeypatch: pytest.MonkeyPatch, tiny: Path) -> None:

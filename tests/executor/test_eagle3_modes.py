@@ -309,7 +309,7 @@ def test_a_p_eagle_head_drafts_all_tokens_of_the_reference_at_once(
     assert network_of(harness).net.token_map is not None
     submit(harness)
 
-    def block(tokens: list[int], captured: torch.Tensor) -> torch.Tensor:
+    def block(tokens: list[int], captured: torch.Tensor, _: list[int]) -> torch.Tensor:
         return reference.block(tokens[1:], reference.fuse(captured), DRAFT_LEN)
 
     assert_drafts_at_once(harness, LAYERS, block, DRAFT_LEN)

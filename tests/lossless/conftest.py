@@ -36,9 +36,17 @@ from tllm_spec.zoo.registry import resolve_model
 
 PROMPT_LEN = 60
 # Of `fitted_file`.
-HEAD, LATENT_HEAD, DFLASH, HOT = "head", "latent_head", "dflash", "hot.pt"
+HEAD, LATENT_HEAD, HOT = "head", "latent_head", "hot.pt"
+DFLASH, DFLASH2, DSPARK = "dflash", "dflash2", "dspark"
 OTHER_TOKENIZER, CORPUS = "other_tokenizer", "corpus.jsonl"
-FILES = (HEAD, LATENT_HEAD, DFLASH, HOT, OTHER_TOKENIZER, CORPUS)
+FILES = (HEAD, LATENT_HEAD, DFLASH, DFLASH2, DSPARK, HOT, OTHER_TOKENIZER, CORPUS)
+_WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 24}
+_SELECTOR = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 8, "selector_top_k": 6}
+BLOCK_HEADS: dict[str, dict[str, Any]] = {
+    DFLASH: {},
+    DFLASH2: {"selector": _SELECTOR},
+    DSPARK: {"markov": "gated", **_WINDOWS},
+}
 STOPPING = SamplingParams(max_tokens=OUTPUT_LEN, temperature=0.8, ignore_eos=True, seed=7)
 
 
@@ -113,18 +121,19 @@ def fitted_file(
     tokenizer: Tokenizer,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Callable[[str], Path]:
-    """By name an EAGLE-1/2 head that knows the cases' texts, and an EAGLE-3 head with latents, a
-    DFlash head that does not, a token map of half of the tokens that they have, a draft model with
-    another tokenizer, and a corpus of the texts. Made when it is first asked for."""
+    """By name an EAGLE-1/2 head that knows the cases' texts, an EAGLE-3 head with latents, heads
+    that fill in blocks and do not, a token map of half of the tokens that they have, a draft model
+    with another tokenizer, and a corpus of the texts. Made when it is first asked for."""
 
     @cache
     def get(name: str) -> Path:
         path = tmp_path_factory.mktemp("fitted") / name
         if name == OTHER_TOKENIZER:
             return write_draft_with_another_tokenizer(path)
-        if name == DFLASH:
+        if name in BLOCK_HEADS:
             sizes = SIZES | {"hidden_size": 192, "vocab_size": 2048}
-            return write_tiny_dflash(path, layers=(1, 5, 8), mask_token=1, sizes=sizes)
+            own = BLOCK_HEADS[name]
+            return write_tiny_dflash(path, layers=(1, 5, 8), mask_token=1, sizes=sizes, **own)
         texts = [
             case.prompt + output.outputs[0].token_ids
             for case, output in zip(cases, plain, strict=True)

@@ -16,6 +16,8 @@ from tests.lossless.cases import OUTPUT_LEN, Case, assert_same, generate
 from tests.lossless.conftest import (
     CORPUS,
     DFLASH,
+    DFLASH2,
+    DSPARK,
     FILES,
     HEAD,
     HOT,
@@ -67,6 +69,7 @@ BATCH_SIZES = {
 EAGLE = {"decoding_type": "Eagle", "speculative_model": HEAD}
 DRAFT_TARGET = {"decoding_type": "Draft_Target", "speculative_model": DRAFT_MODEL}
 DFLASH_HEAD = {"decoding_type": "DFlash", "speculative_model": DFLASH}
+DSPARK_HEAD = {"decoding_type": "DSpark", "speculative_model": DSPARK}
 LATENT = {"decoding_type": "Eagle3", "speculative_model": LATENT_HEAD}
 TWO_MODEL = {"eagle3_one_model": False}
 ONE_MODEL = {"draft_target_one_model": True}
@@ -94,6 +97,10 @@ FITTED: dict[str, dict[str, Any]] = {
     "ngram_corpus": (MODES["ngram"] or {}) | {"external_corpus_path": CORPUS},
     "dflash": DFLASH_HEAD,
     "dflash_tree": DFLASH_HEAD | DYNAMIC_TREE,
+    "dflash2": DFLASH_HEAD | {"speculative_model": DFLASH2},
+    "dspark": DSPARK_HEAD,
+    "dspark_tree": DSPARK_HEAD | DYNAMIC_TREE,
+    "dspark_sa": DSPARK_HEAD | {"sa_config": {}},
     "eagle3_sink": (MODES["eagle3"] or {}) | SINK,
     "draft_target_sink_tree": DRAFT_TARGET | DYNAMIC_TREE | SINK,
     "eagle3_latent": LATENT,
@@ -141,6 +148,10 @@ FLOORS = {
     "pard_two_model": 1.2,
     "dflash": 1.0,  # its weights are random
     "dflash_tree": 1.0,
+    "dflash2": 1.0,
+    "dspark": 1.0,
+    "dspark_tree": 1.0,
+    "dspark_sa": 1.02,
     "draft_target_other": 1.3,
     "draft_target_other_tree": 1.5,
     "draft_target_one_model_other": 1.3,
@@ -203,6 +214,9 @@ COMBINED = (
     "pard_two_model",
     "dflash",
     "dflash_tree",
+    "dflash2",
+    "dspark_tree",
+    "dspark_sa",
     "draft_target_other_tree",
     "draft_target_one_model_other",
     "draft_target_one_model_other_map",

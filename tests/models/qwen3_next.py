@@ -1,6 +1,8 @@
 """Random Qwen3-Next checkpoints, with and without the layer that predicts a further token, and a
 plain-torch transcription of that layer."""
 
+import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -115,3 +117,43 @@ class PlainMTP(mtp_reference.PlainMTP):
         self.layer = type(model.model.layers[number])(config, number).eval()
         own = {name[len(prefix) :]: x for name, x in tensors.items() if name.startswith(prefix)}
         self.load_layer(own, getattr(config, "num_experts", 0))
+
+
+FINE_TUNED = {
+    "mtp.fc.": "input_proj.",
+    "mtp.norm.": "final_layernorm.",
+    "mtp.pre_fc_norm_hidden.": "hidden_layernorm.",
+    "mtp.pre_fc_norm_embedding.": "token_layernorm.",
+    "mtp.layers.0.": "",
+}
+
+
+def export_fine_tuned(target: Path, folder: Path) -> None:
+    """The module of the target's checkpoint as speculators saves it, which has all experts in one
+    tensor and copies of the target's embedding and output layer."""
+    tensors, own = load_file(target / "model.safetensors"), dict[str, torch.Tensor]()
+    experts: dict[str, list[torch.Tensor]] = {}
+    for name in sorted(tensors, key=lambda name: [int(part) for part in re.findall(r"\d+", name)]):
+        for old, new in FINE_TUNED.items():
+            if name.startswith(old):
+                own["mtp_layers.0." + new + name.removeprefix(old)] = tensors[name]
+    for name in [name for name in own if ".experts." in name]:
+        experts.setdefault(name.rsplit(".", 2)[1], []).append(own.pop(name))
+    if experts:
+        gates, ups, downs = (
+            torch.stack(experts[f"{kind}_proj"]) for kind in ("gate", "up", "down")
+        )
+        prefix = "mtp_layers.0.mlp.experts"
+        own |= {f"{prefix}.gate_up_proj": torch.cat((gates, ups), 1), f"{prefix}.down_proj": downs}
+    own["embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+    own["lm_head.weight"] = tensors["lm_head.weight"].clone()
+    folder.mkdir()
+    save_file(own, folder / "model.safetensors")
+    layer = json.loads((target / "config.json").read_text())
+    config = {
+        "architectures": ["MTPDraftModel"],
+        "speculators_model_type": "mtp",
+        "num_nextn_predict_layers": 1,
+        "transformer_layer_config": {k: v for k, v in layer.items() if k != "architectures"},
+    }
+    (folder / "config.json").write_text(json.dumps(config))

@@ -17,13 +17,14 @@ from tests.models.qwen3_next import (
     FULL,
     LINEAR,
     PlainMTP,
+    export_fine_tuned,
     save_qwen3_next,
     save_with_mtp,
 )
 from tests.models.test_mtp import ModuleRunner
 from tllm_spec.distributed.communicator import SINGLE_RANK
 from tllm_spec.models.eagle3_config import Eagle3Config
-from tllm_spec.models.mtp import load_nextn
+from tllm_spec.models.mtp import check_nextn, load_nextn
 from tllm_spec.models.qwen3_next import Qwen3NextForCausalLM
 from tllm_spec.models.registry import model_config_of
 
@@ -104,6 +105,35 @@ def test_tensors_without_a_parameter_are_refused_by_name(
     save_file(load_file(file) | {name: torch.ones(8)}, file)
     with pytest.raises(ValueError, match=problem):
         load(tmp_path)
+
+
+@pytest.mark.parametrize("family", ["Qwen3Next", "Qwen3_5"])
+def test_a_module_that_speculators_trained_further_is_loaded_from_a_folder_of_its_own(
+    family: str, tmp_path: Path
+) -> None:
+    target, folder = tmp_path / "target", tmp_path / "module"
+    target.mkdir()
+    save_with_mtp(target, family=family)
+    export_fine_tuned(target, folder)
+    model, file = load(target), folder / "model.safetensors"
+    check_nextn(model.config, 1, folder)
+    expected = dict(load_nextn(target, model, "auto").named_parameters())
+    found = dict(load_nextn(folder, model, "auto", is_exported=True).named_parameters())
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in found)
+    tensors = load_file(file)
+    for missing in tensors.keys() - {"embed_tokens.weight", "lm_head.weight"}:
+        save_file({name: tensors[name] for name in tensors if name != missing}, file)
+        with pytest.raises(ValueError, match="missing"):
+            load_nextn(folder, model, "auto", is_exported=True)
+    save_file(tensors | {"mtp_layers.0.surprise": torch.ones(2)}, file)
+    with pytest.raises(ValueError, match=r"surplus .*surprise"):
+        load_nextn(folder, model, "auto", is_exported=True)
+    config = json.loads((folder / "config.json").read_text())
+    config["transformer_layer_config"]["rms_norm_eps"] = 1e-3
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"is not for this target: rms_norm_eps"):
+        check_nextn(model.config, 1, folder)
 
 
 def test_a_published_config_of_qwen3_5_is_read_as_transformers_reads_it() -> None:

@@ -67,8 +67,8 @@ class DecodingBaseConfig(ConfigModel):
 
     decoding_type: str
     """Where drafts come from: `NGram`, `SA`, `Draft_Target`, `PARD`, `Eagle`, `Eagle3`, `DFlash`,
-    `MTP` or `User_Provided`. It may be left out where `speculative_model` is there: the JSON of its
-    folder says what it is."""
+    `DSpark`, `MTP` or `User_Provided`. It may be left out where `speculative_model` is there: the
+    JSON of its folder says what it is."""
     max_draft_len: PositiveInt
     """Draft tokens of a request in one round, at most. With `adaptive` or a schedule it is the
     longest length that may be chosen."""
@@ -90,6 +90,11 @@ class DecodingBaseConfig(ConfigModel):
     that are likeliest to be accepted, in whichever request. Whether, and how many rows there are,
     follows acceptance and load, as draft lengths do with `adaptive`, whose cost model it needs.
     Refused with draft trees, `use_rejection_sampling` and `draft_len_schedule`."""
+    round_times_path: PathText | None = None
+    """JSON file of how long rounds take by batch size and draft length, for `adaptive`'s cost
+    model: read if it is there, otherwise written when they were measured. TensorRT-LLM's and
+    SGLang's cost tables (`token_counts`, `step_time_ms`) are read, and what is written has their
+    keys, too. null: rounds are measured at every start."""
     verify_budget: Annotated[float, Field(gt=1, allow_inf_nan=False)] | None = None
     """Rows that a request has on average in a round, its own token included. The rows of a batch go
     to the drafts that are likeliest to be accepted, in whichever request; a request has 1 to
@@ -262,6 +267,14 @@ class DecodingBaseConfig(ConfigModel):
             )
         if reasons:
             yield f"{named} is refused: {'; '.join(reasons)}"
+
+    @check
+    def _check_round_times(self) -> Iterator[str]:
+        if self.round_times_path and (self.adaptive is None or not self.adaptive.is_cost_model):
+            yield (
+                f"round_times_path = {self.round_times_path!r} is refused: only adaptive's "
+                "cost_model compares times; accepted: null"
+            )
 
     @check
     def _check_pauses(self) -> Iterator[str]:

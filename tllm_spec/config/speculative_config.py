@@ -59,17 +59,42 @@ class PARDDecodingConfig(DraftTreeDecodingConfig, DraftModelDecodingConfig):
     `config.json`."""
 
 
-class DFlashDecodingConfig(DraftTreeDecodingConfig, DraftModelDecodingConfig):
-    """Drafts from a DFlash head, whose layers attend to keys and values of the target's hidden
-    states and fill in a block of mask tokens. The names are TensorRT-LLM's."""
+class BlockHeadDecodingConfig(DraftTreeDecodingConfig, DraftModelDecodingConfig):
+    """The options of the decoding types whose head's layers attend to keys and values of the
+    target's hidden states and fill in a block of mask tokens. The names are TensorRT-LLM's."""
 
-    decoding_type: Literal["DFlash"] = "DFlash"
-    """A head that fills in a block of mask tokens after the newest one."""
     mask_token_id: NonNegativeInt | None = None
     """The token that stands for drafts. null: what the head's `config.json` says."""
     target_layer_ids: Annotated[tuple[NonNegativeInt, ...], Strict(False)] | None = None
     """Target layers, counted from 0, whose outputs the head reads. null: what the head's
     `config.json` says."""
+
+
+class DFlashDecodingConfig(BlockHeadDecodingConfig):
+    """Drafts from a DFlash head, all of whose drafts of a round are independent of each other."""
+
+    decoding_type: Literal["DFlash"] = "DFlash"
+    """A head that fills in a block of mask tokens after the newest one."""
+
+
+class DSparkDecodingConfig(BlockHeadDecodingConfig):
+    """Drafts from a DSpark head: a DFlash head that corrects the logits of each draft by the one
+    before, and says how likely it is to be accepted."""
+
+    decoding_type: Literal["DSpark"] = "DSpark"
+    """A head like DFlash's, whose logits of a draft depend on the one before."""
+    block_size: PositiveInt | None = None
+    """Drafts that the head was trained for. null: what its `config.json` says; another number is
+    refused. `max_draft_len` may be smaller."""
+    markov_rank: PositiveInt | None = None
+    """Rank of the correction. null: what the head's `config.json` says; another one is refused."""
+    markov_head_type: Literal["vanilla", "gated", "rnn"] | None = None
+    """How it reads the draft before. null: what the head's `config.json` says; another one is
+    refused."""
+    confidence_calibration_path: PathText | None = None
+    """JSON file with `temperatures`, a number for each draft, by which the logits of its
+    probability of being accepted are divided. null: 1. SGLang's name is
+    `speculative_dspark_confidence_sts_path`."""
 
 
 DraftBackend = Literal["torch", "tensorrt", "onnxruntime"]
@@ -248,6 +273,7 @@ CONFIG_OF_TYPE: Mapping[str, type[DecodingBaseConfig]] = {
     "Eagle3": Eagle3DecodingConfig,
     "Eagle": EagleDecodingConfig,
     "DFlash": DFlashDecodingConfig,
+    "DSpark": DSparkDecodingConfig,
     "MTP": MTPDecodingConfig,
     "PARD": PARDDecodingConfig,
     "SA": SADecodingConfig,
@@ -258,11 +284,12 @@ CONFIG_OF_TYPE: Mapping[str, type[DecodingBaseConfig]] = {
 NAMES_OF_TYPE = {
     name: row for name, row in DecodingBaseConfig.renamed.items() if row.path == "decoding_type"
 }
-TYPES_SERVED = "accepted: NGram, Draft_Target, DFlash, Eagle, Eagle3, MTP, PARD, SA, User_Provided"
+TYPES_SERVED = (
+    "accepted: NGram, Draft_Target, DFlash, DSpark, Eagle, Eagle3, MTP, PARD, SA, User_Provided"
+)
 # TensorRT-LLM's other decoding types, with the classes that have them.
 TYPES_NOT_SERVED: Mapping[str, str] = {
     "AUTO": "AutoDecodingConfig",
-    "DSpark": "DSparkDecodingConfig",
     "Lookahead": "LookaheadDecodingConfig",
     "Medusa": "MedusaDecodingConfig",
     "SaveState": "SaveHiddenStatesDecodingConfig",

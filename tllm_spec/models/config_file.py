@@ -73,14 +73,15 @@ _KEYS: tuple[tuple[_Kind, str], ...] = (
         _Kind(f"{_SIZE}, or null", _is_int(1, MAX_SIZE)),
         """
         num_key_value_heads head_dim q_lora_rank target_hidden_size num_aux_hidden_states
-        global_head_dim num_global_key_value_heads top_k_experts
+        global_head_dim num_global_key_value_heads top_k_experts block_size dspark_block_size
+        conv_kernel_size conv_group_size selector_rank selector_top_k
         """,
     ),
     (
         _Kind(f"an integer from 1 to {MAX_INT}, or null", _is_int(1)),
         """
         attention_chunk_size original_max_position_embeddings truncated_vocab_size rotary_dim
-        sliding_window_pattern _sliding_window_pattern
+        sliding_window_pattern _sliding_window_pattern swa_window_size
         """,
     ),
     (
@@ -94,7 +95,8 @@ _KEYS: tuple[tuple[_Kind, str], ...] = (
     ),
     (
         _Kind(f"an integer from 0 to {MAX_INT}", _COUNT),
-        "draft_vocab_size sliding_window max_window_layers",
+        "draft_vocab_size sliding_window max_window_layers markov_rank dspark_markov_rank "
+        "mask_token_id dspark_noise_token_id",
     ),
     (
         _Kind(f"an integer from 0 to {MAX_LAYERS}", _is_int(0, MAX_LAYERS)),
@@ -129,6 +131,8 @@ _KEYS: tuple[tuple[_Kind, str], ...] = (
         norm_topk_prob rope_interleave attn_temperature_tuning truncate norm_before_fc fc_norm
         use_aux_norm norm_before_residual norm_output attn_output_gate attention_k_eq_v
         enable_moe_block use_double_wide_mlp use_ordered_embeddings indexer_rope_interleave
+        is_causal causal use_swa sample_from_anchor sliding_window_non_causal
+        enable_confidence_head confidence_head_with_markov
         """,
     ),
     (
@@ -140,6 +144,7 @@ _KEYS: tuple[tuple[_Kind, str], ...] = (
         _Kind("a name", _is_text),
         """
         dtype torch_dtype type rope_type scoring_func model_type speculators_model_type
+        markov_head_type
         """,
     ),
     (_Kind("a name", _is_text, is_nullable=False), "hidden_act hidden_activation topk_method"),
@@ -153,7 +158,8 @@ _KEYS: tuple[tuple[_Kind, str], ...] = (
     ),
     (
         _Kind("a list of layer numbers", _is_list_of(_is_int(0, MAX_LAYERS))),
-        "moe_layers mlp_only_layers eagle_aux_hidden_state_layer_ids",
+        "moe_layers mlp_only_layers eagle_aux_hidden_state_layer_ids aux_hidden_state_layer_ids "
+        "target_layer_ids dspark_target_layer_ids",
     ),
     (
         _Kind("a list of positive numbers", _is_list_of(_is_number(1e-6))),
@@ -172,7 +178,7 @@ _KEYS: tuple[tuple[_Kind, str], ...] = (
         _OBJECT,
         """
         rope_parameters rope_scaling text_config transformer_layer_config eagle_config
-        full_attention sliding_attention per_layer_config
+        full_attention sliding_attention per_layer_config dflash_config
         """,
     ),
 )

@@ -22,6 +22,7 @@ from tllm_spec.models.linear import OutputLinear
 from tllm_spec.models.llama import CausalLM
 from tllm_spec.models.registry import LoadFormat
 from tllm_spec.models.rotary import cos_sin_table
+from tllm_spec.models.step_correction import Confidence, StepCorrection
 from tllm_spec.models.token_map import DraftTokens, reduced_output
 
 EMBEDDING = "embed_tokens.weight"  # of a head; its output layer has the target's name
@@ -150,6 +151,18 @@ class Masks:
     state: torch.Tensor | None = None
 
 
+@dataclass(frozen=True)
+class Block:
+    """How the rows of a head that fills in masks are read: those of the newest token and of the
+    masks after it, which see each other. `first`: the row of the first draft; 0, the newest token's
+    row drafts the token after it, or 1, each mask's row drafts the token at its own position.
+    `is_causal`: rows do not see those after them, in layers that see all tokens, and in layers with
+    a window."""
+
+    first: int = 1
+    is_causal: tuple[bool, bool] = (False, False)
+
+
 def target_modules(
     target: CausalLM, *, tied_on: Placement | None = None
 ) -> tuple[Embedding, OutputLinear]:
@@ -180,8 +193,12 @@ class DraftHead(Module, ABC):
     """How the head drafts all tokens at once; None: it drafts one after the other."""
     has_keys: ClassVar[bool] = True
     """Whether it writes keys and values of its own; otherwise it reads the target's."""
-    fills_in: ClassVar[bool] = False
-    """Whether a mask row drafts the token at its own position, and its rows see each other."""
+    block: Block | None = None
+    """How it fills in masks; None: mask rows follow what was emitted, or there are none."""
+    correction: StepCorrection | None = None
+    """What each draft adds to the logits of the next one; None: nothing."""
+    confidence: Confidence | None = None
+    """How likely each draft is to be accepted; None: as likely as its own logits say."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -217,6 +234,8 @@ class DraftHead(Module, ABC):
                 "drafts; accepted: null"
             )
         self.lm_head = reduced_output(self.output, tokens.rows, placement)
+        if self.correction is not None:
+            self.correction.keep_tokens(tokens.rows, placement)
         self.draft_to_target = tokens.ids.to(self.device)
 
     @abstractmethod
@@ -235,7 +254,7 @@ class DraftHead(Module, ABC):
             positions: `[T]`.
             hidden: `[T, H]`, from `fuse` or from the previous step.
             context: of the head's own KV pool.
-            step: 0 reads what the target has read, k what draft k - 1 is.
+            step: 0 reads what the target has read, k what draft k - 1 is, or blocks of k rows.
 
         Returns:
             `[T, H]`, or `[R, H]` of the rows that the context wants, for `compute_logits` and for

@@ -6,7 +6,7 @@ A head is a Llama, Qwen3 or DeepSeek layer with a different input, so its config
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 from tllm_spec.models.checkpoint import OUTPUT
 from tllm_spec.models.config import ModelConfig
@@ -108,8 +108,8 @@ _MATTERS = frozenset(
     dim_model_base clip_qkv swiglu_limit hidden_activation attention_chunk_size no_rope_layers
     no_rope_layer_interval rope_interleave rope_local_base_freq use_parallel_residual
     parallel_residual attention_mode attention_sinks projector_type emb_dim gru_hidden_dim
-    shift_label markov_rank markov_head_type enable_confidence_head conv_kernel_size conv_group_size
-    selector_rank selector_top_k add_para_norm skip_prenorm skip_output_norm
+    shift_label markov_head_type enable_confidence_head conv_kernel_size conv_group_size
+    add_para_norm skip_prenorm skip_output_norm
     """.split()  # noqa: SIM905 (a list of one key a line would fill the file)
 )
 
@@ -242,7 +242,7 @@ Own = TypeVar("Own", bound="Eagle3Config")
 class Eagle3Config(ModelConfig):
     """`vocab_size` is the target's: the head reads its tokens."""
 
-    kind: ClassVar[HeadKind] = "EAGLE-3"
+    kind: HeadKind = "EAGLE-3"
 
     draft_vocab_size: int | None
     """Tokens that the head proposes; None: all of the target's."""

@@ -27,7 +27,7 @@ from tllm_spec.models.draft_head import (
     drop_copies,
     target_modules,
 )
-from tllm_spec.models.draft_kind import MODULES, is_exported
+from tllm_spec.models.draft_kind import MODULES, is_exported, is_fine_tuned
 from tllm_spec.models.formats.quantised_layers import (
     computed_as,
     log_quantised,
@@ -48,7 +48,22 @@ from tllm_spec.models.registry import LoadFormat, model_config_of
 from tllm_spec.models.weights import fill, fill_random, load_tensor, weight_table
 
 # Folders that have next-token-prediction modules and nothing else: SGLang exports the last layer
-# of a DeepSeek V3 so, as `model.layers.0`, with its copies of the target's weights left out.
+# of a DeepSeek V3 so, as `model.layers.0`, with its copies of the target's weights left out, and
+# speculators the module of a Qwen3-Next or Qwen3.5 that it has trained further, with names of its
+# own and perhaps frozen copies of the target's embedding and output layer.
+_FINE_TUNED = {
+    "mtp_layers.0.input_proj.": "mtp.fc.",
+    "mtp_layers.0.final_layernorm.": "mtp.norm.",
+    "mtp_layers.0.hidden_layernorm.": "mtp.pre_fc_norm_hidden.",
+    "mtp_layers.0.token_layernorm.": "mtp.pre_fc_norm_embedding.",
+    "mtp_layers.0.": "mtp.layers.0.",
+}
+
+
+def _native(name: str) -> str:
+    """The name in the target's checkpoint of a tensor of such a folder."""
+    found = next((each for each in _FINE_TUNED.items() if name.startswith(each[0])), None)
+    return name if found is None else found[1] + name.removeprefix(found[0])
 
 
 # What a module computes with.
@@ -71,8 +86,13 @@ def exported_config(folder: Path, target: ModelConfig) -> ModelConfig:
             f"MTP modules, whose architectures is ['{target.architecture}{MODULES}']; it is "
             f"{raw.get('architectures')}"
         )
-    name = raw["architectures"][0].removesuffix(MODULES)
-    own = model_config_of(raw | {"architectures": [name]}, folder)
+    if is_fine_tuned(raw):
+        layer = {**(raw.get("transformer_layer_config") or {}), "quantization_config": None}
+        own = model_config_of(layer | {"architectures": [target.architecture]}, folder)
+        own = replace(own, num_layers=own.num_nextn_layers, delta=None)
+    else:
+        name = raw["architectures"][0].removesuffix(MODULES)
+        own = model_config_of(raw | {"architectures": [name]}, folder)
     differing = [key for key in SHAPE if getattr(own, key) != getattr(target, key)]
     if differing:
         shown = "; ".join(
@@ -210,11 +230,12 @@ def check_nextn(config: ModelConfig, num_modules: int, exported: Path | None = N
     """Raises ValueError unless the target's checkpoint, or the folder `exported`, has the modules
     to draft with. config: the target's."""
     if exported is not None:
-        if config.mla is None:
+        fine_tuned = is_fine_tuned(read_config(exported))
+        if (config.delta if fine_tuned else config.mla) is None:
+            served = "Qwen3-Next and Qwen3.5" if fine_tuned else "DeepSeek models"
             raise ValueError(
-                "speculative_model with decoding_type = 'MTP' is served for DeepSeek models, and "
-                "the target is a "
-                f"{config.architecture}"
+                f"speculative_model = {str(exported)!r} with decoding_type = 'MTP' is served for "
+                f"{served}, and the target is a {config.architecture}"
             )
         available, key = exported_config(exported, config).num_layers, "num_hidden_layers"
     else:
@@ -257,7 +278,7 @@ def load_nextn(
     if is_exported:
         config, first = computed_as(exported_config(path, config), fp8_activations), 0
         # Everything else in such a folder is surplus.
-        known = tuple(f"model.layers.{number}." for number in range(config.num_layers))
+        known = tuple(map(target.nextn_prefix, range(config.num_layers)))
     source = HeadSource(path, target, load_format, 0, communicator, staged_for=staged_for)
     placement = with_quantised(source.placement, config)
     if is_exported:
@@ -287,6 +308,8 @@ def _shared(prefixes: list[str], source: HeadSource) -> dict[str, torch.Tensor]:
     target's. Raises ValueError if the modules have different ones."""
     found: dict[str, torch.Tensor] = {}
     names = {prefix + name: own for prefix in prefixes for name, own in SHARED.items()}
+    if is_fine_tuned(read_config(source.path)):
+        names = {EMBEDDING: EMBEDDING, OUTPUT: OUTPUT}
     for stored, tensor in checkpoint_tensors(source.path, lambda name: name in names):
         first = found.setdefault(names[stored], tensor)
         if not is_same(first, tensor, source.target.dtype):
@@ -304,9 +327,10 @@ def _below(
     """The tensors below `prefix`, without it, and those below none of the prefixes `known`."""
 
     def is_wanted(name: str) -> bool:
+        name = _native(name)
         return name.startswith(prefix) or (known is not None and not name.startswith(known))
 
     for name, tensor in target.stored_tensors(path, config, is_wanted):
-        name = name.removeprefix(prefix)
-        if name not in SHARED:
+        name = _native(name).removeprefix(prefix)
+        if name not in SHARED and name != OUTPUT:
             yield name, tensor

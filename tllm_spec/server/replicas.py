@@ -29,6 +29,7 @@ from tllm_spec.recording.traffic_folder import take_lock
 from tllm_spec.request_handle import RequestHandle
 from tllm_spec.sampling_params import DEFAULT_OPTIONS, RequestOptions, SamplingParams
 from tllm_spec.server.engine_client import SHUT_DOWN, EngineClient, EngineConnection
+from tllm_spec.shared_tensors import SharedTensors
 from tllm_spec.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:

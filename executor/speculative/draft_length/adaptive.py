@@ -29,7 +29,7 @@ from tllm_spec.executor.speculative.draft_length.estimates import estimate_of, l
 from tllm_spec.executor.speculative.draft_length.round_times import (
     ASSUMED_TIMES,
     CorrectedRoundTimes,
-    MeasuredRoundTimes,
+    RoundTimes,
 )
 
 if TYPE_CHECKING:  # it loads torch
@@ -207,7 +207,7 @@ class AdaptiveController:
         *,
         graph_batch_sizes: Iterable[int] | None = None,
         initial_steps: int | None = None,
-        round_times: MeasuredRoundTimes | None = None,
+        round_times: RoundTimes | None = None,
         table: DraftLenTable | None = None,
         shapes: DraftShapes | None = None,
     ) -> "AdaptiveController":
@@ -352,7 +352,7 @@ def controller_for(
     spec: "DecodingBaseConfig | None",
     *,
     graph_batch_sizes: Iterable[int] | None = None,
-    round_times: MeasuredRoundTimes | None = None,
+    round_times: RoundTimes | None = None,
     max_num_tokens: int = NO_LIMIT,
     max_batch_size: int = 0,
     initial_steps: int | None = None,

@@ -25,9 +25,10 @@ from tllm_spec.executor.engine.model_engine import PagedNetwork
 from tllm_spec.executor.engine.rows import AttentionGroups, ContextChunk, RowBuilder, Windows
 from tllm_spec.kernels.slots.round_rows import RoundRows
 from tllm_spec.kernels.slots.row_copies import gather_rows
-from tllm_spec.models.draft_head import DraftHead, Masks
+from tllm_spec.models.draft_head import Block, DraftHead, Masks
 from tllm_spec.models.llama import CausalLM
 from tllm_spec.models.mtp import NextnModules
+from tllm_spec.models.step_correction import Confidence, StepCorrection
 
 
 class DraftNet:
@@ -39,8 +40,8 @@ class DraftNet:
     `has_one_layer`: rows that are not wanted need no attention. `vocab_size` is that of the logits;
     `token_map` `[vocab_size]` has the target's ids of a reduced vocabulary. `shard`: this rank's
     columns of the logits; None: all. `masks`: it drafts all tokens at once, from rows that read
-    them; None: one after the other. `fills_in`: a mask row drafts the token at its own position,
-    and its rows see each other.
+    them; None: one after the other. `block`: how it fills in masks, whose rows see each other;
+    None: it does not. `correction` and `confidence`: as in `DraftHead`.
 
     `run`: a forward over planned rows `[T]`, of token ids, positions, state, context and step,
     otherwise as `forward`. `compute_logits`: `[R, H]` -> `[R, vocab_size]` in the network's dtype,
@@ -55,7 +56,9 @@ class DraftNet:
     token_map: torch.Tensor | None = None
     shard: VocabShard | None = None
     masks: Masks | None = None
-    fills_in: bool = False
+    block: Block | None = None
+    correction: StepCorrection | None = None
+    confidence: Confidence | None = None
     # Windows are a rectangle: `Windows.part` is not served.
     reads_whole_windows: bool = False
     has_keys: bool = True  # and values, of its own
@@ -107,7 +110,7 @@ class DraftNet:
         state `[T, H]`: of the step before; None: what the target's latest forward captured is read.
         patched: rows whose tokens only the device knows, and the tokens. wanted `[R]`: the rows
         that are returned (`ForwardContext.wanted`); None: all. step: 0 reads what the target has
-        read, k what draft k - 1 is."""
+        read, k what draft k - 1 is, or blocks of k rows."""
         only_writes = self.has_one_layer and wanted is not None and not len(wanted)
         rows = self.attention.plan(chunks, windows, only_writes=only_writes)
         if patched is not None:
@@ -132,10 +135,11 @@ class HeadNet(DraftNet):
         self, attention: AttentionGroups | None, head: DraftHead, spec: SpecMetadata
     ) -> None:
         super().__init__(attention, spec)
-        self.head, self.fills_in = head, head.fills_in
+        self.head, self.block = head, head.block
+        self.correction, self.confidence = head.correction, head.confidence
         # No row of the text needs attention where a block is filled in, and modules write one step
         # after the other.
-        is_written_alone = head.fills_in or isinstance(head, NextnModules)
+        is_written_alone = head.block is not None or isinstance(head, NextnModules)
         self.has_one_layer = is_written_alone or head.config.num_layers == 1
         self.vocab_size, self.token_map = head.num_logits, head.draft_to_target
         self.shard, self.masks = head.output.shard, head.masks

@@ -27,7 +27,7 @@ from tllm_spec.kernels.slots.row_copies import gather_rows
 from tllm_spec.models.draft_head import Masks
 
 # Rows of mask tokens, from which a draft network drafts all tokens in one forward (P-EAGLE, PARD,
-# DFlash).
+# DFlash, DSpark).
 #
 # They follow the last token that the network has read, and each gives one draft. Their keys and
 # values lie after those of the request's tokens: the next round writes there what was emitted, as
@@ -91,22 +91,32 @@ def fill_in(
     num_drafts: int,
     bound: int,
 ) -> torch.Tensor:
-    """As `read_masks`, of K mask rows after the newest tokens `[N]`, which see each other: `[K * N,
-    H]`."""
-    masks, width = net.masks, 1 + num_drafts
-    assert masks is not None and width <= MAX_TREE_KEYS
-    tokens = F.pad(newest.unsqueeze(1), (0, num_drafts), value=masks.token_id)
-    everything = -1 if width == MAX_TREE_KEYS else (1 << width) - 1
+    """As `read_masks`, of the K rows of a block that draft. The block begins with the newest tokens
+    `[N]`, and its rows see each other: `[K * N, H]`."""
+    masks, block = net.masks, net.block
+    assert masks is not None and block is not None
+    width = block.first + num_drafts
+    tokens = F.pad(newest.unsqueeze(1), (0, width - 1), value=masks.token_id)
     places = torch.arange(width, device=slots.device)
-    tree = TreeRows(
-        places.expand_as(tokens).contiguous(),
-        TreeMask(torch.full_like(tokens, everything), width),
-    )
+    masks_by = {is_causal: _block_mask(tokens, is_causal) for is_causal in set(block.is_causal)}
+    whole, in_windows = (masks_by[is_causal] for is_causal in block.is_causal)
+    tree = TreeRows(places.expand_as(tokens).contiguous(), whole, in_windows)
     longest = min(bound + width, net.rows.max_len)
     windows = Windows(slots, kv_lens, tokens, longest, tree=tree)
     firsts = torch.arange(0, tokens.numel(), width, device=slots.device)
-    wanted = (firsts + places[1:].unsqueeze(1)).flatten()
-    return net.forward([], windows, None, wanted=wanted, step=1)
+    wanted = (firsts + places[block.first :].unsqueeze(1)).flatten()
+    return net.forward([], windows, None, wanted=wanted, step=width)
+
+
+def _block_mask(tokens: torch.Tensor, is_causal: bool) -> TreeMask:
+    """Each of W rows `[N, W]` sees all of them, or those up to itself."""
+    number, width = tokens.shape
+    assert width <= MAX_TREE_KEYS
+    last = torch.arange(width, device=tokens.device)
+    if not is_causal:
+        last = torch.full_like(last, width - 1)
+    highest = torch.ones_like(last) << last
+    return TreeMask((highest | highest - 1).expand(number, -1).contiguous(), width)
 
 
 # Drafts chains and trees with a draft network: one forward of the network for each step after the
@@ -155,7 +165,8 @@ class DraftSteps:
         those of all first drafts, then those of all second ones, and so on. In a tree a step's
         candidates are then the same after every path."""
         if shape.is_tree:
-            growth = _Growth(self._net, self._sampling, group, kv_lens, shape.topk, bound)
+            newest = self._newest(group)
+            growth = _Growth(self._net, self._sampling, group, kv_lens, shape.topk, bound, newest)
             if self._net.masks is not None:
                 growth.states = torch.split(states, len(kv_lens))
                 states = growth.states[0]
@@ -183,6 +194,8 @@ class DraftSteps:
         net, positions, slots = self._net, self._slots.positions(kv_lens, shape.depth), group.slots
         logits, at_once = net.compute_logits(states), net.masks is not None
         of_step = torch.split(logits, len(slots)) if at_once else (logits,)
+        of_row = torch.split(states, len(slots))
+        previous, memory = self._newest(group), None
         tokens, likely = list[torch.Tensor](), list[torch.Tensor]()
         for step in range(shape.depth):
             if step and not at_once:
@@ -194,18 +207,28 @@ class DraftSteps:
                 logits = net.compute_logits(states)
             else:
                 logits = of_step[step]
+            if net.correction is not None:
+                logits, memory = net.correction.forward(logits, of_row[step], previous, memory)
             if self._slots.values is not None:
-                chance, best = self._sampling.best(group, logits, positions[1 + step], 1)
-                tokens.append(best.squeeze(1))
-                likely.append(chance.squeeze(1))
-                continue
-            token, probs = self._sampling.choose(group, step, logits, positions[1])
+                best = self._sampling.best(group, logits, positions[1 + step], 1)
+                chance, token = (each.squeeze(1) for each in best)
+                if net.confidence is not None:
+                    chance = net.confidence.forward(of_row[step], previous, step)
+                likely.append(chance)
+                probs = None
+            else:
+                token, probs = self._sampling.choose(group, step, logits, positions[1])
             tokens.append(token)
+            previous = token
             if probs is not None:
                 assert self._probs is not None
                 self._probs[slots, step] = probs
         chances = torch.stack(likely, dim=1) if likely else None
         return Drafts(torch.stack(tokens, dim=1), likely=chances)
+
+    def _newest(self, group: RowGroup) -> torch.Tensor:
+        """The tokens before the first drafts, `[N]`."""
+        return gather_rows(self._slots.window[:, 0], group.slots)
 
     def _draft_dynamic(
         self, growth: "_Growth", shape: DraftShape, state: torch.Tensor
@@ -258,7 +281,9 @@ class DraftSteps:
 @dataclass
 class _Growth:
     """What the steps of one round's trees share: N requests, with their lengths kv_lens `[N]`.
-    `states`: of each step, `[N, H]`, where they are known before; None: each is read."""
+    `previous`: the tokens before the next candidates, one for each row; `memory`: of the correction
+    of their logits. `states`: of each step, `[N, H]`, where they are known before; None: each is
+    read."""
 
     net: DraftNet
     sampling: DraftSampling
@@ -266,6 +291,8 @@ class _Growth:
     kv_lens: torch.Tensor
     topk: int
     bound: int
+    previous: torch.Tensor
+    memory: torch.Tensor | None = None
     states: Sequence[torch.Tensor] | None = None
 
     @cached_property
@@ -277,6 +304,8 @@ class _Growth:
         """The best next tokens after each row and their probabilities, `[N * n, K]`, best first.
         state `[N * n, H]`: after `step` drafts."""
         logits = self.net.compute_logits(state)
+        if (correction := self.net.correction) is not None:
+            logits, self.memory = correction.forward(logits, state, self.previous, self.memory)
         return self.sampling.best(self.group, logits, self.kv_lens + (1 + step), self.topk)
 
     def read(
@@ -293,6 +322,9 @@ class _Growth:
         bits `[N, R]`: which of all drafts read in this round each sees; num_before: those of
         earlier steps. state `[N * n, H]`: of the step before; parents `[N * R]`: its rows that
         these drafts continue."""
+        self.previous = tokens.flatten()
+        if self.memory is not None:
+            self.memory = gather_rows(self.memory, parents)
         if self.states is not None:
             return self.states[depth].repeat_interleave(tokens.shape[1], dim=0)
         length = num_before + tokens.shape[1]

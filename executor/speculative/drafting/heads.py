@@ -174,11 +174,18 @@ def _read_dflash(plan: DraftPlan, folder: Path) -> DFlashConfig:
             f"speculative_config.mask_token_id is needed, since config.json of {plan.path} names "
             "none"
         )
-    if (longest := plan.config.max_draft_len) >= config.block_size:
+    if (longest := plan.config.max_draft_len) > config.max_drafts:
         raise ValueError(
-            f"max_draft_len = {longest} is refused: the DFlash head in {plan.path} has "
-            f"block_size {config.block_size}, of which one is no draft"
+            f"max_draft_len = {longest} is refused: the {config.kind} head in {plan.path} has "
+            f"block_size {config.block_size}, of which {config.max_drafts} are drafts"
         )
+    for name in ("block_size", "markov_rank", "markov_head_type"):
+        named, trained = plan.option(name), getattr(config, name)
+        if named not in (None, trained):
+            raise ValueError(
+                f"{name} = {named!r} is refused: the {config.kind} head in {plan.path} was trained "
+                f"with {trained!r}"
+            )
     layers = plan.capture_layers or config.capture_layers
     return replace(config, mask_token=token, capture_layers=layers)
 
@@ -244,6 +251,25 @@ def _within(option: str, layers: tuple[int, ...], num_layers: int) -> tuple[int,
     return layers
 
 
+def _load_dflash(
+    plan: DraftPlan, source: HeadSource, config: DFlashConfig, num_captured: int
+) -> DFlashHead:
+    """With the mode's calibration of its confidence. Raises ValueError if it has none."""
+    head, file = load_dflash_head(source, config, num_captured), "confidence_calibration_path"
+    if (given := plan.option(file)) is not None:
+        if head.confidence is None:
+            raise ValueError(f"{file} = {given!r} is refused: {plan.path} has no confidence head")
+        head.confidence.calibrate(Path(given), plan.config.max_draft_len)
+    return head
+
+
+_BLOCK_HEAD = Head(
+    read_config=_read_dflash,
+    layers=_dflash_layers,
+    load=_load_dflash,
+    blank=partial(_blank_with_layers, DFlashHead),
+    rows_before=2,
+)
 HEADS: Mapping[HeadKind, Head] = {
     "EAGLE-1/2": Head(
         read_config=lambda _, folder: EagleConfig.from_pretrained(folder),
@@ -258,13 +284,9 @@ HEADS: Mapping[HeadKind, Head] = {
         blank=partial(_blank_with_layers, Eagle3Head),
         runs_outside=True,
     ),
-    "DFlash": Head(
-        read_config=_read_dflash,
-        layers=_dflash_layers,
-        load=lambda _, *parts: load_dflash_head(*parts),
-        blank=partial(_blank_with_layers, DFlashHead),
-        rows_before=2,
-    ),
+    "DFlash": _BLOCK_HEAD,
+    "DFlash2": _BLOCK_HEAD,
+    "DSpark": _BLOCK_HEAD,
     "MTP": Head(
         read_config=lambda *_: None,
         layers=lambda _, __, num_layers: (num_layers,),

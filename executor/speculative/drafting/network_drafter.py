@@ -285,7 +285,7 @@ class NetworkDrafter(Drafter):
         net = self.net
         if net.masks is None:
             return self._catch_up(contexts, windows, True)
-        if net.fills_in:
+        if net.block is not None:
             _, bound = self._catch_up(contexts, windows, False)
             newest = gather_rows(self._slots.window[:, 0], slot_ids)
             return fill_in(net, slot_ids, kv_lens, newest, num_drafts, bound), bound
