@@ -29,6 +29,7 @@ from tllm_spec.config.llm_args import LlmArgs, overlay, read_options
 from tllm_spec.config.speculative_config import DecodingBaseConfig, speculative_config_from
 from tllm_spec.executor.build import BuiltExecutor, build_executor
 from tllm_spec.llm import LLM
+from tllm_spec.models.automatic import with_drafter
 from tllm_spec.outputs import SpeculativeStats
 from tllm_spec.progress import progress
 from tllm_spec.recording.replay import replay
@@ -115,7 +116,8 @@ def states_of(folder: Path, model: str | None, served_model: str) -> Mapping[str
 def arguments_of(model: str, served: dict[str, Any], path: Path) -> LlmArgs:
     """The arguments of a file for a model, with what else was served."""
     kept = {name: served[name] for name in KEPT if name in served}
-    return LlmArgs.from_kwargs(model, **overlay(kept, read_options(path)))
+    options = with_drafter(model, overlay(kept, read_options(path)))
+    return LlmArgs.from_kwargs(model, **options)
 
 
 def row_of(

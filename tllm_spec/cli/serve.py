@@ -26,12 +26,13 @@ from tllm_spec.cli.llm_flags import (
     server_lines,
 )
 from tllm_spec.cli.serve_options import SERVER_NAMES, options_of, server_options, tls_of
-from tllm_spec.cli.version import log_level_option, option, version_option
+from tllm_spec.cli.version import flag, log_level_option, option, version_option
 from tllm_spec.config.config_base import ConfigError
 from tllm_spec.config.llm_args import LlmArgs, with_yaml
 from tllm_spec.config.option_checks import read_yaml
 from tllm_spec.distributed.mpirun import end_mpirun, mpirun_rank, mpirun_size, undo_default_binding
-from tllm_spec.models.draft_kind import check_folders, with_decoding_type
+from tllm_spec.models.automatic import with_drafter
+from tllm_spec.models.draft_kind import check_folders
 from tllm_spec.server.child import ChildSettings, configure_logs, raise_file_limit
 from tllm_spec.server.options import ANY, ServerOptions, hosts_of
 from tllm_spec.server.supervisor import ServeError, Supervisor
@@ -70,6 +71,12 @@ def _model_of(context: click.Context, parameter: click.Parameter, words: tuple[s
     *("--enable_chunked_prefill", "--record_traffic", "--record_traffic_mib"),
     "--record_hidden_states",
 )
+@flag(
+    "--speculate",
+    "Draft tokens with what there is: MTP modules of the model, --speculative_model, matches in "
+    "the text. The log says which configuration this is. The text does not change.",
+)
+@option("--speculative_model", str, "Folder of a draft model or head of any kind, or a GGUF file.")
 @option(
     "--extra_llm_api_options --config",
     click.Path(dir_okay=False),
@@ -95,12 +102,13 @@ def main(
     API."""
     server, llm_flags = _split(options)
     try:
+        if not server["print_config"]:
+            configure_logs(log_level, server["log_format"])
         flags = read_flags(llm_flags)
         args = read_args(model, flags, extra_llm_api_options)
         checked = options_of(server, host)
         if server["print_config"]:
             return _print_config(context, [*SERVE_NAMES, *server], args, flags.arguments)
-        configure_logs(log_level, server["log_format"])
         _check_mpirun(args.tensor_parallel_size)
         if checked.dp_size > 1 and args.tensor_parallel_size > 1:
             raise ValueError(
@@ -245,7 +253,7 @@ def read_args(model: str, flags: LlmFlags, yaml_path: str | None) -> LlmArgs:
     with refused_together(flags.refusals):
         if yaml_path is not None:
             given = with_yaml(given, yaml_path)
-        args = LlmArgs(**with_decoding_type(given))
+        args = LlmArgs(**with_drafter(given["model"], given))
         if args.skip_tokenizer_init:
             raise ConfigError(
                 ["skip_tokenizer_init = True cannot be served over HTTP: answers are text"]

@@ -33,6 +33,8 @@ NUM_NODES = "speculative_num_draft_tokens"  # SGLang counts the root, too
 NUM_CHILDREN = "speculative_eagle_topk"
 ADAPTIVE, ADAPTIVE_FILE = "speculative_adaptive", "speculative_adaptive_config"
 
+AUTO = "AUTO"  # the decoding type that the engine chooses
+
 # Decoding types by the methods of vLLM and the algorithms of SGLang.
 DECODING_TYPES: Mapping[object, object] = {
     "deepseek_mtp": "MTP",
@@ -65,6 +67,7 @@ def _schedule(ranges: Any) -> Any:
 
 
 SPECULATIVE_RENAMED: Mapping[str, Renamed] = {
+    "speculate": Renamed("decoding_type", _by_name({True: AUTO, False: None})),
     # TensorRT-LLM
     "speculative_model_dir": Renamed("speculative_model"),
     "num_nextn_predict_layers": Renamed("max_draft_len"),
@@ -166,7 +169,10 @@ LLM_RENAMED: Mapping[str, Renamed] = {
         if name.startswith("speculative_") and name != "speculative_model_dir"
     },
     ADAPTIVE: Renamed(f"{_SPECULATIVE}.{ADAPTIVE}", _by_name({True: "newest"})),
-    "speculative_token_map": Renamed(f"{_SPECULATIVE}.speculative_token_map"),
+    **{
+        name: Renamed(f"{_SPECULATIVE}.{name}")
+        for name in ("speculate", "speculative_model", "speculative_token_map")
+    },
 }
 # vLLM's flags of one hyphen.
 SHORT_FLAGS: Mapping[str, str] = {
