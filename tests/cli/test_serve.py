@@ -267,6 +267,8 @@ def config_lines(*flags: str) -> set[str]:
         (["--speculative-config.method", "mtp"], {"decoding_type: MTP"}),
         (["--kv_cache_config.dtype=fp8", "--deterministic"], {"dtype: fp8", "deterministic: true"}),
         (["--kv_cache_dtype", "fp8_e4m3"], {"dtype: fp8"}),
+        (["--gpu-memory-utilization", "0.9"], {"gpu_memory_utilization: 0.9"}),
+        (["--mem-fraction-static", "0.8"], {"mem_fraction_static: 0.8"}),
         (["--disable-cuda-graph", "--cuda-graph-max-bs", "8"], {"cuda_graph_config: null"}),
         (["--enable-auto-tool-choice", "--dp", "1"], set()),
     ],
@@ -283,12 +285,12 @@ def test_the_model_may_be_named_by_sglangs_flag() -> None:
 
 def test_all_flags_that_are_not_served_are_refused_in_one_message() -> None:
     result = llm_flags_serve(
-        *("zoo:llama", "--gpu-memory-utilization", "0.9", "--enable-lora", "--quantization", "fp8"),
+        *("zoo:llama", "--gpu-memory-utilization", "2", "--enable-lora", "--quantization", "fp8"),
         *("--speculative-config", HEAD[:-1] + ', "disable_by_batch_size": 8}'),
     )
     assert result.exit_code == 1
     for sentence in (
-        "use kv_cache_config.free_gpu_memory_fraction",
+        "kv_cache_config.gpu_memory_utilization = 2: must be less than or equal to 1",
         "LoRA is not served",
         "quantization = 'fp8' is refused",
         "disable_by_batch_size = 8 is refused: use max_concurrency",

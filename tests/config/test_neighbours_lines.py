@@ -225,13 +225,13 @@ REFUSED: dict[str, list[str]] = {
         "enable_lora = True is refused: LoRA is not served",
         "--enable_sleep_mode is refused: a paused engine keeps its memory",
     ],
-    "--kv-transfer-config '{}' --gpu-memory-utilization 0.9": [
+    "--kv-transfer-config '{}' --gpu-memory-utilization 1.5": [
         "--kv_transfer_config is refused: prefill and decoding run in one server",
-        "--gpu_memory_utilization is refused: use kv_cache_config.free_gpu_memory_fraction",
+        "kv_cache_config.gpu_memory_utilization = 1.5: must be less than or equal to 1",
     ],
     # SGLang
-    "--mem-fraction 0.7 --enable-memory-saver": [
-        "--mem_fraction is refused: use kv_cache_config.free_gpu_memory_fraction",
+    "--mem-fraction 0 --enable-memory-saver": [
+        "kv_cache_config.mem_fraction_static = 0: must be",
         "--enable_memory_saver is refused: a paused engine keeps its memory",
     ],
     "--enable-dp-attention --disaggregation-mode prefill --lora-paths a=b": [

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tllm_spec.bench.dataset import BenchRequest
-from tllm_spec.config.llm_args import KvCacheConfig, overlay, read_options
+from tllm_spec.config.engine_config import SHARES, KvCacheConfig
+from tllm_spec.config.llm_args import overlay, read_options
 from tllm_spec.config.option_checks import shown
 from tllm_spec.models.automatic import with_drafter
 from tllm_spec.outputs import RequestOutput
@@ -194,6 +195,8 @@ def arguments_of(
         raise ValueError(
             f"model = {file['model']!r} in {yaml_path}: the command line names the model"
         )
-    part = KvCacheConfig().free_gpu_memory_fraction / num_engines
-    shared = {"kv_cache_config": {"free_gpu_memory_fraction": part}}
-    return with_drafter(model, overlay(overlay(shared, flags), file))
+    options = overlay(flags, file)
+    if not SHARES & (options.get("kv_cache_config") or {}).keys():
+        part = KvCacheConfig().free_gpu_memory_fraction / num_engines
+        options = overlay(options, {"kv_cache_config": {"free_gpu_memory_fraction": part}})
+    return with_drafter(model, options)

@@ -138,6 +138,7 @@ LLM_RENAMED: Mapping[str, Renamed] = {
     "block_size": Renamed("kv_cache_config.tokens_per_block"),
     "enable_prefix_caching": Renamed(_REUSE),
     "enforce_eager": Renamed("cuda_graph_config", _by_name({True: None, False: {}})),
+    "gpu_memory_utilization": Renamed("kv_cache_config.gpu_memory_utilization"),
     "kv_events_config": Renamed("kv_cache_config.kv_events_config"),
     "mamba_ssm_cache_dtype": Renamed("kv_cache_config.mamba_ssm_cache_dtype"),
     "max_model_len": Renamed("max_seq_len"),
@@ -157,6 +158,9 @@ LLM_RENAMED: Mapping[str, Renamed] = {
     "disable_radix_cache": Renamed(_REUSE, _OPPOSITE),
     "enable_deterministic_inference": Renamed("deterministic"),
     "grammar_backend": Renamed("guided_decoding_backend"),
+    **dict.fromkeys(
+        ("mem_fraction", "mem_fraction_static"), Renamed("kv_cache_config.mem_fraction_static")
+    ),
     "mamba_ssm_dtype": Renamed("kv_cache_config.mamba_ssm_cache_dtype"),
     "max_running_requests": Renamed("max_batch_size"),
     "max_total_tokens": Renamed("kv_cache_config.max_tokens"),
@@ -384,7 +388,6 @@ _NO_QUANTISING = (
     "nothing to set (docs/quantization.md)"
 )
 _LAYERS_SAY = "config.json says which tokens a layer sees"
-_MEMORY = "use kv_cache_config.free_gpu_memory_fraction (of what is free once models are loaded)"
 # Why there is no such option. A name of several words stands for all names that have these words,
 # one after the other; the first that fits is taken.
 ABSENT: Mapping[str, str] = {
@@ -429,8 +432,6 @@ ABSENT: Mapping[str, str] = {
     "disable_by_batch_size": "use max_concurrency",
     "rejection_sample_method": "use synthetic_acceptance_rates for benchmarks, or "
     "use_rejection_sampling",
-    "gpu_memory_utilization": _MEMORY,
-    "mem_fraction": _MEMORY,
     "enable_expert_parallel": "use moe_expert_parallel_size",
     **dict.fromkeys(
         ("sleep", "memory_saver"),
