@@ -1,11 +1,12 @@
-"""`speculative_config: auto` next to every example file, on the zoo.
+"""`speculative_config: auto` next to every example file on the zoo, and next to every draft length
+of the same EAGLE-3 head on a GPU.
 
-    python -m benchmarks.auto [--quick] [--output result.json]
+    python -m benchmarks.auto [zoo] [heads] [--quick] [--configs 'sa;AUTO'] [--output result.json]
 
-Speed is counts times times: the rounds that a configuration takes for given texts, by batch size
-and by what is drafted, times the shortest of several measurements of such a round, all taken in
-turns in one process. So the figures do not depend on what else the machine does. Adaptive
-configurations decide by the same times. Texts are those of plain decoding, whatever drafts.
+zoo: on a CPU, speed is counts times times: the rounds that a configuration takes for given texts,
+by batch size and by what is drafted, times the shortest of several measurements of such a round,
+all taken in turns in one process. So the figures do not depend on what else the machine does.
+Adaptive configurations decide by the same times. Texts are those of plain decoding.
 
 code     held-out code as it is: drafts are seldom right
 edits    an edit of the code in the prompt (harness/edited_code.py)
@@ -14,18 +15,35 @@ sampled  zoo:llama's own text at temperature 0.8
 Prompts of up to 900 tokens, 96 tokens each; adaptive configurations first see as many other texts.
 Left out are files whose drafts are those of another file (`max_utilization`, `no_overlap`,
 `tensor_parallel`), that give other texts (`rejection_sampling`), or that run the user's code.
-Goals: 0.97 of the best file that has the same weights or none, and 0.99 of plain decoding."""
+Goals: 0.97 of the best file that has the same weights or none, and 0.99 of plain decoding.
 
+heads: 8B shape, bf16, random weights, greedy, scripted acceptance (harness/forced_rounds.py). AUTO
+runs its own engine, plain decoding and the lengths 1 to 7 two others with the same weights. AUTO is
+timed after 200 rounds from start-up's round times, between two blocks of each other side. The same
+goals."""
+
+import copy
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import torch
+
 from benchmarks.harness.edited_code import replays
 from benchmarks.harness.engine import release
+from benchmarks.harness.forced_rounds import (
+    Block,
+    ForcedRounds,
+    Profile,
+    by_rank,
+    scripted_candidates,
+)
+from benchmarks.harness.models import Models, open_models
 from benchmarks.harness.report import ROOT, Options, Row, Subject, main, table
 from tllm_spec import LLM, SamplingParams
 from tllm_spec.config.llm_args import LlmArgs, read_options
@@ -43,7 +61,7 @@ from tllm_spec.text.tokenizer import load_tokenizer
 
 LEFT_OUT = (
     *("max_utilization", "no_overlap", "tensor_parallel", "rejection_sampling"),
-    "user_provided",
+    *("plain", "user_provided"),
 )
 OPTIONS = {
     "device": "cpu",
@@ -51,9 +69,12 @@ OPTIONS = {
     "max_num_tokens": 2048,
     "kv_cache_config": {"enable_block_reuse": False, "max_tokens": 32768},
 }
-AUTO = "auto"
-DRAFTS = {"": None, " head": "zoo:llama-eagle3", " P-EAGLE": "zoo:llama-peagle"} | {
-    " draft model": "zoo:llama-draft"
+DRAFTS = {
+    "AUTO": None,
+    "AUTO, EAGLE-3": "zoo:llama-eagle3",
+    "AUTO, P-EAGLE": "zoo:llama-peagle",
+    "AUTO, draft model": "zoo:llama-draft",
+    "AUTO, MTP": None,
 }
 BATCH_SIZES = (1, 4, 16)
 NUM_TEXTS = {1: 4, 4: 8, 16: 16}
@@ -80,27 +101,30 @@ class Config:
         return self.args.model
 
     @property
+    def is_plain(self) -> bool:
+        return self.args.speculative_config is None
+
+    @property
     def adapts(self) -> bool:
         spec = self.args.speculative_config
         return spec is not None and spec.adaptive is not None
 
 
-def configs(*, is_quick: bool) -> list[Config]:
-    """Plain decoding of each target first, then the files, then what AUTO stands for."""
-    found = []
+def configs(names: Sequence[str]) -> list[Config]:
+    """Plain decoding of each target first, then the files, then what AUTO stands for. names: of
+    those to run besides plain decoding; none: all."""
+    found = [_config("plain", "zoo:llama", None), _config("plain deepseek", "zoo:deepseek", None)]
     for file in sorted((ROOT / "yaml_examples").glob("*.yaml")):
-        if file.stem in LEFT_OUT or (is_quick and file.stem not in ("plain", "sa")):
-            continue
         target = "zoo:deepseek" if file.stem == "mtp" else "zoo:llama"
-        spec = read_options(file).get("speculative_config")
-        found.append(_config(file.stem, target, spec))
-    for name, draft in list(DRAFTS.items())[: 1 if is_quick else None]:
+        if file.stem not in LEFT_OUT:
+            spec = read_options(file).get("speculative_config")
+            found.append(_config(file.stem, target, spec))
+    for name, draft in DRAFTS.items():
         spec = {"decoding_type": "AUTO", "speculative_model": draft}
-        found.append(_config(f"{AUTO}{name}", "zoo:llama", spec))
-    if not is_quick:
-        found.append(_config(f"{AUTO} modules", "zoo:deepseek", AUTO))
-        found.append(_config("plain of modules", "zoo:deepseek", None))
-    return sorted(found, key=lambda config: config.args.speculative_config is not None)
+        found.append(_config(name, "zoo:deepseek" if "MTP" in name else "zoo:llama", spec))
+    chosen = [each for each in found if not names or each.name in names]
+    targets = {each.target for each in chosen}
+    return [each for each in found if each in chosen or (each.is_plain and each.target in targets)]
 
 
 def _config(name: str, target: str, spec: Any) -> Config:
@@ -170,7 +194,7 @@ class Player:
             args = LlmArgs(**args.as_options() | {"speculative_config": spec})
         self._texts = {kind: list(own) for kind, own in texts.items()}
         numbered = [prompt + text for own in self._texts.values() for prompt, text in own]
-        self._built, self._plan, _ = built(args, dict(enumerate(numbered)))
+        self._built, self.plan, _ = built(args, dict(enumerate(numbered)))
 
     def counts(
         self, kind: str, batch_size: int, times: MeasuredRoundTimes, *, adapts: bool
@@ -178,7 +202,7 @@ class Player:
         parts = self._built.executor.parts
         controller = AdaptiveController.fixed(0)
         if not self._is_plain:
-            controller = self._plan.controller((), times)
+            controller = self.plan.controller((), times)
         parts.controller = counting = Counting(controller)
         parts.tier_for = controller.tier_for
         requests = self._requests(kind)
@@ -241,30 +265,28 @@ def all_texts(*, is_quick: bool) -> dict[str, Texts]:
 
 
 def zoo(options: Options) -> Iterator[Row]:
-    found, texts = configs(is_quick=options.quick), all_texts(is_quick=options.quick)
-    times = measured(found, 1 if options.quick else 4)
-    release()
+    names = options.text("configs", "")
+    found = configs(names.split(";") if names else ["sa", "AUTO"] if options.quick else ())
+    texts = all_texts(is_quick=options.quick)
+    times = measured(found, 1 if options.quick else 3)
+    plain: dict[tuple[str, str, int], float] = {}
     for config in found:
-        player = Player(config, texts)
-        own = times[config.name]
-        for kind in texts:
-            for size in BATCH_SIZES[: 1 if options.quick else None]:
-                rounds = player.counts(kind, size, own, adapts=config.adapts)
-                seconds = sum(
-                    number * own.round_time(each, tier) for (each, tier), number in rounds.items()
-                )
-                tiers = Counter[str]()
-                for (_, tier), number in rounds.items():
-                    tiers[str(player._plan.shapes.name(tier) if tier else 0)] += number
-                yield {
-                    "config": config.name,
-                    "target": config.target,
-                    "weights": config.weights,
-                    "traffic": kind,
-                    "batch_size": size,
-                    "seconds": seconds,
-                    "rounds": dict(tiers),
-                }
+        player, own = Player(config, texts), times[config.name]
+        name = player.plan.shapes.name
+        for kind, size in product(texts, BATCH_SIZES[: 1 if options.quick else None]):
+            rounds, tiers = player.counts(kind, size, own, adapts=config.adapts), Counter[str]()
+            seconds = sum(n * own.round_time(*key) for key, n in rounds.items())
+            for (_, tier), number in rounds.items():
+                tiers[str(name(tier) if tier else 0)] += number
+            yield {
+                "config": config.name,
+                "target": config.target,
+                "weights": config.weights,
+                "traffic": kind,
+                "batch_size": size,
+                "speed": plain.setdefault((config.target, kind, size), seconds) / seconds,
+                "rounds": dict(tiers),
+            }
         del player
         release()
 
@@ -272,34 +294,146 @@ def zoo(options: Options) -> Iterator[Row]:
 def zoo_table(rows: Sequence[Row]) -> list[str]:
     """Speed over plain decoding; for AUTO also over the best file of the same weights."""
     cells = list(dict.fromkeys((row["traffic"], row["batch_size"]) for row in rows))
-    seconds = {(r["config"], r["traffic"], r["batch_size"]): r["seconds"] for r in rows}
+    speeds = {(r["config"], r["traffic"], r["batch_size"]): r["speed"] for r in rows}
     about = {row["config"]: row for row in rows}
-    plain = {row["target"]: name for name, row in about.items() if name.startswith("plain")}
     lines = []
     for name, row in about.items():
-        base = [seconds[(plain[row["target"]], *cell)] for cell in cells]
-        own = [seconds[(name, *cell)] for cell in cells]
-        lines.append([name, *(f"{b / o:.2f}" for b, o in zip(base, own, strict=True))])
-        if not name.startswith(AUTO):
+        own = [speeds[(name, *cell)] for cell in cells]
+        lines.append([name, *(f"{speed:.2f}" for speed in own)])
+        if name not in DRAFTS:
             continue
         rivals = [
             other
             for other, its in about.items()
             if its["target"] == row["target"]
             and its["weights"] in (None, row["weights"])
-            and not other.startswith(AUTO)
+            and other not in DRAFTS
         ]
         shown = []
-        for cell, b, o in zip(cells, base, own, strict=True):
-            best = min(rivals, key=lambda other: seconds[(other, *cell)])
-            ratio = seconds[(best, *cell)] / o
-            is_missed = ratio < MIN_BEST or b / o < MIN_PLAIN
+        for cell, speed in zip(cells, own, strict=True):
+            best = max(rivals, key=lambda other: speeds[(other, *cell)])
+            ratio = speed / speeds[(best, *cell)]
+            is_missed = ratio < MIN_BEST or speed < MIN_PLAIN
             shown.append(f"{ratio:.2f} of {best}" + " missed" * is_missed)
         lines.append([f"{name} / best", *shown])
     return table(("speed / plain", *(f"{kind}, batch {size}" for kind, size in cells)), lines)
 
 
-SUBJECTS = (Subject("zoo", "AUTO and every example file, by counts times times", zoo, zoo_table),)
+# AUTO next to plain decoding and every draft length of the same head.
+
+
+@dataclass(frozen=True)
+class Chance(Profile):
+    """At 0 no child of a node is accepted, whatever its rank."""
+
+    def rates(self, depth: int, topk: int) -> list[tuple[float, ...]]:
+        return super().rates(depth, topk) if self.first else [(0.0,) * topk] * depth
+
+
+class Heads:
+    """The engines of all sides. prompt_len, room: tokens of a request, and after its prompt."""
+
+    def __init__(
+        self, models: Models, batch_sizes: Sequence[int], prompt_len: int, room: int
+    ) -> None:
+        self._models, self._sizes, self._prompt_len = models, batch_sizes, prompt_len
+        self._max_seq_len = prompt_len + room
+        own = models.eagle3(1)
+        spec = {"decoding_type": "AUTO", "speculative_model": own["speculative_model"]}
+        chosen = with_drafter(models.target, {"speculative_config": spec})["speculative_config"]
+        self.longest = int(chosen["max_draft_len"])
+        topk = int(chosen["dynamic_tree_max_topK"])
+        rates = [by_rank(0.5, topk)] * self.longest
+        self.script = torch.zeros(self.longest, topk, device=models.device)
+        with scripted_candidates(self.script):
+            auto = own | chosen | {"synthetic_acceptance_rates": rates}
+            self.auto = self._engine(script=self.script, speculative_config=auto)
+        steps = {"candidate_steps": list(range(self.longest + 1))}
+        lengths = models.eagle3(self.longest, adaptive=steps)
+        self.lengths = self._engine(weights_of=self.auto, speculative_config=lengths)
+        self.plain = self._engine(weights_of=self.auto)
+        self._fresh = self.auto.executor.parts.controller
+
+    def _engine(self, **options: Any) -> ForcedRounds:
+        largest, models = max(self._sizes), self._models
+        kv = {"enable_block_reuse": False, "max_tokens": largest * (self._max_seq_len + 256)}
+        own = {
+            "max_batch_size": largest,
+            "max_seq_len": self._max_seq_len,
+            "kv_cache_config": kv,
+            "cuda_graph_config": {"batch_sizes": list(self._sizes)},
+        }
+        return ForcedRounds(models.target, **models.options | own | options)
+
+    def cell(self, batch_size: int, acceptance: float, settling: int, rounds: int) -> Row:
+        held = {n: AdaptiveController.fixed(n) for n in range(self.longest + 1)}
+        sides = {0: self.plain} | dict.fromkeys(range(1, self.longest + 1), self.lengths)
+        for engine in (self.plain, self.lengths, self.auto):
+            if engine is not self.plain:
+                engine.set_profile(Chance(acceptance))
+            engine.start(batch_size, self._prompt_len)
+        controller, blocks = copy.deepcopy(self._fresh), {n: Block() for n in sides}
+        with scripted_candidates(self.script):
+            self.auto.play(controller, rounds=settling)
+        own = Block()
+        for order in (list(sides), list(reversed(sides))):
+            for length in order:
+                sides[length].play(held[length], rounds=2)
+                blocks[length] += sides[length].play(held[length], rounds=rounds // 4)
+            if order[0] == 0:
+                with scripted_candidates(self.script):
+                    own += self.auto.play(controller, rounds=rounds)
+        name = self.auto.shapes.name
+        return {
+            "batch_size": batch_size,
+            "acceptance": acceptance,
+            "rates": {str(length): block.rate for length, block in blocks.items()},
+            "ms": {str(length): block.round_ms for length, block in blocks.items()},
+            "auto": own.rate,
+            "auto_ms": own.round_ms,
+            "played": {str(name(tier)): n for tier, n in own.rounds_by_draft_len.items()},
+            "controller": controller.state()["slots"],
+            "expected_ms": controller.state()["round_ms"].get(str(batch_size), {}),
+        }
+
+
+def heads(options: Options) -> Iterator[Row]:
+    with open_models(options.shape, options.device) as models:
+        sizes, room = ((1, 8, 64), 2560) if models.is_8b else ((1,), 320)
+        found = Heads(models, sizes, 512 if models.is_8b else 32, room)
+        settling, rounds = (200, 48) if models.is_8b else (3, 4)
+        for batch_size in sizes:
+            for acceptance in (0.0, 0.3, 0.6, 0.9) if models.is_8b else (0.0, 0.9):
+                yield found.cell(batch_size, acceptance, settling, rounds)
+
+
+def heads_table(rows: Sequence[Row]) -> list[str]:
+    lines = []
+    for row in rows:
+        rates = row["rates"]
+        best = max(rates, key=rates.__getitem__)
+        of_best, of_plain = row["auto"] / rates[best], row["auto"] / rates["0"]
+        is_missed = of_best < MIN_BEST or of_plain < MIN_PLAIN
+        played = " ".join(f"{name}: {number}" for name, number in row["played"].items())
+        lines.append(
+            [
+                *(str(row["batch_size"]), str(row["acceptance"])),
+                *(f"{rate:,.0f}" for rate in rates.values()),
+                *(f"{row['auto']:,.0f}", f"{of_best:.3f} of {best}" + " missed" * is_missed),
+                *(f"{of_plain:.3f}", played),
+            ]
+        )
+    titles = (
+        *("batch", "acceptance", "plain, tok/s", *list(rows[0]["rates"])[1:], "AUTO"),
+        *(f"/ best (goal {MIN_BEST})", f"/ plain (goal {MIN_PLAIN})", "rounds played"),
+    )
+    return table(titles, lines)
+
+
+SUBJECTS = (
+    Subject("zoo", "AUTO and every example file, by counts times times", zoo, zoo_table),
+    Subject("heads", "AUTO and every length of the same head", heads, heads_table),
+)
 
 if __name__ == "__main__":
-    sys.exit(main(SUBJECTS, __doc__))
+    sys.exit(main(SUBJECTS, __doc__, configs=""))
