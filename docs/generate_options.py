@@ -16,6 +16,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from tllm_spec.cli import bench, serve
+from tllm_spec.cli.serve_options import COMMON
 from tllm_spec.config.adaptive_config import AdaptiveConfig, CostModelOptions, EmaOptions
 from tllm_spec.config.draft_tree_config import (
     DraftTreeDecodingConfig,
@@ -25,7 +26,11 @@ from tllm_spec.config.draft_tree_config import (
 from tllm_spec.config.engine_config import KVEventsConfig, SchedulerConfig
 from tllm_spec.config.llm_args import CudaGraphConfig, KvCacheConfig, LlmArgs
 from tllm_spec.config.speculative_base import DecodingBaseConfig, DraftModelDecodingConfig
-from tllm_spec.config.speculative_config import CONFIG_OF_TYPE, EagleHeadDecodingConfig
+from tllm_spec.config.speculative_config import (
+    CONFIG_OF_TYPE,
+    AutoDecodingConfig,
+    EagleHeadDecodingConfig,
+)
 from tllm_spec.config.text_search import CorpusConfig, GlobalPoolConfig
 from tllm_spec.sampling_params import INTEGERS, NUMBERS, SamplingParams, SpeculationParams
 
@@ -41,6 +46,10 @@ and on the command line; options that are taken with values that change nothing;
 with the reason. All refusals of a configuration come in one message. `tllm-serve` and the commands
 of `tllm-bench` that start an engine take every argument of `LLM` as a flag, dotted where it is
 nested: `--kv_cache_config.dtype fp8`.
+"""
+COMMON_INTRO = """Flags of `tllm-serve`; `tllm-serve --help` shows these only. In a YAML file
+(`--config`) and in `LLM(...)` those of the model and the engine have the same names without `--`,
+and `--speculate` is `speculative_config: auto`.
 """
 NOUNS: Mapping[Any, str] = {
     bool: "`true`, `false`",
@@ -65,7 +74,10 @@ Row = tuple[str, str, str, str]  # option, values, default, what it does
 
 def page() -> str:
     """The whole page."""
-    parts = [INTRO, "## `LLM` and YAML files\n", table(model_rows(LlmArgs))]
+    common = [each for each in serve.main.params if each.name in COMMON]
+    parts = ["## The twenty options that people set\n", COMMON_INTRO]
+    parts.append(table(map(command_row, common)))
+    parts += ["## `LLM` and YAML files\n", table(model_rows(LlmArgs))]
     for model in (KvCacheConfig, SchedulerConfig, CudaGraphConfig):
         (name,) = (key for key, field in LlmArgs.model_fields.items() if model in _types(field))
         parts += [f"### `{name}`\n", f"{inspect.getdoc(model)}\n", table(model_rows(model))]
@@ -81,7 +93,7 @@ def page() -> str:
     parts.append(table(model_rows(TreeDecodingConfig, own=True)))
     parts += ["For `Eagle` and `Eagle3`:\n"]
     parts.append(table(model_rows(EagleHeadDecodingConfig, own=True)))
-    for decoding in dict.fromkeys(CONFIG_OF_TYPE.values()):
+    for decoding in (AutoDecodingConfig, *dict.fromkeys(CONFIG_OF_TYPE.values())):
         name = decoding.model_fields["decoding_type"].default
         parts += [f"#### `decoding_type: {name}`\n", f"{inspect.getdoc(decoding)}\n"]
         if rows := list(model_rows(decoding, own=True)):
@@ -101,7 +113,17 @@ def page() -> str:
     parts.append(table(sampling_rows(SpeculationParams)))
     for name, command in (("tllm-serve", serve.main), ("tllm-bench", bench.main)):
         parts += command_parts(name, command, level=2)
-    return "\n".join(parts)
+    return "\n".join([INTRO, contents(parts), *parts])
+
+
+def contents(parts: Iterable[str]) -> str:
+    """Links to the sections of the two upper levels."""
+    headings = re.findall(r"^(##|###) (.*)$", "\n".join(parts), re.MULTILINE)
+    lines = []
+    for level, title in headings:
+        anchor = re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+        lines.append(f"{'  ' * (len(level) - 2)}- [{title}](#{anchor})")
+    return "\n".join(lines) + "\n"
 
 
 def table(rows: Iterable[Row]) -> str:
@@ -229,7 +251,8 @@ def shown(default: object) -> str:
 
 
 def one_line(text: str | None) -> str:
-    return " ".join((text or "").split())
+    """With links to pages, which the texts name by their paths."""
+    return re.sub(r"`?docs/([\w-]+\.md)`?", r"[\1](\1)", " ".join((text or "").split()))
 
 
 def _types(field: FieldInfo) -> tuple[Any, ...]:

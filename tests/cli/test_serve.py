@@ -11,6 +11,7 @@ from click.testing import CliRunner, Result
 
 from tllm_spec.cli.llm_flags import LLM_FLAGS, LlmFlags, read_flags
 from tllm_spec.cli.serve import main, read_args, read_command_line
+from tllm_spec.cli.serve_options import COMMON
 from tllm_spec.config.llm_args import KvCacheConfig, LlmArgs
 from tllm_spec.server.child import freeze_heap
 
@@ -275,6 +276,12 @@ def config_lines(*flags: str) -> set[str]:
 )
 def test_a_flag_that_means_the_same_is_taken(flags: list[str], lines: set[str]) -> None:
     assert config_lines(*flags) == lines
+
+
+def test_help_shows_the_twenty_common_options_and_says_where_the_others_are() -> None:
+    shown = set(re.findall(r"^  --(\w+)", llm_flags_serve("--help").output, re.MULTILINE))
+    assert shown == (COMMON | {"help", "version"}) and len(COMMON) == 20
+    assert "docs/options.md" in llm_flags_serve("--help").output
 
 
 def test_the_model_may_be_named_by_sglangs_flag() -> None:

@@ -25,7 +25,7 @@ from tllm_spec.cli.llm_flags import (
     refused_together,
     server_lines,
 )
-from tllm_spec.cli.serve_options import SERVER_NAMES, options_of, server_options, tls_of
+from tllm_spec.cli.serve_options import COMMON, SERVER_NAMES, options_of, server_options, tls_of
 from tllm_spec.cli.version import flag, log_level_option, option, version_option
 from tllm_spec.config.config_base import ConfigError
 from tllm_spec.config.llm_args import LlmArgs, with_yaml
@@ -51,11 +51,23 @@ def _model_of(context: click.Context, parameter: click.Parameter, words: tuple[s
     return model
 
 
+class ServeCommand(LlmCommand):
+    """`--help` shows the common options only."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        shown = COMMON | {"help", "version"}
+        records = [each.get_help_record(ctx) for each in self.get_params(ctx) if each.name in shown]
+        with formatter.section("Options"):
+            formatter.write_dl([record for record in records if record is not None])
+
+
 @click.command(
-    cls=LlmCommand,
+    cls=ServeCommand,
     context_settings={"show_default": True, "token_normalize_func": either_spelling},
-    epilog="Options may be spelled with - or _. Other options of TensorRT-LLM, vLLM and SGLang are "
-    "accepted where they mean the same here, and refused with the reason otherwise.",
+    epilog="docs/options.md has all other options: of limits, proxies, TLS, traces and weight "
+    "updates. Every argument of LLM is a flag, too, such as --kv_cache_config.dtype fp8. Options "
+    "may be spelled with - or _. Those of TensorRT-LLM, vLLM and SGLang are accepted where they "
+    "mean the same here, and refused with the reason otherwise.",
 )
 @click.argument("model", nargs=-1, required=True, metavar="[serve] MODEL", callback=_model_of)
 @option("--host", str, "Address to listen on.", default="localhost")
@@ -66,7 +78,8 @@ def _model_of(context: click.Context, parameter: click.Parameter, words: tuple[s
     "Model name that requests must give. [default: MODEL, or the name of its folder or file]",
 )
 @llm_options(
-    *("--tokenizer", "--max_batch_size", "--max_num_tokens", "--max_seq_len"),
+    *("--tokenizer", "--tensor_parallel_size", "--max_batch_size", "--max_num_tokens"),
+    "--max_seq_len",
     "--kv_cache_free_gpu_memory_fraction --free_gpu_memory_fraction",
     *("--enable_chunked_prefill", "--record_traffic", "--record_traffic_mib"),
     "--record_hidden_states",
