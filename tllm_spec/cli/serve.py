@@ -55,8 +55,12 @@ class ServeCommand(LlmCommand):
     """`--help` shows the common options only."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        shown = COMMON | {"help", "version"}
-        records = [each.get_help_record(ctx) for each in self.get_params(ctx) if each.name in shown]
+        common = [
+            each
+            for each in self.get_params(ctx)
+            if each.name in COMMON or not each.expose_value  # --version and --help
+        ]
+        records = [each.get_help_record(ctx) for each in common]
         with formatter.section("Options"):
             formatter.write_dl([record for record in records if record is not None])
 
