@@ -243,7 +243,7 @@ class SADecodingConfig(GlobalPoolConfig, DecodingBaseConfig):
 
 
 class AutoDecodingConfig(ConfigModel):
-    """The engine chooses all options of `speculative_config`: docs/adaptive.md says how. Those that
+    """The engine chooses all options of `speculative_config`: docs/auto.md says how. Those that
     are given next to it replace what it chooses."""
 
     model_config = ConfigDict(extra="allow", frozen=True, use_attribute_docstrings=True)

@@ -26,8 +26,8 @@ logger = logging.getLogger(__name__)
 MAX_CHAIN = 7
 # Drafts that cost little more the more there are: matches, and those of one forward.
 MAX_CHEAP_CHAIN = 15
-# Children of a node, steps and drafts. In larger batches their rows are better spent on requests.
-TREES = ((4, 3, 8), (4, 5, 16), (8, 5, 31))
+# Steps, children of a node, and drafts. In larger batches their rows are better spent on requests.
+TREES = ((3, 4, 8), (5, 4, 16), (5, 8, 31))
 MAX_TREE_BATCH = 8
 STEPS = (0, 1, 2, 3, 5, 7, 10, 15)
 
@@ -60,7 +60,8 @@ def with_drafter(model: object, options: Mapping[str, Any]) -> dict[str, Any]:
 
 def as_yaml(spec: Mapping[str, Any]) -> str:
     """A file of options that has these."""
-    return yaml.safe_dump({"speculative_config": dict(spec)}, sort_keys=False, width=100)
+    tree = {"speculative_config": dict(spec)}
+    return yaml.safe_dump(tree, sort_keys=False, default_flow_style=None, width=100)
 
 
 def _type_of(folder: Path) -> str:
@@ -94,7 +95,7 @@ def _chosen(model: str, draft: object) -> dict[str, Any]:
     most = MAX_CHAIN
     if kind == "DFlash":
         most = min(MAX_CHEAP_CHAIN, int(config.get("block_size") or 16) - 1)
-    topk, _, num_nodes = TREES[-1]
+    _, topk, num_nodes = TREES[-1]
     return {
         "decoding_type": kind,
         **weights,
@@ -109,8 +110,8 @@ def _chosen(model: str, draft: object) -> dict[str, Any]:
 
 def _adaptive(most: int) -> dict[int, Any]:
     steps = [length for length in STEPS if length <= most]
-    names = "dynamic_tree_max_topK", "max_draft_len", "max_total_draft_tokens"
-    trees = [dict(zip(names, tree, strict=True)) for tree in TREES if tree[1] <= most]
+    names = "max_draft_len", "dynamic_tree_max_topK", "max_total_draft_tokens"
+    trees = [dict(zip(names, tree, strict=True)) for tree in TREES if tree[0] <= most]
     return {
         1: {"candidate_steps": steps, "candidate_trees": trees},
         MAX_TREE_BATCH + 1: {"candidate_steps": [*steps], "candidate_trees": []},
