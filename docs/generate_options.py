@@ -16,6 +16,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from tllm_spec.cli import bench, serve
+from tllm_spec.cli.serve_options import COMMON
 from tllm_spec.config.adaptive_config import AdaptiveConfig, CostModelOptions, EmaOptions
 from tllm_spec.config.draft_tree_config import (
     DraftTreeDecodingConfig,
@@ -27,6 +28,7 @@ from tllm_spec.config.llm_args import CudaGraphConfig, KvCacheConfig, LlmArgs
 from tllm_spec.config.speculative_base import DecodingBaseConfig, DraftModelDecodingConfig
 from tllm_spec.config.speculative_config import (
     CONFIG_OF_TYPE,
+    AutoDecodingConfig,
     BlockHeadDecodingConfig,
     EagleHeadDecodingConfig,
 )
@@ -45,6 +47,10 @@ and on the command line; options that are taken with values that change nothing;
 with the reason. All refusals of a configuration come in one message. `tllm-serve` and the commands
 of `tllm-bench` that start an engine take every argument of `LLM` as a flag, dotted where it is
 nested: `--kv_cache_config.dtype fp8`.
+"""
+COMMON_INTRO = """Flags of `tllm-serve`; `tllm-serve --help` shows these only. In a YAML file
+(`--config`) and in `LLM(...)` those of the model and the engine have the same names without `--`,
+and `--speculate` is `speculative_config: auto`.
 """
 NOUNS: Mapping[Any, str] = {
     bool: "`true`, `false`",
@@ -69,7 +75,10 @@ Row = tuple[str, str, str, str]  # option, values, default, what it does
 
 def page() -> str:
     """The whole page."""
-    parts = [INTRO, "## `LLM` and YAML files\n", table(model_rows(LlmArgs))]
+    common = [each for each in serve.main.params if each.name in COMMON]
+    parts = ["## The twenty options that people set\n", COMMON_INTRO]
+    parts.append(table(map(command_row, common)))
+    parts += ["## `LLM` and YAML files\n", table(model_rows(LlmArgs))]
     for model in (KvCacheConfig, SchedulerConfig, CudaGraphConfig):
         (name,) = (key for key, field in LlmArgs.model_fields.items() if model in _types(field))
         parts += [f"### `{name}`\n", f"{inspect.getdoc(model)}\n", table(model_rows(model))]
@@ -87,7 +96,7 @@ def page() -> str:
     parts.append(table(model_rows(EagleHeadDecodingConfig, own=True)))
     parts += ["For `DFlash` and `DSpark`:\n"]
     parts.append(table(model_rows(BlockHeadDecodingConfig, own=True)))
-    for decoding in dict.fromkeys(CONFIG_OF_TYPE.values()):
+    for decoding in (AutoDecodingConfig, *dict.fromkeys(CONFIG_OF_TYPE.values())):
         name = decoding.model_fields["decoding_type"].default
         parts += [f"#### `decoding_type: {name}`\n", f"{inspect.getdoc(decoding)}\n"]
         if rows := list(model_rows(decoding, own=True)):
@@ -107,7 +116,17 @@ def page() -> str:
     parts.append(table(sampling_rows(SpeculationParams)))
     for name, command in (("tllm-serve", serve.main), ("tllm-bench", bench.main)):
         parts += command_parts(name, command, level=2)
-    return "\n".join(parts)
+    return "\n".join([INTRO, contents(parts), *parts])
+
+
+def contents(parts: Iterable[str]) -> str:
+    """Links to the sections of the two upper levels."""
+    headings = re.findall(r"^(##|###) (.*)$", "\n".join(parts), re.MULTILINE)
+    lines = []
+    for level, title in headings:
+        anchor = re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+        lines.append(f"{'  ' * (len(level) - 2)}- [{title}](#{anchor})")
+    return "\n".join(lines) + "\n"
 
 
 def table(rows: Iterable[Row]) -> str:
@@ -235,7 +254,8 @@ def shown(default: object) -> str:
 
 
 def one_line(text: str | None) -> str:
-    return " ".join((text or "").split())
+    """With links to pages, which the texts name by their paths."""
+    return re.sub(r"`?docs/([\w-]+\.md)`?", r"[\1](\1)", " ".join((text or "").split()))
 
 
 def _types(field: FieldInfo) -> tuple[Any, ...]:

@@ -20,8 +20,7 @@ from tests.server.served_process import MODEL, ServedProcess
 from tllm_spec.chat_formats.names import REASONING, TOOLS
 from tllm_spec.cli.bench import main
 from tllm_spec.cli.train import main as train
-from tllm_spec.config.llm_args import LlmArgs
-from tllm_spec.config.speculative_config import Eagle3DecodingConfig
+from tllm_spec.models.automatic import as_yaml, with_drafter
 from tllm_spec.recording.traffic_folder import read_records
 from tllm_spec.zoo.registry import resolve_model
 from tools import chat
@@ -85,9 +84,9 @@ def test_pages_are_short(name: str) -> None:
     assert len(document.read_text(encoding="utf-8").splitlines()) <= MAX_LINES[name]
 
 
-def test_the_readme_names_every_example_in_its_table() -> None:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    rows = [line for line in readme.splitlines() if line.startswith("|")]
+def test_the_page_about_auto_names_every_example_in_its_table() -> None:
+    page = (ROOT / "docs" / "auto.md").read_text(encoding="utf-8")
+    rows = [line for line in page.splitlines() if line.startswith("|")]
     named = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
     assert {path.stem for path in (ROOT / "yaml_examples").glob("*.yaml")} <= named
 
@@ -154,10 +153,10 @@ def examples(page: str, language: str = "python") -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
 
 
-def test_the_options_file_of_the_readme_is_accepted() -> None:
+def test_the_options_file_of_the_readme_is_what_the_log_says() -> None:
     (options,) = examples("README.md", "yaml")
-    args = LlmArgs.from_kwargs("/models/Llama-3.1-8B-Instruct", **yaml.safe_load(options))
-    assert isinstance(args.speculative_config, Eagle3DecodingConfig)
+    chosen = with_drafter("zoo:llama", {"speculative_config": "auto"})
+    assert options == as_yaml(chosen["speculative_config"])
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/python.md"])
@@ -180,7 +179,7 @@ def test_the_chat_script_compares_the_answers_without_and_with_drafts(
     out = capsys.readouterr().out
     assert "> def add(a, b):" in out and "tok/s with an acceptance length of" in out
     assert "the same text" in out
-    assert out.splitlines()[-1].endswith("tllm-serve zoo:llama --config yaml_examples/ngram.yaml")
+    assert out.splitlines()[-1].endswith("tllm-serve zoo:llama --speculate")
 
 
 # The commands of docs/recording.md: what is recorded over HTTP, is trained on, swapped, replayed,

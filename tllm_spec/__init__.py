@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from tllm_spec.config.llm_args import CudaGraphConfig as CudaGraphConfig
     from tllm_spec.config.llm_args import KvCacheConfig as KvCacheConfig
     from tllm_spec.config.llm_args import LlmArgs as LlmArgs
+    from tllm_spec.config.speculative_config import AutoDecodingConfig as AutoDecodingConfig
     from tllm_spec.config.speculative_config import DFlashDecodingConfig as DFlashDecodingConfig
     from tllm_spec.config.speculative_config import (
         DraftTargetDecodingConfig as DraftTargetDecodingConfig,
@@ -50,6 +51,7 @@ _HOME = {
     "Conversation": "text.chat_prompt",
     "RequestError": "request_errors",
     "RequestOutput": "outputs",
+    "AutoDecodingConfig": "config.speculative_config",
     "NGramDecodingConfig": "config.speculative_config",
     "SADecodingConfig": "config.speculative_config",
     "SAEnhancerConfig": "config.speculative_config",

@@ -25,7 +25,7 @@ from tllm_spec.executor.weight_swap import Part
 from tllm_spec.executor.worker import Worker
 from tllm_spec.grammars import Grammars
 from tllm_spec.intake import Intake, Params, Prompt, is_single
-from tllm_spec.models.draft_kind import with_decoding_type
+from tllm_spec.models.automatic import with_drafter
 from tllm_spec.models.registry import model_config
 from tllm_spec.outputs import RequestOutput
 from tllm_spec.progress import progress
@@ -63,7 +63,7 @@ class LLM:
     def __init__(
         self, /, model: str | os.PathLike[str], tokenizer: Any = None, **kwargs: Any
     ) -> None:
-        self.args = LlmArgs.from_kwargs(model, tokenizer=tokenizer, **with_decoding_type(kwargs))
+        self.args = LlmArgs.from_kwargs(model, tokenizer=tokenizer, **with_drafter(model, kwargs))
         self.llm_id = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
         model_config(resolve_model(self.args.model))  # before its tokenizer is read
         self.tokenizer = tokenizer_of(self.args)

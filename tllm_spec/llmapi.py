@@ -30,6 +30,7 @@ from tllm_spec.sampling_params import (
 
 if TYPE_CHECKING:
     from tllm_spec import LLM as LLM
+    from tllm_spec import AutoDecodingConfig as AutoDecodingConfig
     from tllm_spec import CompletionOutput as CompletionOutput
     from tllm_spec import CudaGraphConfig as CudaGraphConfig
     from tllm_spec import DraftTargetDecodingConfig as DraftTargetDecodingConfig

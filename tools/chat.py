@@ -63,7 +63,7 @@ def main() -> None:
             f"plain {speed(without):.1f} tok/s; NGram {speed(output):.1f} tok/s with an "
             f"acceptance length of {length:.2f}; {'the same text' if is_same else 'ANOTHER TEXT'}"
         )
-    print(f"\nServe it: tllm-serve {model} --config yaml_examples/ngram.yaml")
+    print(f"\nServe it: tllm-serve {model} --speculate")
 
 
 if __name__ == "__main__":

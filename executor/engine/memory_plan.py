@@ -20,6 +20,7 @@ from tllm_spec.attention.geometry import (
     LayerGroup,
 )
 from tllm_spec.config.draft_shape import NO_DRAFTS
+from tllm_spec.config.engine_config import KvCacheConfig
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.distributed.communicator import SINGLE, Communicator
 from tllm_spec.draft_network.network import ExternalDraft
@@ -199,9 +200,9 @@ def plan_num_pages(
     """Pages of each group, of target and draft, the dummy page included.
 
     As many as `max_tokens` asks for; without it, as many as `max_batch_size` requests of `max_len`
-    tokens can fill. On a GPU never more than the configured share of the memory that is left after
-    `round_bytes` and `reserved_bytes` (whatever else will be allocated later). Ranks that share a
-    device have equal parts of its memory. All ranks call this together.
+    tokens can fill. On a GPU never more than the configured share of memory, nor than what is left
+    after `round_bytes` and `reserved_bytes` (whatever else will be allocated later). Ranks that
+    share a device have equal parts of its memory. All ranks call this together.
 
     Raises ValueError when not even one page is possible, or on a CPU when `max_tokens` exceeds the
     machine's memory."""
@@ -209,9 +210,10 @@ def plan_num_pages(
     page_bytes = [group.page_bytes(page_size) for group in groups]
     device, num_sharing = models[0].device, communicator.ranks_on_device
     if device.type == "cuda":
-        free = _free_bytes(device, communicator) // num_sharing
-        free -= round_bytes(args, models) + reserved_bytes
-        budget = int(free * args.kv_cache_config.free_gpu_memory_fraction)
+        free, total = (each // num_sharing for each in _free_and_total(device, communicator))
+        later = round_bytes(args, models) + reserved_bytes
+        own = torch.cuda.memory_reserved(device)
+        budget = _budget(args.kv_cache_config, free, total, own, later)
     elif max_tokens is None:
         budget = min(CPU_POOL_BYTES, free_bytes(device) // num_sharing)
     else:
@@ -234,23 +236,35 @@ def plan_num_pages(
             each = f" for each of {num_sharing} ranks" if num_sharing > 1 else ""
             raise ValueError(f"{too_much}; the machine has {budget / GIB:.1f} GiB{each}")
         logger.warning(
-            "%s; free_gpu_memory_fraction leaves %d tokens", too_much, min(num_pages) * page_size
+            "%s; the share of memory leaves %d tokens", too_much, min(num_pages) * page_size
         )
     if min(num_pages) < 1:
         raise ValueError(
             f"no memory is left for the KV cache: a page of {page_size} tokens takes "
             f"{sum(page_bytes) / GIB:.3f} GiB and {max(budget, 0) / GIB:.3f} GiB are free; lower "
-            "max_num_tokens or max_batch_size, or use a smaller model"
+            "max_num_tokens or max_batch_size, raise the share of memory, or use a smaller model"
         )
     return [number + DUMMY_PAGES for number in num_pages]
 
 
-def _free_bytes(device: torch.device, communicator: Communicator) -> int:
-    """Free memory of the device once all ranks have loaded weights and freed what they can."""
+def _budget(cache: KvCacheConfig, free: int, total: int, own: int, later: int) -> int:
+    """Bytes of pages. own: what this process has of the device's `total`, which are the weights.
+    later: what else it will allocate."""
+    room, rest = free - later, total - own
+    if (share := cache.gpu_memory_utilization) is not None:
+        return min(room, rest - later - int((1 - share) * total))
+    if (share := cache.mem_fraction_static) is not None:
+        return min(room, rest - int((1 - share) * total))
+    return int(room * cache.free_gpu_memory_fraction)
+
+
+def _free_and_total(device: torch.device, communicator: Communicator) -> tuple[int, int]:
+    """Bytes of the device once all ranks have loaded weights and freed what they can."""
     gc.collect()  # an LLM that was shut down may be in a cycle
     torch.cuda.empty_cache()
     communicator.gather(None)  # waits for the other ranks
-    return torch.cuda.mem_get_info(device)[0]
+    free, total = torch.cuda.mem_get_info(device)
+    return int(free), int(total)
 
 
 def round_bytes(args: LlmArgs, models: Sequence[ServedModel]) -> int:

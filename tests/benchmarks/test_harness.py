@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import cpu, experts, fp8, ngram, rounds, several_devices, verify_budget
+from benchmarks import auto, cpu, experts, fp8, ngram, rounds, several_devices, verify_budget
 from benchmarks.harness import engine, report
 from benchmarks.harness.device_time import idle_us
 from benchmarks.harness.engine import Rounds, in_turns, stopwatch
@@ -124,6 +124,8 @@ def test_idle_time_of_a_round_of_two_graphs_is_before_and_between_them() -> None
         pytest.param(cpu, "windows", 4, marks=pytest.mark.slow),
         (rounds, "trees", 2),
         pytest.param(cpu, "transformers", 7, marks=pytest.mark.slow),
+        pytest.param(auto, "zoo", 9, marks=pytest.mark.slow),
+        pytest.param(auto, "heads", 2, marks=pytest.mark.slow),
     ],
 )
 def test_a_script_runs_on_a_cpu_and_adds_its_result_to_the_file(

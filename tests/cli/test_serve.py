@@ -11,6 +11,7 @@ from click.testing import CliRunner, Result
 
 from tllm_spec.cli.llm_flags import LLM_FLAGS, LlmFlags, read_flags
 from tllm_spec.cli.serve import main, read_args, read_command_line
+from tllm_spec.cli.serve_options import COMMON
 from tllm_spec.config.llm_args import KvCacheConfig, LlmArgs
 from tllm_spec.server.child import freeze_heap
 
@@ -267,12 +268,21 @@ def config_lines(*flags: str) -> set[str]:
         (["--speculative-config.method", "mtp"], {"decoding_type: MTP"}),
         (["--kv_cache_config.dtype=fp8", "--deterministic"], {"dtype: fp8", "deterministic: true"}),
         (["--kv_cache_dtype", "fp8_e4m3"], {"dtype: fp8"}),
+        (["--gpu-memory-utilization", "0.9"], {"gpu_memory_utilization: 0.9"}),
+        (["--mem-fraction-static", "0.8"], {"mem_fraction_static: 0.8"}),
         (["--disable-cuda-graph", "--cuda-graph-max-bs", "8"], {"cuda_graph_config: null"}),
         (["--enable-auto-tool-choice", "--dp", "1"], set()),
     ],
 )
 def test_a_flag_that_means_the_same_is_taken(flags: list[str], lines: set[str]) -> None:
     assert config_lines(*flags) == lines
+
+
+def test_help_shows_the_twenty_common_options_and_says_where_the_others_are() -> None:
+    options, _, rest = llm_flags_serve("--help").output.partition("\n\n  docs/options.md")
+    shown = set(re.findall(r"^  --(\w+)", options, re.MULTILINE))
+    assert shown == (COMMON | {"help", "version"}) and len(COMMON) == 20
+    assert "all other options" in rest
 
 
 def test_the_model_may_be_named_by_sglangs_flag() -> None:
@@ -283,12 +293,12 @@ def test_the_model_may_be_named_by_sglangs_flag() -> None:
 
 def test_all_flags_that_are_not_served_are_refused_in_one_message() -> None:
     result = llm_flags_serve(
-        *("zoo:llama", "--gpu-memory-utilization", "0.9", "--enable-lora", "--quantization", "fp8"),
+        *("zoo:llama", "--gpu-memory-utilization", "2", "--enable-lora", "--quantization", "fp8"),
         *("--speculative-config", HEAD[:-1] + ', "disable_by_batch_size": 8}'),
     )
     assert result.exit_code == 1
     for sentence in (
-        "use kv_cache_config.free_gpu_memory_fraction",
+        "kv_cache_config.gpu_memory_utilization = 2: must be less than or equal to 1",
         "LoRA is not served",
         "quantization = 'fp8' is refused",
         "disable_by_batch_size = 8 is refused: use max_concurrency",

@@ -69,8 +69,13 @@ def test_a_chain_is_tried_with_shorter_drafts_and_a_tree_as_it_is() -> None:
     chain = speculative_config_from(DRAFTERS["eagle3"] | {"max_draft_len": 4})
     assert [each.name for each in candidates_of("e", chain)] == ["e 1", "e 2", "e 3", "e 4"]
     tree = {"use_dynamic_tree": True, "dynamic_tree_max_topK": 2, "max_draft_len": 3}
-    (found,) = candidates_of("e", speculative_config_from(DRAFTERS["eagle3"] | tree))
-    assert found.name == "e 3x2/6"
+    (only,) = candidates_of("e", speculative_config_from(DRAFTERS["eagle3"] | tree))
+    assert only.name == "e 3x2/6"
+    adaptive = speculative_config_from(DRAFTERS["eagle3"] | tree | {"adaptive": {}})
+    found = candidates_of("e", adaptive)
+    assert [each.shape for each in found] == ["1", "2", "3", "2x2/3", "3x2/6"]
+    made = [speculative_config_from(each.spec).shapes.longest.name for each in found]
+    assert made == [each.shape for each in found]
 
 
 def test_the_best_configuration_says_why() -> None:

@@ -228,12 +228,12 @@ def test_cuda_graphs_with_padding_are_on_unless_null_turns_them_off(tmp_path: Pa
         (speculate({"method": "medusa"}), ["decoding_type = 'medusa' is not served yet"]),
         (
             speculate({"decoding_type": "eagel3"}),
-            ["decoding_type = 'eagel3' is not a known type, did you mean Eagle3?; accepted: NGram"],
+            ["decoding_type = 'eagel3' is not a known type, did you mean Eagle3?; accepted: AUTO"],
         ),
         (speculate({"decoding_type": "Egle"}), ["decoding_type = 'Egle'", "NGram, Draft_Target"]),
         (
             speculate({"max_draft_len": 4}),
-            ["speculative_config.decoding_type is required; accepted: NGram, Draft_Target"],
+            ["speculative_config.decoding_type is required; accepted: AUTO, NGram, Draft_Target"],
         ),
         (
             speculate(ngram(eagle3_one_model=True, max_draft_len=0)),

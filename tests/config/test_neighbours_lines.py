@@ -225,13 +225,13 @@ REFUSED: dict[str, list[str]] = {
         "--max_lora_rank is refused: LoRA is not served",
         "enable_lora = True is refused: LoRA is not served",
     ],
-    "--kv-transfer-config '{}' --gpu-memory-utilization 0.9": [
+    "--kv-transfer-config '{}' --gpu-memory-utilization 1.5": [
         "--kv_transfer_config is refused: prefill and decoding run in one server",
-        "--gpu_memory_utilization is refused: use kv_cache_config.free_gpu_memory_fraction",
+        "kv_cache_config.gpu_memory_utilization = 1.5: must be less than or equal to 1",
     ],
     # SGLang
-    "--mem-fraction 0.7": [
-        "--mem_fraction is refused: use kv_cache_config.free_gpu_memory_fraction",
+    "--mem-fraction 0": [
+        "kv_cache_config.mem_fraction_static = 0: must be",
     ],
     "--enable-dp-attention --disaggregation-mode prefill --lora-paths a=b": [
         "--enable_dp_attention is refused: every device has a part",

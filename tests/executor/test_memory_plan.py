@@ -67,9 +67,39 @@ def model_of(hidden: int, intermediate: int, vocab: int, dtype: torch.dtype) -> 
     return SimpleNamespace(config=config, dtype=dtype, device=on_cuda, num_logits=vocab)
 
 
-def on_a_gpu_with(free: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def on_a_gpu_with(free: int, monkeypatch: pytest.MonkeyPatch, total: int = 0, own: int = 0) -> None:
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, free))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, total or free))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: own)
+
+
+@pytest.mark.parametrize(
+    ("share", "num_pages"),
+    [
+        ({"gpu_memory_utilization": 0.5}, 500 - 300 - 50),
+        ({"gpu_memory_utilization": 1.0}, 400 - 50),  # no more than is free
+        ({"mem_fraction_static": 0.5}, 500 - 300),
+        ({"mem_fraction_static": 0.9}, 400 - 50),
+        ({"free_gpu_memory_fraction": 0.5}, (400 - 50) // 2),
+    ],
+)
+def test_a_neighbours_share_is_of_all_memory_of_the_gpu(
+    monkeypatch: pytest.MonkeyPatch, share: dict[str, float], num_pages: int
+) -> None:
+    """In pages: of 1,000 this process has 300, others have 300, and its rounds will take 50."""
+    args = LlmArgs(model="m", max_num_tokens=64, kv_cache_config=share)
+    model = model_of(8, 8, 8, torch.float32)
+    reserved = 50 * PAGE_BYTES - round_bytes(args, [model])
+    sizes = (each * PAGE_BYTES for each in (400, 1000, 300))
+    on_a_gpu_with(next(sizes), monkeypatch, *sizes)
+    found = plan_num_pages(args, [GROUP], [model], 1 << 16, ROOM, reserved_bytes=reserved)
+    assert found == [num_pages + DUMMY_PAGES]
+
+
+def test_two_shares_are_refused_together() -> None:
+    cache = {"gpu_memory_utilization": 0.9, "free_gpu_memory_fraction": 0.8}
+    with pytest.raises(ValueError, match=r"gpu_memory_utilization = 0\.9 are exclusive"):
+        LlmArgs(model="m", kv_cache_config=cache)
 
 
 @pytest.mark.parametrize(

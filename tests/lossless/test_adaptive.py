@@ -10,7 +10,7 @@ import pytest
 from tests.executor.harness import Harness, ScriptedDrafter, draft_target, output_of, user_provided
 from tests.executor.hooks import before_launch
 from tests.lossless.cases import Case, assert_same, generate
-from tests.lossless.engines import MODES, engine, tiny_engine
+from tests.lossless.engines import DRAFT_MODEL, HEAD, MODES, engine, tiny_engine
 from tests.lossless.oracle import GetOracle
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.building import rounds
@@ -182,6 +182,32 @@ def test_sampled_texts_are_those_of_plain_decoding_while_tiers_change(
         outputs = generate(llm, cases, 5)
         llm.check_integrity()
     for case, output, expected in zip(cases, outputs, plain, strict=True):
+        assert_same(case, output, expected, oracle)
+
+
+@pytest.mark.parametrize(
+    "draft",
+    [None, *(pytest.param(each, marks=pytest.mark.slow) for each in (HEAD, DRAFT_MODEL))],
+)
+def test_sampled_texts_are_those_of_plain_decoding_in_every_tier_of_auto(
+    monkeypatch: pytest.MonkeyPatch,
+    cases: list[Case],
+    plain: list[RequestOutput],
+    oracle: GetOracle,
+    draft: str | None,
+) -> None:
+    monkeypatch.setattr(rounds.RoundTimer, "measure", lambda *_, **__: ROUND_TIMES)
+    spec = {"decoding_type": "AUTO", "speculative_model": draft}
+    with LLM("zoo:llama", max_batch_size=8, speculative_config=spec) as llm:
+        tiers = llm._executor.parts.controller.tiers
+        assert len(tiers) == (8 if draft is None else 9)
+        coming = cycle([*tiers, 0, *reversed(tiers)])
+        llm._executor.parts.tier_for = lambda *_: next(coming)
+        outputs = generate(llm, cases[:4], 3)
+        llm.check_integrity()
+    stats = [each.speculative_decoding or SpeculativeStats() for each in outputs]
+    assert sum(each.num_accepted_tokens for each in stats)
+    for case, output, expected in zip(cases, outputs, plain, strict=False):
         assert_same(case, output, expected, oracle)
 
 

@@ -252,9 +252,7 @@ def world_section(args: LlmArgs) -> dict[str, Any]:
         "scheduling_policy": args.scheduler_config.capacity_scheduler_policy,
         "rounds_overlap": args.why_no_overlap is None,
         # A share of a GPU's memory; a CPU has no such limit.
-        "kv_cache_percentage": None
-        if is_cpu(args.device)
-        else args.kv_cache_config.free_gpu_memory_fraction * 100,
+        "kv_cache_percentage": None if is_cpu(args.device) else args.kv_cache_config.share * 100,
     }
 
 

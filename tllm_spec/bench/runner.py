@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tllm_spec.bench.dataset import BenchRequest
-from tllm_spec.config.llm_args import KvCacheConfig, overlay, read_options
+from tllm_spec.config.engine_config import SHARES, KvCacheConfig
+from tllm_spec.config.llm_args import overlay, read_options
 from tllm_spec.config.option_checks import shown
+from tllm_spec.models.automatic import with_drafter
 from tllm_spec.outputs import RequestOutput
 from tllm_spec.progress import Progress, progress
 from tllm_spec.sampling_params import SamplingParams
@@ -183,7 +185,7 @@ async def _answer(
 
 
 def arguments_of(
-    flags: Mapping[str, Any], yaml_path: Path | None, num_engines: int = 1
+    model: str, flags: Mapping[str, Any], yaml_path: Path | None, num_engines: int = 1
 ) -> dict[str, Any]:
     """Keyword arguments of `LLM`, without the model: those of the command line, over which the file
     takes precedence. Each of several engines on a device takes an equal part of the memory that one
@@ -193,6 +195,8 @@ def arguments_of(
         raise ValueError(
             f"model = {file['model']!r} in {yaml_path}: the command line names the model"
         )
-    part = KvCacheConfig().free_gpu_memory_fraction / num_engines
-    shared = {"kv_cache_config": {"free_gpu_memory_fraction": part}}
-    return overlay(overlay(shared, flags), file)
+    options = overlay(flags, file)
+    if not SHARES & (options.get("kv_cache_config") or {}).keys():
+        part = KvCacheConfig().free_gpu_memory_fraction / num_engines
+        options = overlay(options, {"kv_cache_config": {"free_gpu_memory_fraction": part}})
+    return with_drafter(model, options)

@@ -16,6 +16,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 from uuid import uuid4
 
+from tllm_spec.config.draft_shape import DraftShape
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.config.speculative_config import DecodingBaseConfig
 from tllm_spec.executor.build import BuiltExecutor
@@ -36,6 +37,8 @@ WITHOUT_LIMITS = {
     "max_rejected_rounds": None,
 }
 PLAIN = "plain"
+SIZES_OF_TREE = ("max_draft_len", "dynamic_tree_max_topK", "max_total_draft_tokens")
+TREE_OPTIONS = {"use_dynamic_tree", *SIZES_OF_TREE[1:]}
 
 
 @dataclass(frozen=True)
@@ -86,14 +89,26 @@ class Score:
 
 
 def candidates_of(name: str, spec: DecodingBaseConfig) -> list[Candidate]:
-    """A drafter with its own draft length and with shorter ones; a tree as it is."""
-    own = spec.as_options() | WITHOUT_LIMITS
-    longest = spec.shapes.longest
-    if longest.is_tree:
-        return [Candidate(name, str(longest.name), own)]
-    own.pop("max_total_draft_tokens", None)
+    """A drafter with its own draft length and with shorter ones, and with each tree that it may
+    choose; a tree without `adaptive` as it is."""
+    own, trees = spec.as_options() | WITHOUT_LIMITS, trees_of(spec)
+    if trees and not spec.mixes_trees:
+        return [Candidate(name, str(trees[0].name), own)]
     lengths = sorted({spec.max_draft_len, *(k for k in DRAFT_LENS if k < spec.max_draft_len)})
-    return [Candidate(name, str(k), own | {"max_draft_len": k}) for k in lengths]
+    chain = {key: each for key, each in own.items() if key not in TREE_OPTIONS}
+    found = [Candidate(name, str(k), chain | {"max_draft_len": k}) for k in lengths]
+    for tree in trees:
+        sizes = zip(SIZES_OF_TREE, (tree.depth, tree.topk, tree.num_nodes), strict=True)
+        found.append(Candidate(name, str(tree.name), own | dict(sizes)))
+    return found
+
+
+def trees_of(spec: DecodingBaseConfig) -> list[DraftShape]:
+    """The trees that it may draft; of those without `adaptive` the largest."""
+    shapes = spec.shapes
+    if spec.mixes_trees:
+        return [shapes.of(tier) for tier in shapes.tree_tiers]
+    return [shapes.longest] if shapes.longest.is_tree else []
 
 
 def score(

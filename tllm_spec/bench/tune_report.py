@@ -15,6 +15,7 @@ from tllm_spec.bench.report import format_rows
 from tllm_spec.bench.runner import run_requests, sampling_for
 from tllm_spec.bench.tune import (
     PLAIN,
+    WITHOUT_LIMITS,
     Candidate,
     Score,
     Times,
@@ -22,6 +23,7 @@ from tllm_spec.bench.tune import (
     candidates_of,
     measured_prompt_seconds,
     score,
+    trees_of,
 )
 from tllm_spec.config.config_base import ConfigModel
 from tllm_spec.config.draft_shape import DraftShape
@@ -29,6 +31,7 @@ from tllm_spec.config.llm_args import LlmArgs, overlay, read_options
 from tllm_spec.config.speculative_config import DecodingBaseConfig, speculative_config_from
 from tllm_spec.executor.build import BuiltExecutor, build_executor
 from tllm_spec.llm import LLM
+from tllm_spec.models.automatic import with_drafter
 from tllm_spec.outputs import SpeculativeStats
 from tllm_spec.progress import progress
 from tllm_spec.recording.replay import replay
@@ -115,7 +118,8 @@ def states_of(folder: Path, model: str | None, served_model: str) -> Mapping[str
 def arguments_of(model: str, served: dict[str, Any], path: Path) -> LlmArgs:
     """The arguments of a file for a model, with what else was served."""
     kept = {name: served[name] for name in KEPT if name in served}
-    return LlmArgs.from_kwargs(model, **overlay(kept, read_options(path)))
+    options = with_drafter(model, overlay(kept, read_options(path)))
+    return LlmArgs.from_kwargs(model, **options)
 
 
 def row_of(
@@ -222,12 +226,10 @@ def measured_times(
 ) -> Callable[[str], Times]:
     """Times of a drafter on this machine, by the name of the drafts' shape: of rounds, as an
     adaptive engine measures them at its start, and of recorded prompts."""
-    shapes, longest = candidates_of("", spec), spec.shapes.longest
-    if longest.is_tree:
-        adaptive = adaptive_options([longest.depth], [longest])
-    else:
-        adaptive = adaptive_options([int(each.shape) for each in shapes])
-    built = timed_executor(args, {**(shapes[-1].spec or {}), "adaptive": adaptive})
+    shapes, trees = [each.shape for each in candidates_of("", spec)], trees_of(spec)
+    lengths = [int(shape) for shape in shapes if shape.isdigit()] or [spec.max_draft_len]
+    own = spec.as_options() | WITHOUT_LIMITS
+    built = timed_executor(args, own | {"adaptive": adaptive_options(lengths, trees)})
     controller = built.executor.parts.controller
 
     prompts = {

@@ -212,7 +212,7 @@ def prepared(
     from tllm_spec.config.option_checks import read_yaml
 
     given, refusals = read_flags(flags)
-    arguments = [arguments_of(given, path, len(yaml_paths)) for path in yaml_paths]
+    arguments = [arguments_of(model.path, given, path, len(yaml_paths)) for path in yaml_paths]
     with refused_together(refusals):
         for each in arguments:
             LlmArgs.from_kwargs(model.path, **each)

@@ -264,7 +264,7 @@ def break_even(
     batch_size = sizes["batch_size"]
     flags = {"max_batch_size": batch_size}
     if trees is None:
-        arguments = arguments_of(flags, yaml_path, num_engines=3)
+        arguments = arguments_of(model.path, flags, yaml_path, num_engines=3)
         times, rows = runs.break_even(model.path, arguments, pairs, repeat, **sizes)
         plain, free, drafted = (1e3 * times[name] for name in ("plain", "free", "drafted"))
         click.echo(
@@ -274,7 +274,7 @@ def break_even(
         click.echo(format_rows(SPEEDUPS, rows))
         write_json(report_json, {"round_seconds": times, "speedups": rows})
         return
-    arguments = arguments_of(flags, yaml_path)
+    arguments = arguments_of(model.path, flags, yaml_path)
     if not (spec := arguments.get("speculative_config")):
         raise ValueError("speculative_config is missing: --trees needs the options of a drafter")
     arguments["speculative_config"] = runs.with_trees(spec, trees)

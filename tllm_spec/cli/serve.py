@@ -25,13 +25,14 @@ from tllm_spec.cli.llm_flags import (
     refused_together,
     server_lines,
 )
-from tllm_spec.cli.serve_options import SERVER_NAMES, options_of, server_options, tls_of
-from tllm_spec.cli.version import log_level_option, option, version_option
+from tllm_spec.cli.serve_options import COMMON, SERVER_NAMES, options_of, server_options, tls_of
+from tllm_spec.cli.version import flag, log_level_option, option, version_option
 from tllm_spec.config.config_base import ConfigError
 from tllm_spec.config.llm_args import LlmArgs, with_yaml
 from tllm_spec.config.option_checks import read_yaml
 from tllm_spec.distributed.mpirun import end_mpirun, mpirun_rank, mpirun_size, undo_default_binding
-from tllm_spec.models.draft_kind import check_folders, with_decoding_type
+from tllm_spec.models.automatic import with_drafter
+from tllm_spec.models.draft_kind import check_folders
 from tllm_spec.server.child import ChildSettings, configure_logs, raise_file_limit
 from tllm_spec.server.options import ANY, ServerOptions, hosts_of
 from tllm_spec.server.supervisor import ServeError, Supervisor
@@ -50,11 +51,27 @@ def _model_of(context: click.Context, parameter: click.Parameter, words: tuple[s
     return model
 
 
+class ServeCommand(LlmCommand):
+    """`--help` shows the common options only."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        common = [
+            each
+            for each in self.get_params(ctx)
+            if each.name in COMMON or not each.expose_value  # --version and --help
+        ]
+        records = [each.get_help_record(ctx) for each in common]
+        with formatter.section("Options"):
+            formatter.write_dl([record for record in records if record is not None])
+
+
 @click.command(
-    cls=LlmCommand,
+    cls=ServeCommand,
     context_settings={"show_default": True, "token_normalize_func": either_spelling},
-    epilog="Options may be spelled with - or _. Other options of TensorRT-LLM, vLLM and SGLang are "
-    "accepted where they mean the same here, and refused with the reason otherwise.",
+    epilog="docs/options.md has all other options: of limits, proxies, TLS, traces and weight "
+    "updates. Every argument of LLM is a flag, too, such as --kv_cache_config.dtype fp8. Options "
+    "may be spelled with - or _. Those of TensorRT-LLM, vLLM and SGLang are accepted where they "
+    "mean the same here, and refused with the reason otherwise.",
 )
 @click.argument("model", nargs=-1, required=True, metavar="[serve] MODEL", callback=_model_of)
 @option("--host", str, "Address to listen on.", default="localhost")
@@ -65,11 +82,18 @@ def _model_of(context: click.Context, parameter: click.Parameter, words: tuple[s
     "Model name that requests must give. [default: MODEL, or the name of its folder or file]",
 )
 @llm_options(
-    *("--tokenizer", "--max_batch_size", "--max_num_tokens", "--max_seq_len"),
+    *("--tokenizer", "--tensor_parallel_size", "--max_batch_size", "--max_num_tokens"),
+    "--max_seq_len",
     "--kv_cache_free_gpu_memory_fraction --free_gpu_memory_fraction",
     *("--enable_chunked_prefill", "--record_traffic", "--record_traffic_mib"),
     "--record_hidden_states",
 )
+@flag(
+    "--speculate",
+    "Draft tokens with what there is: MTP modules of the model, --speculative_model, matches in "
+    "the text. The log says which configuration this is. The text does not change.",
+)
+@option("--speculative_model", str, "Folder of a draft model or head of any kind, or a GGUF file.")
 @option(
     "--extra_llm_api_options --config",
     click.Path(dir_okay=False),
@@ -95,12 +119,13 @@ def main(
     API."""
     server, llm_flags = _split(options)
     try:
+        if not server["print_config"]:
+            configure_logs(log_level, server["log_format"])
         flags = read_flags(llm_flags)
         args = read_args(model, flags, extra_llm_api_options)
         checked = options_of(server, host)
         if server["print_config"]:
             return _print_config(context, [*SERVE_NAMES, *server], args, flags.arguments)
-        configure_logs(log_level, server["log_format"])
         _check_mpirun(args.tensor_parallel_size)
         if checked.dp_size > 1 and args.tensor_parallel_size > 1:
             raise ValueError(
@@ -245,7 +270,7 @@ def read_args(model: str, flags: LlmFlags, yaml_path: str | None) -> LlmArgs:
     with refused_together(flags.refusals):
         if yaml_path is not None:
             given = with_yaml(given, yaml_path)
-        args = LlmArgs(**with_decoding_type(given))
+        args = LlmArgs(**with_drafter(given["model"], given))
         if args.skip_tokenizer_init:
             raise ConfigError(
                 ["skip_tokenizer_init = True cannot be served over HTTP: answers are text"]

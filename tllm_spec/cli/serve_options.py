@@ -214,6 +214,16 @@ server_options = together(
 )
 
 
+# The options that most people set, which are all that `--help` shows.
+COMMON = frozenset(
+    (
+        *("host", "port", "served_model_name", "api_key", "speculate", "speculative_model"),
+        *("extra_llm_api_options", "tensor_parallel_size", "dp_size", "tokenizer"),
+        *("max_batch_size", "max_num_tokens", "max_seq_len", "enable_chunked_prefill"),
+        *("kv_cache_free_gpu_memory_fraction", "tool_call_parser", "reasoning_parser"),
+        *("record_traffic", "log_level", "print_config"),
+    )
+)
 SERVER_NAMES = {each.name for each in click.command()(server_options(lambda: None)).params}
 
 

@@ -83,6 +83,8 @@ def _moved(endpoint: str, number: int) -> str:
 
 
 KVCacheType = Literal["auto", "fp8", "model"]
+Share = Annotated[float, Field(gt=0, le=1)]
+SHARES = frozenset(("free_gpu_memory_fraction", "gpu_memory_utilization", "mem_fraction_static"))
 
 
 class KvCacheConfig(ConfigModel):
@@ -94,8 +96,15 @@ class KvCacheConfig(ConfigModel):
     """A page of which only a part matches is copied and used up to there."""
     max_tokens: PositiveInt | None = None
     """Tokens that the cache holds, at most. null: no limit but the memory."""
-    free_gpu_memory_fraction: Annotated[float, Field(gt=0, le=1)] = 0.9
+    free_gpu_memory_fraction: Share = 0.9
     """Share that the cache may take of the GPU memory that is free after loading the models. No
+    effect on a CPU."""
+    gpu_memory_utilization: Share | None = None
+    """Share of all memory of the GPU that the engine takes: weights, cache, activations and graphs.
+    vLLM's, in place of `free_gpu_memory_fraction`. No effect on a CPU."""
+    mem_fraction_static: Share | None = None
+    """Share of all memory of the GPU that weights and cache take; activations and graphs must fit
+    into the rest, or the cache is smaller. SGLang's, in place of `free_gpu_memory_fraction`. No
     effect on a CPU."""
     tokens_per_block: PositiveInt = 32
     """Tokens of one page, a power of two."""
@@ -122,6 +131,23 @@ class KvCacheConfig(ConfigModel):
     null_is_default: ClassVar[frozenset[str]] = frozenset(
         ("free_gpu_memory_fraction", "host_cache_size")
     )
+
+    @property
+    def share(self) -> float:
+        """The one that is given, or the default of the first."""
+        return (
+            self.gpu_memory_utilization
+            or self.mem_fraction_static
+            or (self.free_gpu_memory_fraction)
+        )
+
+    @check
+    def _check_share(self) -> Iterator[str]:
+        given = {name: getattr(self, name) for name in sorted(SHARES & self.model_fields_set)}
+        given = {name: share for name, share in given.items() if share is not None}
+        if len(given) > 1:
+            named = " and ".join(f"{name} = {share}" for name, share in given.items())
+            yield f"{named} are exclusive: each says how large the cache is"
 
     @check
     def _check_host_cache(self) -> Iterator[str]:

@@ -25,6 +25,7 @@ from tllm_spec.config.engine_config import CudaGraphConfig as CudaGraphConfig
 from tllm_spec.config.engine_config import KvCacheConfig as KvCacheConfig
 from tllm_spec.config.engine_config import SchedulerConfig
 from tllm_spec.config.neighbours import (
+    AUTO,
     LLM_IGNORED,
     LLM_RENAMED,
     OTHER_ATTENTION,
@@ -159,7 +160,7 @@ class LlmArgs(ConfigModel):
     """`auto` captures the prefill of short prompts, too, where attention can be captured
     (FLASHINFER on Hopper)."""
     speculative_config: SpeculativeConfig | None = None
-    """How drafts are made. null: plain decoding."""
+    """How drafts are made. null: plain decoding. `auto`: as `decoding_type: AUTO`."""
 
     renamed: ClassVar[Mapping[str, Renamed]] = LLM_RENAMED
     ignored: ClassVar[Ignored] = LLM_IGNORED
@@ -167,6 +168,12 @@ class LlmArgs(ConfigModel):
     def __init__(self, /, **options: Any) -> None:
         check_keys(options)
         super().__init__(**options)
+
+    @classmethod
+    def with_our_names(cls, options: Mapping[str, Any]) -> dict[str, Any]:
+        if options.get("speculative_config") == AUTO.lower():
+            options = {**options, "speculative_config": {"decoding_type": AUTO}}
+        return super().with_our_names(options)
 
     @field_validator("max_batch_size", "max_num_tokens", mode="before")
     @classmethod

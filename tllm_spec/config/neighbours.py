@@ -33,6 +33,8 @@ NUM_NODES = "speculative_num_draft_tokens"  # SGLang counts the root, too
 NUM_CHILDREN = "speculative_eagle_topk"
 ADAPTIVE, ADAPTIVE_FILE = "speculative_adaptive", "speculative_adaptive_config"
 
+AUTO = "AUTO"  # the decoding type that the engine chooses
+
 # Decoding types by the methods of vLLM and the algorithms of SGLang.
 DECODING_TYPES: Mapping[object, object] = {
     "deepseek_mtp": "MTP",
@@ -67,6 +69,7 @@ def _schedule(ranges: Any) -> Any:
 
 
 SPECULATIVE_RENAMED: Mapping[str, Renamed] = {
+    "speculate": Renamed("decoding_type", _by_name({True: AUTO, False: None})),
     # TensorRT-LLM
     "speculative_model_dir": Renamed("speculative_model"),
     "num_nextn_predict_layers": Renamed("max_draft_len"),
@@ -145,6 +148,7 @@ LLM_RENAMED: Mapping[str, Renamed] = {
     "block_size": Renamed("kv_cache_config.tokens_per_block"),
     "enable_prefix_caching": Renamed(_REUSE),
     "enforce_eager": Renamed("cuda_graph_config", _by_name({True: None, False: {}})),
+    "gpu_memory_utilization": Renamed("kv_cache_config.gpu_memory_utilization"),
     "kv_events_config": Renamed("kv_cache_config.kv_events_config"),
     "mamba_ssm_cache_dtype": Renamed("kv_cache_config.mamba_ssm_cache_dtype"),
     "max_model_len": Renamed("max_seq_len"),
@@ -165,6 +169,9 @@ LLM_RENAMED: Mapping[str, Renamed] = {
     "enable_deterministic_inference": Renamed("deterministic"),
     "enable_memory_saver": Renamed("enable_sleep_mode"),
     "grammar_backend": Renamed("guided_decoding_backend"),
+    **dict.fromkeys(
+        ("mem_fraction", "mem_fraction_static"), Renamed("kv_cache_config.mem_fraction_static")
+    ),
     "mamba_ssm_dtype": Renamed("kv_cache_config.mamba_ssm_cache_dtype"),
     "max_running_requests": Renamed("max_batch_size"),
     "max_total_tokens": Renamed("kv_cache_config.max_tokens"),
@@ -177,7 +184,10 @@ LLM_RENAMED: Mapping[str, Renamed] = {
         if name.startswith("speculative_") and name != "speculative_model_dir"
     },
     ADAPTIVE: Renamed(f"{_SPECULATIVE}.{ADAPTIVE}", _by_name({True: "newest"})),
-    "speculative_token_map": Renamed(f"{_SPECULATIVE}.speculative_token_map"),
+    **{
+        name: Renamed(f"{_SPECULATIVE}.{name}")
+        for name in ("speculate", "speculative_model", "speculative_token_map")
+    },
 }
 # vLLM's flags of one hyphen.
 SHORT_FLAGS: Mapping[str, str] = {
@@ -391,7 +401,6 @@ _NO_QUANTISING = (
     "nothing to set (docs/quantization.md)"
 )
 _LAYERS_SAY = "config.json says which tokens a layer sees"
-_MEMORY = "use kv_cache_config.free_gpu_memory_fraction (of what is free once models are loaded)"
 # Why there is no such option. A name of several words stands for all names that have these words,
 # one after the other; the first that fits is taken.
 ABSENT: Mapping[str, str] = {
@@ -436,8 +445,6 @@ ABSENT: Mapping[str, str] = {
     "disable_by_batch_size": "use max_concurrency",
     "rejection_sample_method": "use synthetic_acceptance_rates for benchmarks, or "
     "use_rejection_sampling",
-    "gpu_memory_utilization": _MEMORY,
-    "mem_fraction": _MEMORY,
     "enable_expert_parallel": "use moe_expert_parallel_size",
     "chunked_prefill_size": "use enable_chunked_prefill: true and max_num_tokens",
     "max_prefill_tokens": "use max_num_tokens",

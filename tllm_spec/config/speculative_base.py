@@ -67,8 +67,8 @@ class DecodingBaseConfig(ConfigModel):
 
     decoding_type: str
     """Where drafts come from: `NGram`, `SA`, `Draft_Target`, `PARD`, `Eagle`, `Eagle3`, `DFlash`,
-    `DSpark`, `MTP` or `User_Provided`. It may be left out where `speculative_model` is there: the
-    JSON of its folder says what it is."""
+    `DSpark`, `MTP`, `User_Provided`, or `AUTO`, which chooses all options. It may be left out where
+    `speculative_model` is there: the JSON of its folder says what it is."""
     max_draft_len: PositiveInt
     """Draft tokens of a request in one round, at most. With `adaptive` or a schedule it is the
     longest length that may be chosen."""

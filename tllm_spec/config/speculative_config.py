@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     BeforeValidator,
+    ConfigDict,
     Field,
     NonNegativeInt,
     PositiveInt,
@@ -18,7 +19,7 @@ from pydantic import (
     field_validator,
 )
 
-from tllm_spec.config.config_base import ConfigError, PathText, check
+from tllm_spec.config.config_base import ConfigError, ConfigModel, PathText, check
 from tllm_spec.config.draft_tree_config import DraftTreeDecodingConfig
 from tllm_spec.config.draft_tree_config import NGramDecodingConfig as NGramDecodingConfig
 from tllm_spec.config.draft_tree_config import SAEnhancerConfig as SAEnhancerConfig
@@ -266,6 +267,19 @@ class SADecodingConfig(GlobalPoolConfig, DecodingBaseConfig):
         return TextSearch(max_match, num_shared=self.num_shared(max_batch_size), corpus=self.corpus)
 
 
+class AutoDecodingConfig(ConfigModel):
+    """The engine chooses all options of `speculative_config`: docs/auto.md says how. Those that
+    are given next to it replace what it chooses."""
+
+    model_config = ConfigDict(extra="allow", frozen=True, use_attribute_docstrings=True)
+
+    decoding_type: Literal["AUTO"] = "AUTO"
+    """The engine chooses. In TensorRT-LLM it means NGram with drafts by the batch size."""
+    speculative_model: PathText | None = None
+    """Folder of a draft model or head of any kind. null: MTP modules of the target, where it has
+    them, or else matches in the text."""
+
+
 CONFIG_OF_TYPE: Mapping[str, type[DecodingBaseConfig]] = {
     "NGram": NGramDecodingConfig,
     "Draft_Target": DraftTargetDecodingConfig,
@@ -285,11 +299,11 @@ NAMES_OF_TYPE = {
     name: row for name, row in DecodingBaseConfig.renamed.items() if row.path == "decoding_type"
 }
 TYPES_SERVED = (
-    "accepted: NGram, Draft_Target, DFlash, DSpark, Eagle, Eagle3, MTP, PARD, SA, User_Provided"
+    "accepted: AUTO, NGram, Draft_Target, DFlash, DSpark, Eagle, Eagle3, MTP, PARD, SA, "
+    "User_Provided"
 )
 # TensorRT-LLM's other decoding types, with the classes that have them.
 TYPES_NOT_SERVED: Mapping[str, str] = {
-    "AUTO": "AutoDecodingConfig",
     "Lookahead": "LookaheadDecodingConfig",
     "Medusa": "MedusaDecodingConfig",
     "SaveState": "SaveHiddenStatesDecodingConfig",

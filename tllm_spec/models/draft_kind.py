@@ -6,8 +6,6 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from tllm_spec.config.neighbours import SPECULATIVE_RENAMED
-from tllm_spec.config.option_checks import name_here
 from tllm_spec.models.config_file import read_config, read_json
 from tllm_spec.zoo.registry import resolve_model
 
@@ -127,34 +125,13 @@ def check_folders(model: str, draft: str | None, decoding_type: str) -> None:
         folder = resolve_model(draft)
     except ValueError as error:
         raise ValueError(f"speculative_config.speculative_model: {error}") from None
-    config, names = read_config(folder), _names_in(folder)
+    config, names = read_config(folder), names_in(folder)
     if names is not None:
         kind = kind_by(config, lambda: names)
         check_kind(draft, kind, config, ACCEPTED[decoding_type])
 
 
-def with_decoding_type(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of `LLM`: where `speculative_config` has draft weights and no decoding type, as
-    vLLM takes it, the type is what the JSON of their folder says."""
-    spec = options.get("speculative_config")
-    if not isinstance(spec, Mapping):
-        return dict(options)
-    named = {name_here(str(name), SPECULATIVE_RENAMED): value for name, value in spec.items()}
-    draft = named.get("speculative_model")
-    if "decoding_type" in named or not isinstance(draft, str):
-        return dict(options)
-    try:
-        folder = resolve_model(draft)
-        config = read_config(folder)
-    except ValueError:
-        return dict(options)  # to be refused without a type
-    kind = kind_by(config, lambda: _names_in(folder) or ())
-    usual = "PARD" if "pard_token" in config else "Draft_Target"
-    found = "MTP" if is_exported(config) else TYPES[kind] if kind else usual
-    return {**options, "speculative_config": {**spec, "decoding_type": found}}
-
-
-def _names_in(folder: Path) -> list[str] | None:
+def names_in(folder: Path) -> list[str] | None:
     """The names of the tensors by headers of safetensors; None where these do not say."""
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     try:

@@ -1,0 +1,131 @@
+"""The drafter of a configuration that leaves it to the engine.
+
+Without a `decoding_type` the JSON of the draft weights' folder says what they are. `AUTO` also
+chooses all other options of `speculative_config`: from the weights that there are follow the
+drafter and what rounds may have, and the adaptive cost model chooses among that as it runs. None of
+these options changes a text."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tllm_spec.config.neighbours import AUTO, SPECULATIVE_RENAMED
+from tllm_spec.config.option_checks import with_our_names
+from tllm_spec.config.speculative_config import AutoDecodingConfig
+from tllm_spec.models.config_file import read_config
+from tllm_spec.models.draft_kind import TYPES, is_exported, kind_by, names_in
+from tllm_spec.zoo.registry import resolve_model
+
+logger = logging.getLogger(__name__)
+
+MAX_CHAIN = 7
+# Drafts that cost little more the more there are: matches, and those of one forward.
+MAX_CHEAP_CHAIN = 15
+# Steps, children of a node, and drafts. In larger batches their rows are better spent on requests.
+TREES = ((3, 4, 8), (5, 4, 16), (5, 8, 31))
+MAX_TREE_BATCH = 8
+STEPS = (0, 1, 2, 3, 5, 7, 10, 15)
+
+
+def with_drafter(model: object, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of `LLM` in which the decoding type is one that drafts. `AUTO` is logged as the
+    YAML that it stands for. Raises ValueError if `AUTO` cannot read the folders."""
+    spec = options.get("speculative_config")
+    if isinstance(spec, AutoDecodingConfig):
+        spec = {"decoding_type": AUTO, **spec.as_options()}
+    elif spec == AUTO.lower():
+        spec = {"decoding_type": AUTO}
+    if not isinstance(spec, Mapping):
+        return dict(options)
+    try:
+        named = with_our_names(spec, SPECULATIVE_RENAMED)
+    except ValueError:
+        return dict(options)  # to be refused for the same reason
+    draft, given = named.pop("speculative_model", None), named.pop("decoding_type", None)
+    if isinstance(given, str) and given.upper() == AUTO:
+        spec = _chosen(str(model), draft) | named
+        logger.info("AUTO stands for this configuration:\n%s", as_yaml(spec).rstrip())
+    elif given is None and isinstance(draft, str):
+        try:
+            spec = {**spec, "decoding_type": _type_of(resolve_model(draft))}
+        except ValueError:
+            return dict(options)  # to be refused without a type
+    return {**options, "speculative_config": spec}
+
+
+def as_yaml(spec: Mapping[str, Any]) -> str:
+    """A file of options that has these."""
+    tree = {"speculative_config": dict(spec)}
+    return yaml.safe_dump(tree, sort_keys=False, default_flow_style=None, width=100)
+
+
+def _type_of(folder: Path) -> str:
+    """The decoding type of draft weights. Raises ValueError for an unreadable configuration."""
+    config = read_config(folder)
+    if is_exported(config):
+        return "MTP"
+    kind = kind_by(config, lambda: names_in(folder) or ())
+    if kind is not None:
+        return TYPES[kind]
+    return "PARD" if "pard_token" in config else "Draft_Target"
+
+
+def _chosen(model: str, draft: object) -> dict[str, Any]:
+    """What `AUTO` takes for a target and draft weights. Raises ValueError as `resolve_model`."""
+    target = resolve_model(model)
+    if draft is None and not _has_modules(target):
+        adaptive = {"candidate_steps": list(STEPS)}
+        return {"decoding_type": "SA", "max_draft_len": MAX_CHEAP_CHAIN, "adaptive": adaptive}
+    if draft is None:
+        kind, config, weights = "MTP", read_config(target), {}
+    else:
+        try:
+            folder = resolve_model(str(draft))
+            kind, config = _type_of(folder), read_config(folder)
+        except ValueError as error:
+            raise ValueError(f"speculative_config.speculative_model: {error}") from None
+        weights = {"speculative_model": str(draft)}
+    if kind == "Draft_Target":
+        weights["draft_target_one_model"] = True
+    most = MAX_CHAIN
+    if kind == "DFlash":
+        most = min(MAX_CHEAP_CHAIN, int(config.get("block_size") or 16) - 1)
+    _, topk, num_nodes = TREES[-1]
+    return {
+        "decoding_type": kind,
+        **weights,
+        "max_draft_len": most,
+        "use_dynamic_tree": True,
+        "dynamic_tree_max_topK": topk,
+        "max_total_draft_tokens": num_nodes,
+        "sa_config": {},
+        "adaptive": _adaptive(most),
+    }
+
+
+def _adaptive(most: int) -> dict[int, Any]:
+    steps = [length for length in STEPS if length <= most]
+    names = "max_draft_len", "dynamic_tree_max_topK", "max_total_draft_tokens"
+    trees = [dict(zip(names, tree, strict=True)) for tree in TREES if tree[0] <= most]
+    return {
+        1: {"candidate_steps": steps, "candidate_trees": trees},
+        MAX_TREE_BATCH + 1: {"candidate_steps": [*steps], "candidate_trees": []},
+    }
+
+
+def _has_modules(target: Path) -> bool:
+    """Whether the checkpoint has MTP modules: config.json tells of them, and the weights, where
+    their names are known, have them."""
+    config = read_config(target)
+    flat = {**config, **(config.get("text_config") or {})}
+    number = flat.get("num_nextn_predict_layers", flat.get("mtp_num_hidden_layers"))
+    names = names_in(target)
+    if number is None:  # older files of Qwen3-Next
+        return names is not None and "mtp.fc.weight" in names
+    prefixes = ("mtp.", f"model.layers.{flat['num_hidden_layers']}.")
+    return bool(number) and (names is None or any(name.startswith(prefixes) for name in names))
