@@ -46,15 +46,15 @@ from tllm_spec.zoo.quantise import quantise as quantise_int4
 SIZES: dict[str, Any] = {
     "hidden_size": 160,
     "intermediate_size": 288,
-    "moe_intermediate_size": 96,
-    "shared_expert_intermediate_size": 96,
+    "moe_intermediate_size": 160,
+    "shared_expert_intermediate_size": 160,
     "num_hidden_layers": 3,
     "layer_types": [LINEAR, FULL, LINEAR],
     "linear_key_head_dim": 24,
     "linear_value_head_dim": 40,
 }
 TENSORS = "model.safetensors"
-TOKENS = random_tokens(MAX_POSITIONS, seed=3)
+TOKENS = random_tokens(MAX_POSITIONS, seed=4)
 Quantise = Callable[..., dict[str, torch.Tensor]]
 FORMATS: dict[str, Quantise] = {
     "fp8 blocks": partial(quantise_fp8, granularity="deepseek"),
