@@ -40,9 +40,9 @@ class StagedWeights:
 
     folder: str
     pairs: Sequence[Pair]
-    part: Part = "target"
     memory: SleepingMemory | None = None
     """Has the new tensors, if they are locked in host memory."""
+    part: Part = "target"
 
 
 class LoadedWeights:
@@ -79,7 +79,7 @@ class LoadedWeights:
             if sizes := _other_sizes(self.folder, folder):
                 reason = f"the weights do not fit: {sizes} ({reason}); train with --init"
             raise ValueError(reason) from error
-        return StagedWeights(folder, pairs, *part, memory=memory)
+        return StagedWeights(folder, pairs, memory, *part)
 
     def stage_together(self, folder: str, *part: Part) -> StagedWeights:
         """Stages on all ranks between the same two rounds, which wait. Raises ValueError on every

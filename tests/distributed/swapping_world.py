@@ -56,7 +56,12 @@ def main() -> None:
     llm.pause("retract")
     told = llm.update_weights(target, "b")
     llm.resume()
-    print("updated", json.dumps([told["version"], outputs(llm)[0]]), flush=True)
+    texts = outputs(llm)[0]
+    llm.sleep()
+    llm.wake_up(["kv_cache"])
+    llm.wake_up()
+    assert outputs(llm)[0] == texts
+    print("updated", json.dumps([told["version"], texts]), flush=True)
     llm.check_integrity()
     llm.shutdown()
 

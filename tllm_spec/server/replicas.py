@@ -141,10 +141,8 @@ class Swaps:
         run, or ends before all have replaced their weights."""
         engines = self._running()
         if len(engines) < self._num_engines:
-            raise RuntimeError(
-                f"an engine is being started; {self._part} weights are replaced in all engines or "
-                "in none"
-            )
+            why = f"{self._part} weights are replaced in all engines or in none"
+            raise RuntimeError(f"an engine is being started; {why}")
         try:
             staged = _in_all(engines, stage)
             self._in_force.write(replace(served, last=new.last))
