@@ -17,6 +17,7 @@ from tests.executor.harness import Harness
 from tests.executor.test_draft_weights import copy_of
 from tests.models.mtp_reference import save_predictable
 from tllm_spec.llm import LLM
+from tllm_spec.models.formats import weight_format
 from tllm_spec.outputs import WeightVersion
 from tllm_spec.recording.traffic_folder import read_records
 from tllm_spec.request_handle import RequestHandle
@@ -79,6 +80,16 @@ def test_an_updated_engine_answers_as_a_new_one_and_back(name: str, other: str) 
     assert run(harness) == run(Harness(other, **options)) != first
     replaced(harness, str(resolve_model(A)))
     assert run(harness) == first
+
+
+def test_copies_in_the_layout_of_onednn_are_replaced_too(
+    other: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weight_format, "MIN_PACKED_ELEMENTS", 1)
+    harness = Harness(A)
+    first = run(harness)
+    replaced(harness, other)
+    assert run(harness) == run(Harness(other)) != first
 
 
 def with_modules(folder: Path) -> Harness:
