@@ -71,7 +71,7 @@ def follower_of(llm: LLM, folder: Path, options: Options) -> Follower:
         unroll=DRAFT_LEN,
         steps=options.more.head_steps,
         batch_tokens=None,
-        learning_rate=None,
+        learning_rate=5e-4,
         resume=False,
         dtype="float32",
         device=options.device,

@@ -118,6 +118,8 @@ def _locked(pairs: Iterable[Pair]) -> SleepingMemory | None:
 
 def _check_finite(tensors: Iterable[torch.Tensor]) -> None:
     for each in tensors:
+        if each.is_mkldnn:  # a copy of another one, in oneDNN's layout
+            continue
         # A type of 8 bits has no such test.
         tested = each.half() if each.element_size() == 1 else each
         if each.is_floating_point() and each.numel() and not _ends(tested).isfinite().all():

@@ -19,6 +19,7 @@ from tests.models.fp8_checkpoint import keeping_fp8, quantise
 from tests.models.mtp_reference import save_predictable
 from tllm_spec.executor.weight_swap import StagedWeights
 from tllm_spec.llm import LLM
+from tllm_spec.models.formats import weight_format
 from tllm_spec.models.formats.weight_format import CudaWeight
 from tllm_spec.models.registry import load_model
 from tllm_spec.outputs import WeightVersion
@@ -84,6 +85,16 @@ def test_an_updated_engine_answers_as_a_new_one_and_back(name: str, other: str) 
     assert run(harness) == run(Harness(other, **options)) != first
     replaced(harness, str(resolve_model(A)))
     assert run(harness) == first
+
+
+def test_copies_in_the_layout_of_onednn_are_replaced_too(
+    other: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weight_format, "MIN_PACKED_ELEMENTS", 1)
+    harness = Harness(A)
+    first = run(harness)
+    replaced(harness, other)
+    assert run(harness) == run(Harness(other)) != first
 
 
 def with_modules(folder: Path) -> Harness:

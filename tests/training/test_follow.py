@@ -125,7 +125,7 @@ def test_a_server_serves_the_head_that_follows_it(tmp_path: Path) -> None:
 
         def completed() -> list[str]:
             prompts = [f"{number} = " for number in range(24)]
-            body = {"model": MODEL, "prompt": prompts, "max_tokens": 30, "store": True}
+            body = {"model": MODEL, "prompt": prompts, "max_tokens": 30, "temperature": 0}
             headers, url = {"Authorization": f"Bearer {key}"}, f"{server.url}/v1/completions"
             answer = httpx.post(url, json=body, headers=headers, timeout=SECONDS)
             return [each["text"] for each in answer.json()["choices"]]

@@ -73,7 +73,7 @@ def follow(
 
     def swap(folder: Path) -> None:
         if url is not None:
-            print(f"Served: {_swapped(url, key, folder)}", flush=True)
+            _swap_over_http(url, key, folder)
 
     follower, number = Follower(options, swap, newest), 0
     while turns is None or number < turns:
@@ -82,15 +82,15 @@ def follow(
         number += 1
 
 
-def _swapped(url: str, key: str | None, folder: Path) -> str:
-    """The held-out loss has judged the head, so nothing is replayed."""
+def _swap_over_http(url: str, key: str | None, folder: Path) -> None:
+    """The held-out loss has judged the head, so nothing is replayed. What the server refuses is a
+    warning: it serves the head before."""
     body = json.dumps({"folder": str(folder.resolve()), "force": True}).encode()
     headers = {"Content-Type": "application/json"}
     headers |= {} if key is None else {"Authorization": f"Bearer {key}"}
     request = Request(f"{url.rstrip('/')}/draft_model", body, headers)
     try:
         with urlopen(request, timeout=SWAP_SECONDS) as answer:
-            return str(answer.read().decode())
+            print(f"Served: {answer.read().decode()}", flush=True)
     except HTTPError as error:
         print(f"Warning: not served: {error.read().decode()}", file=sys.stderr)
-        return "the head before"
