@@ -84,7 +84,7 @@ def time_rounds(plan: BuildPlan, runner: RoundRunner, sizes: Sequence[int]) -> R
     """How long rounds take with each draft length that the controller may ask for; None if it does
     not compare times. sizes: batch sizes of CUDA graphs. Where an option names a file, the times
     are read from it, or written there if there is none. Raises ValueError for another file."""
-    controller, given = plan.controller(), plan.spec and plan.spec.round_times_path
+    controller, given = plan.controller(), plan.spec.round_times_path if plan.spec else None
     if not controller.compares_times:
         return None
     file = None if given is None else Path(given)

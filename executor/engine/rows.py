@@ -16,6 +16,7 @@ from tllm_spec.attention.interface import (
     AttentionMetadata,
     AttentionPlan,
     GroupAttention,
+    HeadsBackend,
     slots_of,
 )
 from tllm_spec.attention.recurrent import RecurrentMemory, RecurrentRows
@@ -341,11 +342,11 @@ class AttentionGroups:
                 metadata, token_ids = rows.build(contexts, windows)
                 if self._sees is not None:
                     metadata = self._sees.cut(metadata, rows.page_size)
-            own = metadata
-            if mask is not None and group.backend.geometry.span is not None:
+            own, backend = metadata, group.backend
+            if mask is not None and isinstance(backend, HeadsBackend) and backend.geometry.span:
                 own = replace(metadata, tree=mask)
-            plan = AttentionPlan(metadata.kv_slots) if only_writes else group.backend.plan(own)
-            planned.append((group.backend, plan))
+            plan = AttentionPlan(metadata.kv_slots) if only_writes else backend.plan(own)
+            planned.append((backend, plan))
         recurrent = None
         if self.memory is not None:
             recurrent = self._recurrent(self.memory, contexts, windows)

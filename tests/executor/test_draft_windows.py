@@ -136,11 +136,29 @@ def test_a_sink_is_instead_of_the_window_of_the_config(tiny: Path, tmp_path: Pat
     assert served(tiny, **eagle3(with_window, 3, **own)) == served(tiny, **eagle3(without, 3))
 
 
-def test_a_dflash_head_refuses_a_window(tiny: Path, tmp_path: Path) -> None:
-    options = {"decoding_type": "DFlash", "max_draft_len": 3, "draft_window_size": SIZE}
-    head = {"speculative_model": str(write_tiny_dflash(tmp_path))}
-    with pytest.raises(ValueError, match="draft_window_size = 4 is refused: a DFlash head"):
-        Harness(tiny, speculative_config=options | head)
+def test_a_dflash_head_takes_a_window_unless_only_some_layers_have_one(
+    tiny: Path, tmp_path: Path
+) -> None:
+    all_slide = {"layer_types": ["sliding_attention"] * 2, "sliding_window_non_causal": True}
+    drafts = []
+    for own, options in (
+        ({**all_slide, "sliding_window": SIZE}, {}),
+        ({}, {"draft_window_size": SIZE}),
+        ({}, {}),
+    ):
+        head = write_tiny_dflash(tmp_path, **own)
+        spec = {"decoding_type": "DFlash", "max_draft_len": 3, "speculative_model": str(head)}
+        harness = Harness(tiny, speculative_config=spec | options, disable_overlap_scheduler=True)
+        request, seen = harness.submit([3, 14, 15, 9, 26, 5, 35], 12), []
+        while harness.round():
+            seen.append(harness.parts.slots.window[request.slot or 0].tolist())
+        drafts.append(seen)
+    assert drafts[0] == drafts[1] != drafts[2]
+    mixed = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
+    head = write_tiny_dflash(tmp_path, **mixed)
+    spec |= {"speculative_model": str(head), "draft_window_size": SIZE}
+    with pytest.raises(ValueError, match="draft_window_size = 4 is refused: some layers have a w"):
+        Harness(tiny, speculative_config=spec)
 
 
 @pytest.mark.parametrize(

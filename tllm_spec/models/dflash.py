@@ -371,6 +371,7 @@ class DFlashHead(DraftHead):
         total = self.embedding.forward(input_ids)
         if self.config.conv is not None:
             for layer in self.layers:
+                assert isinstance(layer, ConvLayer)
                 total = layer.fill_in(total, rotary, context, step)
             assert context.wanted is not None
             return self.norm.forward(gather_rows(total, context.wanted))

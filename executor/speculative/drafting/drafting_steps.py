@@ -164,8 +164,10 @@ class DraftSteps:
         them. A network that drafts all tokens at once has the states of all steps, `[S * N, H]`:
         those of all first drafts, then those of all second ones, and so on. In a tree a step's
         candidates are then the same after every path."""
+        newest = None
+        if self._net.block is not None:
+            newest = gather_rows(self._slots.window[:, 0], group.slots)
         if shape.is_tree:
-            newest = self._newest(group)
             growth = _Growth(self._net, self._sampling, group, kv_lens, shape.topk, bound, newest)
             if self._net.masks is not None:
                 growth.states = torch.split(states, len(kv_lens))
@@ -173,7 +175,7 @@ class DraftSteps:
             draft = self._draft_static if shape.choices else self._draft_dynamic
             drafts: Drafts = draft(growth, shape, states)
         else:
-            drafts = self._draft_chain(group, shape, kv_lens, states, bound)
+            drafts = self._draft_chain(group, shape, kv_lens, states, bound, newest)
         return drafts if self._choice is None else self._choice.choose(drafts, group, shape)
 
     def probs(self, group: RowGroup) -> torch.Tensor | None:
@@ -190,12 +192,13 @@ class DraftSteps:
         kv_lens: torch.Tensor,
         states: torch.Tensor,
         bound: int,
+        previous: torch.Tensor | None,
     ) -> Drafts:
         net, positions, slots = self._net, self._slots.positions(kv_lens, shape.depth), group.slots
         logits, at_once = net.compute_logits(states), net.masks is not None
         of_step = torch.split(logits, len(slots)) if at_once else (logits,)
         of_row = torch.split(states, len(slots))
-        previous, memory = self._newest(group), None
+        memory: torch.Tensor | None = None
         tokens, likely = list[torch.Tensor](), list[torch.Tensor]()
         for step in range(shape.depth):
             if step and not at_once:
@@ -207,12 +210,12 @@ class DraftSteps:
                 logits = net.compute_logits(states)
             else:
                 logits = of_step[step]
-            if net.correction is not None:
+            if net.correction is not None and previous is not None:
                 logits, memory = net.correction.forward(logits, of_row[step], previous, memory)
             if self._slots.values is not None:
                 best = self._sampling.best(group, logits, positions[1 + step], 1)
                 chance, token = (each.squeeze(1) for each in best)
-                if net.confidence is not None:
+                if net.confidence is not None and previous is not None:
                     chance = net.confidence.forward(of_row[step], previous, step)
                 likely.append(chance)
                 probs = None
@@ -225,10 +228,6 @@ class DraftSteps:
                 self._probs[slots, step] = probs
         chances = torch.stack(likely, dim=1) if likely else None
         return Drafts(torch.stack(tokens, dim=1), likely=chances)
-
-    def _newest(self, group: RowGroup) -> torch.Tensor:
-        """The tokens before the first drafts, `[N]`."""
-        return gather_rows(self._slots.window[:, 0], group.slots)
 
     def _draft_dynamic(
         self, growth: "_Growth", shape: DraftShape, state: torch.Tensor
@@ -281,9 +280,9 @@ class DraftSteps:
 @dataclass
 class _Growth:
     """What the steps of one round's trees share: N requests, with their lengths kv_lens `[N]`.
-    `previous`: the tokens before the next candidates, one for each row; `memory`: of the correction
-    of their logits. `states`: of each step, `[N, H]`, where they are known before; None: each is
-    read."""
+    `previous`: the tokens before the next candidates, one for each row, of a network that fills in
+    blocks; `memory`: of the correction of their logits. `states`: of each step, `[N, H]`, where
+    they are known before; None: each is read."""
 
     net: DraftNet
     sampling: DraftSampling
@@ -291,7 +290,7 @@ class _Growth:
     kv_lens: torch.Tensor
     topk: int
     bound: int
-    previous: torch.Tensor
+    previous: torch.Tensor | None
     memory: torch.Tensor | None = None
     states: Sequence[torch.Tensor] | None = None
 
@@ -304,7 +303,7 @@ class _Growth:
         """The best next tokens after each row and their probabilities, `[N * n, K]`, best first.
         state `[N * n, H]`: after `step` drafts."""
         logits = self.net.compute_logits(state)
-        if (correction := self.net.correction) is not None:
+        if (correction := self.net.correction) is not None and self.previous is not None:
             logits, self.memory = correction.forward(logits, state, self.previous, self.memory)
         return self.sampling.best(self.group, logits, self.kv_lens + (1 + step), self.topk)
 
