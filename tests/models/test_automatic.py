@@ -60,6 +60,8 @@ def test_folders_of_other_kinds_are_told_apart(tmp_path: Path) -> None:
     dflash = write_tiny_dflash(tmp_path / "dflash", block_size=4)
     assert (found := chosen(auto(dflash))).decoding_type == "DFlash"
     assert found.max_draft_len == 3 and found.shapes.longest.depth == 3
+    short = write_tiny_dflash(tmp_path / "short", block_size=2)
+    assert chosen(auto(short)).shapes.longest.name == "1"
     pard = write_tiny_llama(tmp_path / "pard")
     config = json.loads((pard / "config.json").read_text()) | {"pard_token": 5}
     (pard / "config.json").write_text(json.dumps(config))
