@@ -11,7 +11,7 @@ import pytest
 from tests.executor.tiny_llama import write_tiny_llama
 from tests.models.tiny_dflash import write_tiny_dflash
 from tests.models.tiny_eagle3 import write_tiny_eagle3
-from tllm_spec import AutoDecodingConfig
+from tllm_spec import AutoDecodingConfig, SAEnhancerConfig
 from tllm_spec.cli.serve import read_command_line
 from tllm_spec.config.llm_args import LlmArgs, read_options
 from tllm_spec.config.speculative_config import DecodingBaseConfig
@@ -109,6 +109,13 @@ def test_an_option_next_to_it_replaces_what_it_chooses() -> None:
     flags = ["zoo:llama", "--speculate", "--speculative_config.max_concurrency", "3"]
     spec = read_command_line(flags, []).args.speculative_config
     assert spec is not None and (spec.decoding_type, spec.max_concurrency) == ("SA", 3)
+
+
+def test_options_may_be_objects() -> None:
+    config = chosen(AutoDecodingConfig(speculative_model=HEAD, sa_config=SAEnhancerConfig()))
+    assert config == chosen(auto(HEAD))
+    with pytest.raises(ValueError, match="speculative_config: object has no plain form"):
+        chosen(auto(HEAD) | {"max_concurrency": object()})
 
 
 def test_weights_that_cannot_be_read_are_named() -> None:

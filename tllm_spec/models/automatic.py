@@ -14,6 +14,7 @@ from typing import Any
 
 import yaml
 
+from tllm_spec.config.config_base import plain
 from tllm_spec.config.neighbours import AUTO, SPECULATIVE_RENAMED
 from tllm_spec.config.option_checks import with_our_names
 from tllm_spec.config.speculative_config import AutoDecodingConfig
@@ -50,7 +51,10 @@ def with_drafter(model: object, options: Mapping[str, Any]) -> dict[str, Any]:
         return dict(options)  # to be refused for the same reason
     draft, given = named.pop("speculative_model", None), named.pop("decoding_type", None)
     if isinstance(given, str) and given.upper() == AUTO:
-        spec = _chosen(str(model), draft) | named
+        try:
+            spec = _chosen(str(model), draft) | {key: plain(each) for key, each in named.items()}
+        except TypeError as error:
+            raise ValueError(f"speculative_config: {error}") from None
         logger.info("AUTO stands for this configuration:\n%s", as_yaml(spec).rstrip())
     elif given is None and isinstance(draft, str):
         try:
