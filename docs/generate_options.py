@@ -96,7 +96,8 @@ def page() -> str:
     parts.append(table(model_rows(EagleHeadDecodingConfig, own=True)))
     parts += ["For `DFlash` and `DSpark`:\n"]
     parts.append(table(model_rows(BlockHeadDecodingConfig, own=True)))
-    for decoding in (AutoDecodingConfig, *dict.fromkeys(CONFIG_OF_TYPE.values())):
+    decodings: list[type[BaseModel]] = [AutoDecodingConfig, *dict.fromkeys(CONFIG_OF_TYPE.values())]
+    for decoding in decodings:
         name = decoding.model_fields["decoding_type"].default
         parts += [f"#### `decoding_type: {name}`\n", f"{inspect.getdoc(decoding)}\n"]
         if rows := list(model_rows(decoding, own=True)):

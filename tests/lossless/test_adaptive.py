@@ -200,7 +200,7 @@ def test_sampled_texts_are_those_of_plain_decoding_in_every_tier_of_auto(
     spec = {"decoding_type": "AUTO", "speculative_model": draft}
     with LLM("zoo:llama", max_batch_size=8, speculative_config=spec) as llm:
         tiers = llm._executor.parts.controller.tiers
-        assert len(tiers) == (8 if draft is None else 9)
+        assert len(tiers) == (5 if draft is None else 9)
         coming = cycle([*tiers, 0, *reversed(tiers)])
         llm._executor.parts.tier_for = lambda *_: next(coming)
         outputs = generate(llm, cases[:4], 3)

@@ -11,7 +11,7 @@ import pytest
 from tests.executor.tiny_llama import write_tiny_llama
 from tests.models.tiny_dflash import write_tiny_dflash
 from tests.models.tiny_eagle3 import write_tiny_eagle3
-from tllm_spec import AutoDecodingConfig
+from tllm_spec import AutoDecodingConfig, SAEnhancerConfig
 from tllm_spec.cli.serve import read_command_line
 from tllm_spec.config.llm_args import LlmArgs, read_options
 from tllm_spec.config.speculative_config import DecodingBaseConfig
@@ -60,6 +60,8 @@ def test_folders_of_other_kinds_are_told_apart(tmp_path: Path) -> None:
     dflash = write_tiny_dflash(tmp_path / "dflash", block_size=4)
     assert (found := chosen(auto(dflash))).decoding_type == "DFlash"
     assert found.max_draft_len == 3 and found.shapes.longest.depth == 3
+    short = write_tiny_dflash(tmp_path / "short", block_size=2)
+    assert chosen(auto(short)).shapes.longest.name == "1"
     pard = write_tiny_llama(tmp_path / "pard")
     config = json.loads((pard / "config.json").read_text()) | {"pard_token": 5}
     (pard / "config.json").write_text(json.dumps(config))
@@ -107,6 +109,13 @@ def test_an_option_next_to_it_replaces_what_it_chooses() -> None:
     flags = ["zoo:llama", "--speculate", "--speculative_config.max_concurrency", "3"]
     spec = read_command_line(flags, []).args.speculative_config
     assert spec is not None and (spec.decoding_type, spec.max_concurrency) == ("SA", 3)
+
+
+def test_options_may_be_objects() -> None:
+    config = chosen(AutoDecodingConfig(speculative_model=HEAD, sa_config=SAEnhancerConfig()))
+    assert config == chosen(auto(HEAD))
+    with pytest.raises(ValueError, match="speculative_config: object has no plain form"):
+        chosen(auto(HEAD) | {"max_concurrency": object()})
 
 
 def test_weights_that_cannot_be_read_are_named() -> None:

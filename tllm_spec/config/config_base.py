@@ -101,7 +101,7 @@ class ConfigModel(BaseModel):
     def as_options(self) -> dict[str, Any]:
         """Plain values whose constructor makes an equal object, in another process too. Raises
         TypeError for a value that is an object of the user's."""
-        return {name: _plain(getattr(self, name)) for name in sorted(self.model_fields_set)}
+        return {name: plain(getattr(self, name)) for name in sorted(self.model_fields_set)}
 
 
 @cache
@@ -124,13 +124,14 @@ def check_keys(options: Mapping[str, Any], path: str = "") -> None:
         check_keys(value, f"{path}{name}.")
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """As YAML and JSON have it. Raises TypeError for an object that has no such form."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, (tuple, list)):
-        return [_plain(each) for each in value]
+        return [plain(each) for each in value]
     if isinstance(value, Mapping):
-        return {key: _plain(each) for key, each in value.items()}
+        return {key: plain(each) for key, each in value.items()}
     if hasattr(value, "as_options"):
         return value.as_options()
     raise TypeError(f"{type(value).__name__} has no plain form")

@@ -14,6 +14,7 @@ from typing import Any
 
 import yaml
 
+from tllm_spec.config.config_base import plain
 from tllm_spec.config.neighbours import AUTO, SPECULATIVE_RENAMED
 from tllm_spec.config.option_checks import with_our_names
 from tllm_spec.config.speculative_config import AutoDecodingConfig
@@ -28,8 +29,10 @@ MAX_CHAIN = 7
 MAX_CHEAP_CHAIN = 15
 # Steps, children of a node, and drafts. In larger batches their rows are better spent on requests.
 TREES = ((3, 4, 8), (5, 4, 16), (5, 8, 31))
+LARGEST = ("dynamic_tree_max_topK", "max_total_draft_tokens")
 MAX_TREE_BATCH = 8
 STEPS = (0, 1, 2, 3, 5, 7, 10, 15)
+STEPS_OF_MATCHES = (0, 1, 3, 7, 15)  # a start times each of them
 
 
 def with_drafter(model: object, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -48,7 +51,10 @@ def with_drafter(model: object, options: Mapping[str, Any]) -> dict[str, Any]:
         return dict(options)  # to be refused for the same reason
     draft, given = named.pop("speculative_model", None), named.pop("decoding_type", None)
     if isinstance(given, str) and given.upper() == AUTO:
-        spec = _chosen(str(model), draft) | named
+        try:
+            spec = _chosen(str(model), draft) | {key: plain(each) for key, each in named.items()}
+        except TypeError as error:
+            raise ValueError(f"speculative_config: {error}") from None
         logger.info("AUTO stands for this configuration:\n%s", as_yaml(spec).rstrip())
     elif given is None and isinstance(draft, str):
         try:
@@ -77,45 +83,40 @@ def _type_of(folder: Path) -> str:
 
 def _chosen(model: str, draft: object) -> dict[str, Any]:
     """What `AUTO` takes for a target and draft weights. Raises ValueError as `resolve_model`."""
-    target = resolve_model(model)
-    if draft is None and not _has_modules(target):
-        adaptive = {"candidate_steps": list(STEPS)}
-        return {"decoding_type": "SA", "max_draft_len": MAX_CHEAP_CHAIN, "adaptive": adaptive}
-    if draft is None:
-        kind, config, weights = "MTP", read_config(target), {}
-    else:
+    target, most = resolve_model(model), MAX_CHAIN
+    if draft is not None:
         try:
             folder = resolve_model(str(draft))
-            kind, config = _type_of(folder), read_config(folder)
+            found: dict[str, Any] = {"decoding_type": _type_of(folder)}
+            block = read_config(folder).get("block_size")
         except ValueError as error:
             raise ValueError(f"speculative_config.speculative_model: {error}") from None
-        weights = {"speculative_model": str(draft)}
-    if kind == "Draft_Target":
-        weights["draft_target_one_model"] = True
-    most = MAX_CHAIN
-    if kind == "DFlash":
-        most = min(MAX_CHEAP_CHAIN, int(config.get("block_size") or 16) - 1)
-    _, topk, num_nodes = TREES[-1]
-    return {
-        "decoding_type": kind,
-        **weights,
-        "max_draft_len": most,
-        "use_dynamic_tree": True,
-        "dynamic_tree_max_topK": topk,
-        "max_total_draft_tokens": num_nodes,
-        "sa_config": {},
-        "adaptive": _adaptive(most),
-    }
+        found["speculative_model"] = str(draft)
+        if found["decoding_type"] == "DFlash":
+            most = min(MAX_CHEAP_CHAIN, int(block or MAX_CHEAP_CHAIN + 1) - 1)
+        elif found["decoding_type"] == "Draft_Target":
+            found["draft_target_one_model"] = True
+    elif _has_modules(target):
+        found = {"decoding_type": "MTP"}
+    else:
+        found = {"decoding_type": "SA", "max_draft_len": MAX_CHEAP_CHAIN}
+        return found | {"adaptive": {"candidate_steps": list(STEPS_OF_MATCHES)}}
+    return found | {"max_draft_len": most, "sa_config": {}} | _trees(most)
 
 
-def _adaptive(most: int) -> dict[int, Any]:
+def _trees(most: int) -> dict[str, Any]:
+    """Chains of up to so many drafts, and the trees that are no deeper."""
     steps = [length for length in STEPS if length <= most]
-    names = "max_draft_len", "dynamic_tree_max_topK", "max_total_draft_tokens"
+    names = ("max_draft_len", *LARGEST)
     trees = [dict(zip(names, tree, strict=True)) for tree in TREES if tree[0] <= most]
-    return {
+    if not trees:
+        return {"adaptive": {"candidate_steps": steps}}
+    adaptive = {
         1: {"candidate_steps": steps, "candidate_trees": trees},
         MAX_TREE_BATCH + 1: {"candidate_steps": [*steps], "candidate_trees": []},
     }
+    largest = {name: max(tree[name] for tree in trees) for name in LARGEST}
+    return {"use_dynamic_tree": True, **largest, "adaptive": adaptive}
 
 
 def _has_modules(target: Path) -> bool:

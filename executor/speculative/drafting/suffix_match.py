@@ -240,7 +240,9 @@ class DraftChoice:
         if contexts is not None and contexts.first_tokens is not None:
             started = group.slots[: len(contexts.first_tokens)]
             self._sources.pending.index_fill_(0, started, -1)  # of the request before
-        if windows is not None:
+        # Of windows without drafts none are pending, or those that a change of tier has left: the
+        # next drafts replace them.
+        if windows is not None and windows.shape != NO_DRAFTS:
             slots, sampled = windows.windows.slots, windows.sampled
             parts = sampled.new_tokens, sampled.new_lens
             observe_drafts(self._sources, slots, *parts, self._learns)
