@@ -9,6 +9,8 @@ from tests.kernels.launches import META
 from tests.kernels.model_launches import FLOATS, FP8, empty, float32, int32, int64, scales_of
 from tllm_spec.executor.speculative.drafting.suffix_match import new_sources
 from tllm_spec.kernels.attention.attention_sinks import add_sinks
+from tllm_spec.kernels.attention.index_select import SeenKeys, select_keys
+from tllm_spec.kernels.attention.index_write import IndexNorm, index_write
 from tllm_spec.kernels.attention.kv_codes import CODES, widen_pages
 from tllm_spec.kernels.attention.latent_write import LatentNorm, latent_write
 from tllm_spec.kernels.attention.move_kv import move_kv
@@ -175,6 +177,14 @@ def layers() -> None:
             latent_write(latent, q, Rotary(ropes, rows), rows, pool, own_norm)
             entries = empty(*pool.shape, dtype=CODES)
             latent_write(latent, q, Rotary(ropes, rows), rows, entries, own_norm)
+        index_keys, queries = empty(4096, 32, 128, dtype=dtype), empty(BATCH, 64, 128, dtype=dtype)
+        key_norm = IndexNorm(empty(128, dtype=dtype), empty(128, dtype=dtype), 1e-6)
+        for given in (None, queries):
+            index_write(queries[:, 0], given, Rotary(ropes, rows), rows, index_keys, key_norm)
+        slots, counts = int32(BATCH, 2048), int32(BATCH)
+        for number, bits in ((64, None), (64, int64(BATCH)), (4096, None)):
+            seen = SeenKeys(counts, counts, bits, int32(BATCH, number), number * 32)
+            select_keys(queries, float32(BATCH, 64), index_keys, seen, slots, counts)
         gather_rows(x, rows)
         gather_slice_rows(x, rows, 4)
         copy_rows(x, x)

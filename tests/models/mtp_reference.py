@@ -72,6 +72,9 @@ class PlainMTP:
     def __init__(self, model: Any, tensors: dict[str, torch.Tensor], folder: Path) -> None:
         config: Any = type(model.config).from_pretrained(folder)
         config._attn_implementation = "eager"
+        for key, kind in (("mlp_layer_types", "sparse"), ("indexer_types", "full")):
+            if hasattr(config, key):  # of the decoder's layers
+                setattr(config, key, [*getattr(config, key), kind])
         self.model, self.tensors = model, tensors
         family, module = type(model).__name__.removesuffix("ForCausalLM"), type(model).__module__
         kinds: Any = import_module(module)
