@@ -20,7 +20,8 @@ from tllm_spec import SamplingParams
 from tllm_spec.executor.draft_weights import DraftWeights
 from tllm_spec.server.engine_client import WORK_SECONDS
 from tllm_spec.server.engine_process import with_served_draft
-from tllm_spec.server.replicas import DraftInForce, Replicas, Served
+from tllm_spec.server.in_force import ServedDraft, draft_in_force
+from tllm_spec.server.replicas import Replicas
 from tllm_spec.text.tokenizer import load_tokenizer
 
 FIRST = "zoo:llama-draft"
@@ -46,9 +47,9 @@ class Fleet:
     def served(self) -> list[tuple[str, int]]:
         return [(each.folder, each.version) for each in self.weights]
 
-    def in_force(self) -> Served | None:
+    def in_force(self) -> ServedDraft | None:
         """Waits for the end of a swap."""
-        with DraftInForce(self.paths[0]).held() as served:
+        with draft_in_force(self.paths[0]).held() as served:
             return served
 
     def sums(self) -> list[float]:
@@ -150,8 +151,8 @@ def test_engines_that_have_swapped_go_back_when_another_one_fails(
 def test_a_front_that_connects_ends_what_a_killed_front_had_begun(fleet: Fleet) -> None:
     swap, before = fleet.engines[0].process._draft_swap, fleet.sums()
     swap.stage(fleet.other, force=True)
-    with DraftInForce(fleet.paths[0]).held():
-        DraftInForce(fleet.paths[0]).write(Served(FIRST, 0, None, 1))
+    with draft_in_force(fleet.paths[0]).held():
+        draft_in_force(fleet.paths[0]).write(ServedDraft(FIRST, 0, None, 1))
     swap.commit(False, 1)  # and the front is killed
 
     async def connect(replicas: Replicas) -> None:

@@ -27,7 +27,7 @@ from tllm_spec.executor.py_executor import Load
 from tllm_spec.request_errors import described
 from tllm_spec.server.child import FAILED, Control, freeze_heap, memory_note
 from tllm_spec.server.engine_port import EnginePort
-from tllm_spec.server.replicas import DraftInForce
+from tllm_spec.server.in_force import draft_in_force
 from tllm_spec.server.wire import Link
 
 logger = logging.getLogger(__name__)
@@ -275,7 +275,7 @@ def with_served_draft(args: LlmArgs, engine_paths: Sequence[str]) -> tuple[LlmAr
     been swapped; None for an only engine."""
     if len(engine_paths) == 1:
         return args, None
-    served = DraftInForce(engine_paths[0]).read()
+    served = draft_in_force(engine_paths[0]).read()
     if served is None:
         return args, 0
     from tllm_spec.draft_swap import with_draft_weights

@@ -5,16 +5,13 @@ been started again. All of them swap draft weights, or none."""
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from contextlib import suppress
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import msgpack
@@ -23,10 +20,10 @@ from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.executor.request_wire import RequestLimits
 from tllm_spec.executor.resources.radix import block_hashes
 from tllm_spec.intake import Intake, Prompt
-from tllm_spec.recording.traffic_folder import take_lock
 from tllm_spec.request_handle import RequestHandle
 from tllm_spec.sampling_params import DEFAULT_OPTIONS, RequestOptions, SamplingParams
 from tllm_spec.server.engine_client import SHUT_DOWN, EngineClient, EngineConnection
+from tllm_spec.server.in_force import ServedDraft, draft_in_force
 from tllm_spec.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -35,52 +32,8 @@ if TYPE_CHECKING:
 # Swaps the draft weights of several engines: all of them swap, or none. The texts of their
 # requests do not depend on it, so requests go on meanwhile.
 #
-# What is served is written before and after the engines swap (`DraftInForce`). So whatever ends in
+# What is served is written before and after the engines swap (`in_force`). So whatever ends in
 # the middle, an engine or the front that asks, all engines come back to what is written.
-
-
-# Which draft weights the engines of a server have after a swap. It is a file next to their
-# sockets: any front may write it, and an engine that is started again reads it.
-
-
-LOCK_SECONDS = 600.0  # that a swap waits for another one
-
-
-@dataclass(frozen=True)
-class Served:
-    """version: of these weights. before: the folder that the last swap replaced; None if that swap
-    was one back to older weights. last: the latest version that a swap has had, also one that
-    failed: no version has two folders."""
-
-    folder: str
-    version: int
-    before: str | None
-    last: int
-
-
-class DraftInForce:
-    """engine_path: an engine's socket. Methods raise OSError when its folder has been removed."""
-
-    def __init__(self, engine_path: str) -> None:
-        self._path = Path(engine_path).with_name("draft_weights.json")
-
-    @contextmanager
-    def held(self) -> Iterator[Served | None]:
-        """As `read`. Waits until no other thread or process holds it, so there is one swap at a
-        time. Raises TimeoutError, which is an OSError, when that takes too long."""
-        with self._path.with_suffix(".lock").open("a") as lock:
-            take_lock(lock.fileno(), LOCK_SECONDS)
-            yield self.read()
-
-    def read(self) -> Served | None:
-        """What is served; None before the first swap."""
-        return Served(**json.loads(self._path.read_text())) if self._path.exists() else None
-
-    def write(self, served: Served) -> None:
-        """Only while it is held."""
-        new = self._path.with_suffix(".new")
-        new.write_text(json.dumps(asdict(served)))
-        os.replace(new, self._path)
 
 
 logger = logging.getLogger(__name__)
@@ -98,8 +51,8 @@ class DraftSwaps:
         first: str,
         running: Callable[[], Sequence[EngineClient]],
     ) -> None:
-        self._in_force = DraftInForce(engine_paths[0])
-        self._first = Served(first, 0, None, 0)
+        self._in_force = draft_in_force(engine_paths[0])
+        self._first = ServedDraft(first, 0, None, 0)
         self._num_engines = len(engine_paths)
         self._running = running
 
@@ -134,9 +87,9 @@ class DraftSwaps:
             logger.error("an engine may have other draft weights than the others: %s", error)
 
     def _swap(
-        self, served: Served, folder: str, before: str | None, *, keep_cache: bool, force: bool
+        self, served: ServedDraft, folder: str, before: str | None, *, keep_cache: bool, force: bool
     ) -> dict[str, Any]:
-        """before: as of `Served`, after the swap."""
+        """before: as of `ServedDraft`, after the swap."""
         engines = self._running()
         if len(engines) < self._num_engines:
             raise RuntimeError(
@@ -151,7 +104,7 @@ class DraftSwaps:
             told = _in_all(engines, stage)[0]
             self._in_force.write(replace(served, last=version))
             _in_all(engines, lambda engine: engine.swap_step("commit", keep_cache, version))
-            self._in_force.write(Served(folder, version, before, version))
+            self._in_force.write(ServedDraft(folder, version, before, version))
         except (RuntimeError, ValueError, OSError):
             _in_all(engines, partial(_keep, served))
             raise
@@ -166,7 +119,7 @@ def _in_all(
         return list(threads.map(step, engines))
 
 
-def _keep(served: Served, engine: EngineClient) -> None:
+def _keep(served: ServedDraft, engine: EngineClient) -> None:
     try:
         engine.swap_step("keep", served.folder, served.version)
     except (RuntimeError, ValueError) as error:

@@ -1,0 +1,96 @@
+"""What the engines of a server have in force: draft weights after a swap, and LoRA adapters.
+
+Each is a file next to the engines' sockets: any front may write it, and an engine that is started
+again reads it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from tllm_spec.recording.traffic_folder import take_lock
+
+LOCK_SECONDS = 600.0  # that a change waits for another one
+Value = TypeVar("Value")
+
+
+class InForce(Generic[Value]):
+    """path: the file, whose name has no suffix yet. made: the value of what JSON has of it. Methods
+    raise OSError when the folder has been removed."""
+
+    def __init__(self, path: Path, made: Callable[[Any], Value]) -> None:
+        self._path = path.with_suffix(".json")
+        self._made = made
+        self._known: tuple[tuple[int, int], Value] | None = None  # of which file
+
+    @contextmanager
+    def held(self) -> Iterator[Value | None]:
+        """As `read`. Waits until no other thread or process holds it, so there is one change at a
+        time. Raises TimeoutError, which is an OSError, when that takes too long."""
+        with self._path.with_suffix(".lock").open("a") as lock:
+            take_lock(lock.fileno(), LOCK_SECONDS)
+            yield self.read()
+
+    def read(self) -> Value | None:
+        """None before anything was written. The same file is not read twice."""
+        try:
+            status = self._path.stat()
+        except FileNotFoundError:
+            return None
+        file = status.st_ino, status.st_mtime_ns
+        if self._known is None or self._known[0] != file:
+            self._known = file, self._made(json.loads(self._path.read_text()))
+        return self._known[1]
+
+    def write(self, value: Value) -> None:
+        """Only while it is held."""
+        new = self._path.with_suffix(".new")
+        new.write_text(json.dumps(value, default=asdict))
+        os.replace(new, self._path)
+
+
+@dataclass(frozen=True)
+class ServedDraft:
+    """version: of these weights. before: the folder that the last swap replaced; None if that swap
+    was one back to older weights. last: the latest version that a swap has had, also one that
+    failed: no version has two folders."""
+
+    folder: str
+    version: int
+    before: str | None
+    last: int
+
+
+def draft_in_force(engine_path: str) -> InForce[ServedDraft]:
+    """engine_path: an engine's socket."""
+    return InForce(
+        Path(engine_path).with_name("draft_weights"), lambda plain: ServedDraft(**plain)
+    )
+
+
+@dataclass(frozen=True)
+class ServedAdapter:
+    """client: the only one that may use it, by the name of its key; None: all may. content_hash:
+    of what the engines have loaded; "" before the first one has."""
+
+    name: str
+    folder: str
+    client: str | None = None
+    content_hash: str = ""
+    rank: int = 0
+
+
+ServedAdapters = Mapping[str, ServedAdapter]  # by name
+
+
+def adapters_in_force(engine_path: str) -> InForce[ServedAdapters]:
+    """engine_path: an engine's socket."""
+    return InForce(
+        Path(engine_path).with_name("adapters"),
+        lambda plain: {name: ServedAdapter(**each) for name, each in plain.items()},
+    )
