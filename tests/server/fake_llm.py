@@ -75,6 +75,7 @@ class FakeLLM:
         self.sampling: list[SamplingParams] = []
         self.prompts: list[list[int]] = []
         self.callers: list[tuple[tuple[str, ...], str | None]] = []
+        self.adapters: list[str | None] = []  # of the requests
         self.max_seq_len = MAX_LEN + 1
         self.answer = answer_text
         self.compiling: Callable[[SamplingParams], None] = lambda params: None
@@ -127,6 +128,7 @@ class FakeLLM:
         self.prompts.append(token_ids)
         self.sampling.append(params)
         self.callers.append((options.client, options.cache_salt))
+        self.adapters.append(options.adapter)
         self.running.add(request_id)
 
         def abort() -> None:

@@ -8,11 +8,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field, replace
 from itertools import count
-from typing import Any
+from typing import Any, TypeVar
 
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.executor.request import Response, StopChecker, StopMatch
@@ -94,7 +94,8 @@ logger = logging.getLogger(__name__)
 
 # Seconds that the engine has for work of its threads: to compile a grammar, which is given up much
 # earlier, and to load weights, replay requests with them, and end requests before a pause.
-WORK_SECONDS = {"compile": 60.0, **dict.fromkeys(("stage", "whole", "update", "pause"), 600.0)}
+STEPS = "stage", "whole", "update", "pause", "stage_adapter", "keep_adapters"
+WORK_SECONDS = {"compile": 60.0, **dict.fromkeys(STEPS, 600.0)}
 QUESTIONS_PAUSE = 0.25  # of the time-out, between an answer and the next question
 SHUT_DOWN = "the server is shutting down"
 
@@ -274,7 +275,7 @@ class EngineClient:
         """As `LLM.update_weights`, of a folder. Not from the event loop."""
         return self.swap_step("update", folder, version, running)
 
-    def swap_step(self, step: str, *arguments: str | bool | int | None) -> dict[str, Any]:
+    def swap_step(self, step: str, *arguments: Any) -> dict[str, Any]:
         """As one of the engine process' `steps`. Not from the event loop."""
         told: dict[str, Any] = self._ask("swap", step, *arguments)
         return told
@@ -293,7 +294,7 @@ class EngineClient:
         if self._down is not None:
             raise RuntimeError(self._down)
 
-    def _ask(self, kind: str, *question: str | bool | int | None) -> Any:
+    def _ask(self, kind: str, *question: Any) -> Any:
         """Raises ValueError where the question is a mistake, RuntimeError where the engine cannot
         answer, or not in time."""
         self._check_alive()
@@ -418,3 +419,12 @@ class EngineClient:
         for answer in self._asked.values():
             answer.set_exception(RuntimeError(reason))
         self._asked.clear()
+
+
+Answer = TypeVar("Answer")
+
+
+def in_all(engines: Sequence[EngineClient], step: Callable[[EngineClient], Answer]) -> list[Answer]:
+    """At the same time. Raises what the first of them raises, once all have ended."""
+    with ThreadPoolExecutor(max(1, len(engines))) as threads:
+        return list(threads.map(step, engines))

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from tllm_spec.lora_request import AdapterInfo
 from tllm_spec.recording.traffic_folder import take_lock
 
 LOCK_SECONDS = 600.0  # that a change waits for another one
@@ -68,21 +69,20 @@ class ServedDraft:
 
 def draft_in_force(engine_path: str) -> InForce[ServedDraft]:
     """engine_path: an engine's socket."""
-    return InForce(
-        Path(engine_path).with_name("draft_weights"), lambda plain: ServedDraft(**plain)
-    )
+    return InForce(Path(engine_path).with_name("draft_weights"), lambda plain: ServedDraft(**plain))
 
 
 @dataclass(frozen=True)
-class ServedAdapter:
+class ServedAdapter(AdapterInfo):
     """client: the only one that may use it, by the name of its key; None: all may. content_hash:
-    of what the engines have loaded; "" before the first one has."""
+    "" before the first engine has loaded it."""
 
-    name: str
-    folder: str
     client: str | None = None
-    content_hash: str = ""
-    rank: int = 0
+
+    @classmethod
+    def of_folder(cls, name: str, folder: str, client: str | None = None) -> ServedAdapter:
+        """One that no engine has loaded yet."""
+        return cls(name, "", 0, folder, client)
 
 
 ServedAdapters = Mapping[str, ServedAdapter]  # by name

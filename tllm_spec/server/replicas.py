@@ -8,22 +8,23 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgpack
 
 from tllm_spec.config.llm_args import LlmArgs
+from tllm_spec.executor.request import AdapterSalt, CacheSalt
 from tllm_spec.executor.request_wire import RequestLimits
 from tllm_spec.executor.resources.radix import block_hashes
 from tllm_spec.intake import Intake, Prompt
 from tllm_spec.request_handle import RequestHandle
 from tllm_spec.sampling_params import DEFAULT_OPTIONS, RequestOptions, SamplingParams
-from tllm_spec.server.engine_client import SHUT_DOWN, EngineClient, EngineConnection
-from tllm_spec.server.in_force import ServedDraft, draft_in_force
+from tllm_spec.server.adapters import Adapters
+from tllm_spec.server.engine_client import SHUT_DOWN, Answer, EngineClient, EngineConnection, in_all
+from tllm_spec.server.in_force import ServedDraft, adapters_in_force, draft_in_force
 from tllm_spec.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -37,8 +38,6 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
-
-Answer = TypeVar("Answer")
 
 
 class DraftSwaps:
@@ -101,22 +100,14 @@ class DraftSwaps:
 
         version = served.last + 1
         try:
-            told = _in_all(engines, stage)[0]
+            told = in_all(engines, stage)[0]
             self._in_force.write(replace(served, last=version))
-            _in_all(engines, lambda engine: engine.swap_step("commit", keep_cache, version))
+            in_all(engines, lambda engine: engine.swap_step("commit", keep_cache, version))
             self._in_force.write(ServedDraft(folder, version, before, version))
         except (RuntimeError, ValueError, OSError):
-            _in_all(engines, partial(_keep, served))
+            in_all(engines, partial(_keep, served))
             raise
         return {"version": version, "folder": folder} | told
-
-
-def _in_all(
-    engines: Sequence[EngineClient], step: Callable[[EngineClient], Answer]
-) -> list[Answer]:
-    """At the same time. Raises what the first of them raises, once all have ended."""
-    with ThreadPoolExecutor(max(1, len(engines))) as threads:
-        return list(threads.map(step, engines))
 
 
 def _keep(served: ServedDraft, engine: EngineClient) -> None:
@@ -157,7 +148,7 @@ class PrefixRouter:
         """Forgets the cache of an engine that has ended."""
         self._cached[engine].clear()
 
-    def hashes(self, tokens: Sequence[int], salt: str | None) -> list[int]:
+    def hashes(self, tokens: Sequence[int], salt: CacheSalt) -> list[int]:
         """Hashes the prompt's pages, for `choose`."""
         return block_hashes(tokens, self._page_size, salt)
 
@@ -214,7 +205,9 @@ class Replicas:
         self._router = PrefixRouter(len(paths), args.kv_cache_config.tokens_per_block)
         self._clients: dict[int, EngineClient] = {}
         first = str(getattr(args.speculative_config, "speculative_model", ""))
-        self._swaps = DraftSwaps(paths, first, lambda: list(self._running().values()))
+        self._swaps = DraftSwaps(paths, first, self.running_engines)
+        self.adapters = Adapters(adapters_in_force(paths[0]), self.running_engines)
+        self._joining: set[EngineClient] = set()  # which may lack adapters: they get no requests
         self._first = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._is_shut_down = False
@@ -235,7 +228,7 @@ class Replicas:
 
     @property
     def is_healthy(self) -> bool:
-        return any(client.is_healthy for client in self._clients.values())
+        return any(client.is_healthy for client in self._running().values())
 
     @property
     def num_unfinished(self) -> int:
@@ -263,7 +256,10 @@ class Replicas:
         """As `LLM.submit`."""
         made = self._intake.submission(inputs, params, options)
         engines = self._routable()
-        hashes = self._router.hashes(made.token_ids, options.cache_salt)
+        salt: CacheSalt = options.cache_salt
+        if (adapter := self.adapters.served().get(options.adapter or "")) is not None:
+            salt = AdapterSalt(adapter.version, salt)
+        hashes = self._router.hashes(made.token_ids, salt)
         unfinished = {number: each.num_unfinished_tokens for number, each in engines.items()}
         return engines[self._router.choose(hashes, unfinished)].start(made)
 
@@ -293,9 +289,16 @@ class Replicas:
         for client in self._clients.values():
             client.shutdown()
 
+    def running_engines(self) -> list[EngineClient]:
+        return list(self._running().values())
+
     def _running(self) -> dict[int, EngineClient]:
         """By number, in order."""
-        return {number: each for number, each in sorted(self._clients.items()) if each.is_running}
+        return {
+            number: each
+            for number, each in sorted(self._clients.items())
+            if each.is_running and each not in self._joining
+        }
 
     def _routable(self) -> dict[int, EngineClient]:
         """The engines that answer, or else those that run. Raises RuntimeError if there is none."""
@@ -343,8 +346,17 @@ class Replicas:
             partial(_in_thread, self._swaps.swap_back),
             f"engine {number}",
         )
+        if self.args.lora_config is None:
+            self._first.set()
+        else:
+            self._joining.add(client)
+            joined = partial(asyncio.get_running_loop().call_soon_threadsafe, self._first.set)
+            _in_thread(self._join, client, joined)
         _in_thread(self._swaps.settle, client)
-        self._first.set()
+
+    def _join(self, client: EngineClient, joined: Callable[[], object]) -> None:
+        self.adapters.settle(client, lambda: self._joining.discard(client))
+        joined()
 
 
 def _in_thread(function: Callable[..., None], *arguments: Any) -> None:
