@@ -126,10 +126,12 @@ def _build(
     queue, kv = queue_of(communicator), engines.kv
     resources = [*drafter.resources, kv, plan.slots]
     resources += [engines.target] if isinstance(engines.target, ReplayedEngine) else []
+    if (adapters := engines.target.adapters) is not None:
+        resources.append(adapters)
     events = _kv_events(plan, kv)
     if events is not None:
         resources.append(events)
-    scheduler = Scheduler(plan.limits, plan.slots, kv, resources)
+    scheduler = Scheduler(plan.limits, plan.slots, kv, resources, adapters)
     stats = IterationStats(args.max_stats_len, scheduler, kv.cache)
     logs_rounds = args.print_iter_log and communicator.mapping.rank == 0
     parts = ExecutorParts(
@@ -153,6 +155,7 @@ def _build(
         round_log=RoundLog(scheduler) if logs_rounds else None,
         draft_weights=replaceable_weights(plan, engines, tokenizer),
         target_weights=replaceable_target(plan, engines, tokens),
+        adapters=adapters,
         recorder=recorder,
         ranks=_ranks(plan, engines),
     )

@@ -262,6 +262,22 @@ class RequestPause:
             self._next_pause = min(2 * self._next_pause, MAX_PAUSE)
 
 
+class AdapterSalt(NamedTuple):
+    """The salt of requests with an adapter, which share cached text only with each other. own: the
+    client's salt."""
+
+    adapter: str  # `AdapterInfo.version`
+    own: str | None
+
+
+CacheSalt = str | AdapterSalt | None
+
+
+def salt_of(own: str | None, adapter: str | None) -> CacheSalt:
+    """The salt of requests of a client's salt with this version of an adapter."""
+    return own if adapter is None else AdapterSalt(adapter, own)
+
+
 @dataclass(eq=False, slots=True)
 class LlmRequest:
     """A sequence being generated. `tokens` is prompt plus output and only ever grows."""
@@ -282,6 +298,8 @@ class LlmRequest:
     streaming: bool = False
     draft_limit: int = 0  # longest draft this request wants; 0 = never speculate
     store: bool | None = None  # what its client says about recording; None: nothing
+    adapter: str | None = None  # the name of its LoRA adapter; None: the target as it is
+    adapter_version: str | None = None  # the version that it began with, and keeps
     arrived_at: float = field(default_factory=monotonic)  # in the engine's process
 
     state: RequestState = RequestState.WAITING
@@ -356,6 +374,11 @@ class LlmRequest:
     @property
     def num_tokens(self) -> int:
         return len(self.tokens)
+
+    @property
+    def salt(self) -> CacheSalt:
+        """Only requests with an equal one share KV and draft sources."""
+        return salt_of(self.cache_salt, self.adapter_version)
 
     @property
     def num_output_tokens(self) -> int:

@@ -409,6 +409,8 @@ class RequestOptions:
     """Who takes turns: a name, or the names of a group and of its member."""
     store: bool | None = None
     """Whether `record_traffic` may record it. null: unless it has a `cache_salt`."""
+    adapter: str | None = None
+    """The name of its LoRA adapter. null: the target as it is."""
 
     def __post_init__(self) -> None:
         check_number("priority", self.priority, 0, 1)

@@ -34,6 +34,7 @@ from tllm_spec.executor.engine.memory_plan import (
 )
 from tllm_spec.executor.engine.model_engine import ModelEngine
 from tllm_spec.executor.engine.rows import AttentionGroups, PagedGroup, RowBuilder
+from tllm_spec.executor.resources.adapter_slots import AdapterSlots
 from tllm_spec.executor.resources.host_pages import HostPages
 from tllm_spec.executor.resources.interface import BlockTable, PageGroup, Snapshots
 from tllm_spec.executor.resources.kv_cache import KVCacheManager, KVGroup
@@ -53,6 +54,7 @@ from tllm_spec.executor.speculative.drafting.loaded_draft import (
 from tllm_spec.executor.speculative.drafting.model_drafter import DraftKVManager
 from tllm_spec.executor.target_weights import TargetWeights
 from tllm_spec.kernels.attention.visible_keys import KeySpan
+from tllm_spec.lora_request import check_adapter_name
 from tllm_spec.models.checkpoint import checkpoint_names
 from tllm_spec.models.draft_head import HeadSource
 from tllm_spec.models.gemma4_assistant import Gemma4Assistant
@@ -97,6 +99,7 @@ def build_engines(plan: BuildPlan, tokens: DraftTokens | None) -> Engines:
     if plan.draft_plan is not None:
         logger.info("loading weights: the drafter's")
         draft = load_draft(plan, target, plan.draft_plan, tokens)
+    adapters = _adapter_slots(plan, target)
     logger.info("weights took %.1f s", monotonic() - start)
     plan.begin("memory")
     recorded = _recorded_states(plan, target, draft)
@@ -122,7 +125,8 @@ def build_engines(plan: BuildPlan, tokens: DraftTokens | None) -> Engines:
         )
     memory = [_memory(plan, own, pages) for own, pages in zip(groups, num_pages, strict=True)]
     num_host_pages = _num_host_pages(plan, groups)
-    engine, kv, net = _build_target(plan, target, memory[:number], draft, recorded, num_host_pages)
+    of_engine = draft, recorded, adapters, num_host_pages
+    engine, kv, net = _build_target(plan, target, memory[:number], *of_engine)
     draft_kv = None
     if draft is not None and net is None:
         net = _draft_net(plan, draft, memory[number:])
@@ -163,6 +167,28 @@ def load_draft(
         return loaded
     loaded = loaded.windowed(plan.max_seq_len)
     return loaded if draft.backend == "torch" else load_head_network(plan, loaded)
+
+
+def _adapter_slots(plan: BuildPlan, target: CausalLM) -> AdapterSlots | None:
+    """Reserves the memory of LoRA adapters, and reads those of `lora_dir`. Raises ValueError for
+    adapters that cannot be served."""
+    if (config := plan.args.lora_config) is None:
+        return None
+    from tllm_spec.adapters.adapted import AdapterTables
+
+    sizes = config.max_loras, config.max_lora_rank, plan.args.max_num_tokens
+    tables = AdapterTables(target, *sizes, config.lora_target_modules)
+    logger.info(
+        "LoRA: %d bytes for each of %d adapters up to rank %d",
+        *(tables.num_bytes // config.max_loras, config.max_loras, config.max_lora_rank),
+    )
+    num_slots = plan.slots.dummy_slot + 1
+    adapters = AdapterSlots(tables, config, num_slots, plan.device, plan.communicator)
+    for folder in config.lora_dir:
+        name = Path(folder).name
+        check_adapter_name(name)
+        adapters.add(name, folder, adapters.read_together(folder), replace=False)
+    return adapters
 
 
 def _recorded_states(
@@ -283,6 +309,7 @@ def _build_target(
     memory: list[_Memory],
     draft: LoadedDraft | None,
     recorded: SpecMetadata | None,
+    adapters: AdapterSlots | None,
     num_host_pages: int,
 ) -> tuple[ModelEngine, KVCacheManager, DraftNet | None]:
     """The target with its cache, whose pages `draft` may share."""
@@ -308,7 +335,7 @@ def _build_target(
         else:
             backend = _backend(plan, own.geometry, place.pools[0])
         groups.append(PagedGroup(backend, place.rows))
-    return ModelEngine(target, AttentionGroups(groups, states), spec), kv, net
+    return ModelEngine(target, AttentionGroups(groups, states), spec, adapters), kv, net
 
 
 def _backend(plan: BuildPlan, geometry: Geometry, pool: KVPool) -> AttentionBackend:

@@ -47,7 +47,8 @@ def reserved_bytes(plan: BuildPlan, draft: LoadedDraft | None, groups: Sequence[
     num_bytes += text_bytes_of(plan.spec, num_slots, plan.max_len, len(plan.corpus))
     num_bytes += _graph_bytes(plan, draft)
     if plan.context_rows:
-        num_bytes += len(plan.context_rows) * BYTES_A_GRAPH + PLAN_BYTES
+        kinds = 1 if plan.args.lora_config is None else 2
+        num_bytes += kinds * len(plan.context_rows) * BYTES_A_GRAPH + PLAN_BYTES
     return num_bytes
 
 
@@ -107,7 +108,9 @@ def _graph_bytes(plan: BuildPlan, draft: LoadedDraft | None) -> int:
     hidden states; of tails, with the masks of grammars; of a draft model's steps; of reading a
     backlog."""
     keys, splits_rounds = plan.round_keys(plan.graph_sizes), False
-    num_graphs = len({(key.batch_size, key.shape) for key in keys})
+    # Forwards, and whole rounds, have another graph for requests with adapters.
+    kinds = 1 if plan.args.lora_config is None else 2
+    num_graphs = kinds * len({(key.batch_size, key.shape) for key in keys})
     if draft is not None:
         splits_rounds = draft.plan.when is When.TAIL
         if draft.plan.shares_pages:
@@ -115,7 +118,7 @@ def _graph_bytes(plan: BuildPlan, draft: LoadedDraft | None) -> int:
         else:
             num_graphs += len([key for key in keys if key.shape.depth])
     is_guided = plan.args.guided_decoding_backend is not None
-    num_graphs += len(keys) * ((not splits_rounds) + (splits_rounds or is_guided))
+    num_graphs += len(keys) * (kinds * (not splits_rounds) + (splits_rounds or is_guided))
     num_rows = max((key.num_tokens for key in keys), default=0)
     num_bytes = num_rows * plan.config.hidden_size * plan.dtype.itemsize
     if is_guided:

@@ -15,7 +15,7 @@ import msgpack
 
 from tllm_spec.config.engine_config import KVEventsConfig
 from tllm_spec.executor.batch import ScheduledBatch
-from tllm_spec.executor.request import LlmRequest
+from tllm_spec.executor.request import AdapterSalt, CacheSalt, LlmRequest
 from tllm_spec.executor.resources.interface import ResourceManager
 from tllm_spec.executor.resources.radix import (
     NO_BLOCK,
@@ -26,6 +26,7 @@ from tllm_spec.executor.resources.radix import (
     salt_hash,
 )
 from tllm_spec.kernels.attention.visible_keys import KeySpan
+from tllm_spec.lora_request import name_of_version
 
 # What the prefix tree gains and loses, as vLLM's KV events (of version 0.26.0).
 #
@@ -183,7 +184,9 @@ class KVEventLog:
             "medium": MEDIUM,
             "lora_name": None,
         }
-        if (salt := _salt_of(node)) is not None:
+        if isinstance(salt := _salt_of(node), AdapterSalt):
+            event["lora_name"] = name_of_version(salt.adapter)
+        if salt is not None:
             event["extra_keys"] = [[salt_hash(salt)]]
         self._events.append(event)
 
@@ -207,7 +210,7 @@ def _depth(node: Node) -> int:
     return depth
 
 
-def _salt_of(node: Node) -> str | None:
+def _salt_of(node: Node) -> CacheSalt:
     while node.parent is not None:
         node = node.parent
     return node.salt

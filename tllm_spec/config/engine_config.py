@@ -1,15 +1,23 @@
-"""The options of the KV cache and its events, of CUDA graphs and of the scheduler."""
+"""The options of the KV cache and its events, of CUDA graphs, of the scheduler and of LoRA."""
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from enum import Enum
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt, Strict, field_validator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    NonNegativeInt,
+    PositiveInt,
+    Strict,
+    field_validator,
+)
 
-from tllm_spec.config.config_base import ConfigModel, check
+from tllm_spec.config.config_base import ConfigModel, PathText, check
 from tllm_spec.config.neighbours import (
     CUDA_GRAPH_IGNORED,
     CUDA_GRAPH_RENAMED,
@@ -233,3 +241,59 @@ class SchedulerConfig(ConfigModel):
     @classmethod
     def _value_of_enum(cls, policy: object) -> object:
         return policy.value if isinstance(policy, Enum) else policy
+
+
+# LoRA adapters: options named as in TensorRT-LLM.
+
+
+# TensorRT-LLM's names of linear layers.
+TARGET_MODULES = {
+    "attn_q": "q_proj",
+    "attn_k": "k_proj",
+    "attn_v": "v_proj",
+    "attn_dense": "o_proj",
+    "mlp_h_to_4h": "gate_proj",
+    "mlp_gate": "up_proj",
+    "mlp_4h_to_h": "down_proj",
+}
+
+
+def _as_tuple(value: object) -> object:
+    return (value,) if isinstance(value, (str, os.PathLike)) else value
+
+
+class LoraConfig(ConfigModel):
+    """LoRA adapters of the target. Their memory is reserved at the start."""
+
+    lora_dir: Annotated[tuple[PathText, ...], BeforeValidator(_as_tuple), Strict(False)] = ()
+    """Folders of adapters, in PEFT's format, that are loaded at the start; the last part of the
+    path is the name."""
+    max_lora_rank: PositiveInt = 64
+    """Largest rank of an adapter."""
+    max_loras: Annotated[int, Field(ge=1, le=1024)] = 4
+    """Adapters that one round may have, which are on the device. Requests with others wait, and the
+    adapter that was not used for the longest time goes back to host memory."""
+    max_cpu_loras: PositiveInt | None = None
+    """Adapters that are loaded, at most; all of them are in host memory. One more takes the place
+    of one that a request's own path has loaded and that is not in use. null: no limit."""
+    lora_target_modules: Annotated[tuple[str, ...], Strict(False)] | None = None
+    """Layers that may have adapters, such as `q_proj`, or by TensorRT-LLM's names, such as
+    `attn_q`. null: all linear layers."""
+
+    @field_validator("lora_target_modules")
+    @classmethod
+    def _name_as_checkpoints_do(cls, names: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        if names is None:
+            return None
+        if not names:
+            raise ValueError("it has no entry; null means all linear layers")
+        return tuple(TARGET_MODULES.get(name, name) for name in names)
+
+    @check
+    def _check_numbers(self) -> Iterator[str]:
+        most = self.max_cpu_loras
+        if most is not None and most < max(self.max_loras, len(self.lora_dir)):
+            yield (
+                f"max_cpu_loras = {most} must be at least max_loras = {self.max_loras} and the "
+                f"{len(self.lora_dir)} folders of lora_dir: host memory has every loaded adapter"
+            )

@@ -249,7 +249,7 @@ LLM_IGNORED: Ignored = {
         (
             *("batched_logits_processor", "build_config", "calib_config"),
             *("checkpoint_loader", "extended_runtime_perf_knob_config"),
-            *("kv_cache_compression_config", "kv_connector_config", "lora_config"),
+            *("kv_cache_compression_config", "kv_connector_config"),
             *("mpi_session", "multimodal_config", "orchestrator_type", "peft_cache_config"),
             *("postprocess_tokenizer_dir", "prometheus_metrics_config", "quantization"),
             *("ray_placement_config", "request_stats_max_iterations"),
@@ -356,7 +356,7 @@ SPECULATIVE_IGNORED: Ignored = {
 GENERATE_IGNORED: Ignored = dict.fromkeys(
     (
         *("conversation_params", "disaggregated_params", "kv_cache_retention_config"),
-        *("lora_request", "prompt_adapter_request", "scheduling_params", "trace_headers"),
+        *("prompt_adapter_request", "scheduling_params", "trace_headers"),
     ),
     (),
 )

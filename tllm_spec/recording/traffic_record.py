@@ -77,6 +77,7 @@ class TrafficRecord(ConfigModel):
     cached_tokens: Count
     num_preemptions: Count
     draft_version: Count  # how often draft weights had been swapped when it began
+    adapter: str | None = None  # its LoRA adapter's name and content, as "NAME@HASH"
 
     _place: str = PrivateAttr("")
 

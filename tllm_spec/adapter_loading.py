@@ -1,0 +1,98 @@
+"""Loads and unloads LoRA adapters of a running engine: `LLM.load_adapter`, `LLM.unload_adapter`."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from typing import TYPE_CHECKING
+
+from tllm_spec.config.option_checks import shown
+from tllm_spec.executor.py_executor import PyExecutor
+from tllm_spec.executor.resources.adapter_slots import AdapterSlots, info_of
+from tllm_spec.executor.worker import Worker
+from tllm_spec.lora_request import AdapterInfo, LoRARequest, UnknownAdapter, check_adapter_name
+
+if TYPE_CHECKING:
+    from tllm_spec.adapters.adapter_folder import Adapter
+
+NOT_SERVED = "this engine serves no LoRA adapters; lora_config = {} serves them"
+
+
+class AdapterLoading:
+    """Adapters of one engine, from any thread but the executor's. `load` is `stage` and `commit`:
+    several engines stage in all of them, then commit in all or in none."""
+
+    def __init__(self, executor: PyExecutor, worker: Worker) -> None:
+        self._executor, self._worker = executor, worker
+        self._staged: dict[str, tuple[str, Adapter]] = {}  # by name, and not committed
+
+    @property
+    def infos(self) -> tuple[AdapterInfo, ...]:
+        """What is served now."""
+        slots = self._executor.parts.adapters
+        return () if slots is None else tuple(slots.infos.values())
+
+    def load(
+        self, name: str, folder: str, *, replace: bool = False, from_request: bool = False
+    ) -> AdapterInfo:
+        """As `LLM.load_adapter`. from_request: it may make room for others when it is not in
+        use."""
+        self.stage(name, folder)
+        return self.commit(name, replace=replace, from_request=from_request)
+
+    def stage(self, name: str, folder: str) -> AdapterInfo:
+        """Reads and checks an adapter while rounds run. Nothing else changes. Raises ValueError for
+        one that cannot be served."""
+        check_adapter_name(name)
+        adapter = self._slots().read(folder)
+        self._staged[name] = folder, adapter
+        return info_of(name, folder, adapter)
+
+    def commit(self, name: str, **options: bool) -> AdapterInfo:
+        """Serves what is staged under the name. options: those of `AdapterSlots.add`. Raises
+        ValueError as it does."""
+        slots, (folder, adapter) = self._slots(), self._staged.pop(name)
+        if not self._executor.parts.ranks[1:]:
+            return self._worker.call(partial(slots.add, name, folder, adapter, **options))
+
+        def load_together() -> AdapterInfo:
+            self._executor.parts.queue.announce("load_adapter", name=name, folder=folder, **options)
+            return slots.load_together(name, folder, **options)
+
+        return self._worker.call(load_together)
+
+    def unload(self, name: str) -> None:
+        """As `LLM.unload_adapter`."""
+        slots = self._slots()
+
+        def remove() -> None:
+            self._executor.parts.queue.announce("unload_adapter", name=name)
+            slots.remove(name)
+
+        self._worker.call(remove)
+
+    def name_of(self, request: LoRARequest | None) -> str | None:
+        """The name of a request's adapter, which is loaded from the request's path at its first
+        use. Raises ValueError for what cannot be served, UnknownAdapter for a name that is not
+        loaded."""
+        if request is None:
+            return None
+        if not isinstance(request, LoRARequest):
+            raise ValueError(f"lora_request = {shown(request)}: a LoRARequest or None is needed")
+        name, folder = request.lora_name, os.fspath(request.lora_path)
+        info = self._slots().infos.get(name)
+        if info is None and not folder:
+            raise UnknownAdapter(name)
+        if info is None:
+            self.load(name, folder, from_request=True)
+        elif folder and os.path.realpath(folder) != os.path.realpath(info.folder):
+            raise ValueError(
+                f"lora_path = {folder!r}: {name!r} is loaded from {info.folder}; leave the path "
+                "out, or replace the adapter by load_adapter"
+            )
+        return name
+
+    def _slots(self) -> AdapterSlots:
+        if (slots := self._executor.parts.adapters) is None:
+            raise ValueError(NOT_SERVED)
+        return slots

@@ -1,0 +1,65 @@
+"""Which LoRA adapter a request uses, and what is known of a loaded one."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+
+from tllm_spec.config.option_checks import shown
+from tllm_spec.request_errors import RequestError
+
+ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
+
+
+class UnknownAdapter(RequestError):
+    """No adapter with this name is loaded."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"lora_name = {name!r}: no adapter with this name is loaded")
+
+
+@dataclass(frozen=True)
+class LoRARequest:
+    """A LoRA adapter by its name, as in TensorRT-LLM and vLLM. Raises ValueError for a wrong name.
+
+    lora_int_id: accepted and without effect; the name says which adapter it is. lora_path: the
+    folder that it is loaded from at its first use; empty: it is loaded already."""
+
+    lora_name: str
+    lora_int_id: int = 0
+    lora_path: str | os.PathLike[str] = ""
+
+    def __post_init__(self) -> None:
+        check_adapter_name(self.lora_name)
+        if not isinstance(self.lora_path, (str, os.PathLike)):
+            raise ValueError(f"lora_path = {shown(self.lora_path)}: a folder is needed")
+
+
+@dataclass(frozen=True)
+class AdapterInfo:
+    """A loaded adapter. rank: the largest of its layers. folder: where it was read from."""
+
+    name: str
+    content_hash: str
+    rank: int
+    folder: str
+
+    @property
+    def version(self) -> str:
+        """Its identity, by which caches know it: name and content."""
+        return f"{self.name}@{self.content_hash}"
+
+
+def name_of_version(version: str) -> str:
+    """The name in `AdapterInfo.version`."""
+    return version.partition("@")[0]
+
+
+def check_adapter_name(name: object) -> None:
+    """Raises ValueError for what is no name of an adapter."""
+    if not isinstance(name, str) or ADAPTER_NAME.fullmatch(name) is None:
+        raise ValueError(
+            f"lora_name = {shown(name)}: 1 to 128 letters, digits and any of '._:-' are needed, "
+            "the first a letter or a digit"
+        )
