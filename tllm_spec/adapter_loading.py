@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from tllm_spec.config.option_checks import shown
+from tllm_spec.config.option_checks import check_adapter_name, shown
 from tllm_spec.executor.py_executor import PyExecutor
 from tllm_spec.executor.resources.adapter_slots import AdapterSlots, info_of
 from tllm_spec.executor.worker import Worker
-from tllm_spec.lora_request import AdapterInfo, LoRARequest, UnknownAdapter, check_adapter_name
+from tllm_spec.lora_request import AdapterInfo, LoRARequest, UnknownAdapter
 
 if TYPE_CHECKING:
     from tllm_spec.adapters.adapter_folder import Adapter
 
 NOT_SERVED = "this engine serves no LoRA adapters; lora_config = {} serves them"
+
+
+def check_unchanged(info: AdapterInfo, content_hash: str) -> None:
+    """Raises ValueError where a folder does not have what was loaded from it."""
+    if info.content_hash != content_hash:
+        raise ValueError(
+            f"lora_name = {info.name!r}: {info.folder} has changed since it was loaded, and other "
+            "engines serve what it had; bring it back, or load it again"
+        )
 
 
 class AdapterLoading:
@@ -60,6 +70,27 @@ class AdapterLoading:
             return slots.load_together(name, folder, **options)
 
         return self._worker.call(load_together)
+
+    def keep(self, served: Sequence[tuple[str, str, str]]) -> dict[str, Any]:
+        """Loads what the engine lacks of these names, folders and content hashes, unloads all
+        others, and drops what is staged and none of them. Raises ValueError for a folder that has
+        something else than its hash says."""
+        has = {info.name: info.content_hash for info in self.infos}
+        for name in has.keys() - {name for name, _, _ in served}:
+            self.unload(name)
+        try:
+            for name, folder, content_hash in served:
+                if has.get(name) != content_hash:
+                    self._stage_again(name, folder, content_hash)
+                    self.commit(name, replace=True)
+        finally:
+            self._staged.clear()
+        return {}
+
+    def _stage_again(self, name: str, folder: str, content_hash: str) -> None:
+        _, adapter = self._staged.get(name, ("", None))
+        if adapter is None or adapter.content_hash != content_hash:
+            check_unchanged(self.stage(name, folder), content_hash)
 
     def unload(self, name: str) -> None:
         """As `LLM.unload_adapter`."""

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import os
-import re
 from dataclasses import dataclass
 
-from tllm_spec.config.option_checks import shown
+from tllm_spec.config.option_checks import check_adapter_name, shown
 from tllm_spec.request_errors import RequestError
-
-ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 
 
 class UnknownAdapter(RequestError):
@@ -54,12 +51,3 @@ class AdapterInfo:
 def name_of_version(version: str) -> str:
     """The name in `AdapterInfo.version`."""
     return version.partition("@")[0]
-
-
-def check_adapter_name(name: object) -> None:
-    """Raises ValueError for what is no name of an adapter."""
-    if not isinstance(name, str) or ADAPTER_NAME.fullmatch(name) is None:
-        raise ValueError(
-            f"lora_name = {shown(name)}: 1 to 128 letters, digits and any of '._:-' are needed, "
-            "the first a letter or a digit"
-        )

@@ -30,7 +30,8 @@ WAITING_PER_REPLICA = 4.0  # that the number of replicas aims at, as deploy/kube
 NOT_SERVED = (
     *("host", "port", "frontends", "dp_size", "drain_delay", "shutdown_timeout", "log_format"),
     *("ssl_certfile", "ssl_keyfile", "ssl_keyfile_password", "ssl_ca_certs", "print_config"),
-    *("draft_model_root", "draft_model_key"),  # a swap would reach one replica only
+    # A swap would reach one replica only.
+    *("draft_model_root", "draft_model_key", "lora_root", "lora_key", "lora_auto_load"),
 )
 
 

@@ -54,7 +54,6 @@ from tllm_spec.executor.speculative.drafting.loaded_draft import (
 from tllm_spec.executor.speculative.drafting.model_drafter import DraftKVManager
 from tllm_spec.executor.target_weights import TargetWeights
 from tllm_spec.kernels.attention.visible_keys import KeySpan
-from tllm_spec.lora_request import check_adapter_name
 from tllm_spec.models.checkpoint import checkpoint_names
 from tllm_spec.models.draft_head import HeadSource
 from tllm_spec.models.gemma4_assistant import Gemma4Assistant
@@ -184,9 +183,7 @@ def _adapter_slots(plan: BuildPlan, target: CausalLM) -> AdapterSlots | None:
     )
     num_slots = plan.slots.dummy_slot + 1
     adapters = AdapterSlots(tables, config, num_slots, plan.device, plan.communicator)
-    for folder in config.lora_dir:
-        name = Path(folder).name
-        check_adapter_name(name)
+    for name, folder in config.lora_dir.items():
         adapters.add(name, folder, adapters.read_together(folder), replace=False)
     return adapters
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.server.fake_llm import MODEL, FakeLLM
 from tests.server.hosted import hosted
-from tests.server.http_answers import CHAT
+from tests.server.http_answers import CHAT, SECONDS
 from tllm_spec.server.adapters import Adapters
 from tllm_spec.server.in_force import InForce, adapters_in_force
 from tllm_spec.server.options import ServerOptions
@@ -47,10 +47,11 @@ class Site:
     """A server with adapter folders a, b and bad below its root."""
 
     def __init__(self, root: Path) -> None:
+        self.http = httpx.Client(timeout=SECONDS)
         self.root, self.llm, self.engine = root / "adapters", FakeLLM(), FakeEngine()
         self.in_force: InForce[Any] = adapters_in_force(str(root / "engine0"))
-        running: Any = lambda: [self.engine]
-        self.adapters = Adapters(self.in_force, running)
+        engine: Any = self.engine
+        self.adapters = Adapters(self.in_force, lambda: [engine])
         for name in ("a", "b", "auto", BAD, GONE):
             self.write(name, name)
         (root / "outside").mkdir()
@@ -69,22 +70,21 @@ class Site:
         (self.root / name).mkdir(parents=True, exist_ok=True)
         (self.root / name / "adapter_config.json").write_text(text)
 
-    def ask(self, path: str, client: str = "operator", **body: Any) -> httpx.Response:
-        headers = {"Authorization": f"Bearer {KEYS[client]}"}
-        if not body:
-            return httpx.get(f"{self.url}{path}", headers=headers)
-        return httpx.post(f"{self.url}{path}", headers=headers, json=body)
+    def ask(self, path: str, sender: str = "operator", **body: Any) -> httpx.Response:
+        headers = {"Authorization": f"Bearer {KEYS[sender]}"}
+        method = "POST" if body else "GET"
+        return self.http.request(method, f"{self.url}{path}", headers=headers, json=body or None)
 
-    def load(self, name: str, path: str, client: str = "operator", **more: Any) -> httpx.Response:
+    def load(self, name: str, path: str, sender: str = "operator", **more: Any) -> httpx.Response:
         body = {"lora_name": name, "lora_path": path, **more}
-        return self.ask("/v1/load_lora_adapter", client, **body)
+        return self.ask("/v1/load_lora_adapter", sender, **body)
 
-    def use(self, model: str, client: str = "alice", **more: Any) -> httpx.Response:
+    def use(self, model: str, sender: str = "alice", **more: Any) -> httpx.Response:
         body = {"model": model, "prompt": "a", "max_tokens": 1, **more}
-        return self.ask("/v1/completions", client, **body)
+        return self.ask("/v1/completions", sender, **body)
 
-    def names(self, client: str) -> list[str]:
-        return [each["id"] for each in self.ask("/v1/models", client).json()["data"]]
+    def names(self, sender: str) -> list[str]:
+        return [each["id"] for each in self.ask("/v1/models", sender).json()["data"]]
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ import click
 from tllm_spec.chat_formats.names import AUTO, REASONING, TOOLS, plain_name
 from tllm_spec.cli import version as options
 from tllm_spec.cli.version import Decorator, flag, together
-from tllm_spec.lora_request import ADAPTER_NAME
+from tllm_spec.config.option_checks import ADAPTER_NAME
 from tllm_spec.server.options import ANY, Keys, ServerOptions, has_key, hosts_of, read_keys
 
 KEY_VARIABLE = "TLLM_SPEC_API_KEY"

@@ -11,25 +11,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from tllm_spec.server.engine_client import EngineClient, in_all
 from tllm_spec.server.in_force import InForce, ServedAdapter, ServedAdapters
 
 logger = logging.getLogger(__name__)
-
-
-class AdapterSteps(Protocol):
-    """An engine's side. One runs at a time."""
-
-    def stage(self, name: str, folder: str) -> dict[str, Any]:
-        """Reads an adapter, and returns its `content_hash` and `rank`. No request sees it yet.
-        Raises ValueError for one that does not fit."""
-
-    def keep(self, served: Sequence[tuple[str, str, str]]) -> dict[str, Any]:
-        """Loads what the engine lacks of these names, folders and hashes, unloads what is none of
-        them, and drops what is staged. An empty hash stands for any. Returns what `stage` returns,
-        by name. Raises ValueError where a folder does not have what the hash says."""
 
 
 class Adapters:
@@ -60,9 +47,10 @@ class Adapters:
                 if not told or any(each != told[0] for each in told):
                     raise RuntimeError("the engines have not read the same adapter")
                 client = wanted.client or (old and old.client)
-                made = replace(wanted, client=client, **told[0])
+                own = {name: told[0][name] for name in ("content_hash", "rank")}
+                made = replace(wanted, client=client, **own)
                 after = {**served, wanted.name: made}
-                in_all(engines, partial(keep, after))
+                in_all(engines, partial(_keep, after))
                 self._in_force.write(after)
             except (RuntimeError, ValueError, OSError):
                 in_all(engines, partial(_keep_if_possible, served))
@@ -99,14 +87,14 @@ def _stage(wanted: ServedAdapter, engine: EngineClient) -> dict[str, Any]:
     return engine.swap_step("stage_adapter", wanted.name, wanted.folder)
 
 
-def keep(served: ServedAdapters, engine: EngineClient) -> dict[str, Any]:
+def _keep(served: ServedAdapters, engine: EngineClient) -> dict[str, Any]:
     entries = [[each.name, each.folder, each.content_hash] for each in served.values()]
     return engine.swap_step("keep_adapters", entries)
 
 
 def _keep_if_possible(served: ServedAdapters, engine: EngineClient) -> None:
     try:
-        keep(served, engine)
+        _keep(served, engine)
     except (RuntimeError, ValueError) as error:
         if engine.is_running:  # otherwise it reads what is served when it is started again
             logger.error("an engine may have other adapters than the others: %s", error)

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import asdict
 from functools import partial
 from time import monotonic
 from typing import Any
@@ -24,10 +25,17 @@ import msgpack
 from tllm_spec.config.engine_config import KVEventsConfig
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.executor.py_executor import Load
+from tllm_spec.lora_request import AdapterInfo
 from tllm_spec.request_errors import described
 from tllm_spec.server.child import FAILED, Control, freeze_heap, memory_note
 from tllm_spec.server.engine_port import EnginePort
-from tllm_spec.server.in_force import draft_in_force
+from tllm_spec.server.in_force import (
+    InForce,
+    ServedAdapter,
+    ServedAdapters,
+    adapters_in_force,
+    draft_in_force,
+)
 from tllm_spec.server.wire import Link
 
 logger = logging.getLogger(__name__)
@@ -158,6 +166,7 @@ class EngineProcess:
         on_joining: Callable[[], None],
         draft_version: int | None = None,
     ) -> None:
+        from tllm_spec.adapter_loading import AdapterLoading
         from tllm_spec.draft_swap import DraftSwap
         from tllm_spec.executor.worker import Worker
         from tllm_spec.grammars import Grammars
@@ -182,6 +191,7 @@ class EngineProcess:
         swap = self._draft_swap = DraftSwap(args, built.executor, self._worker)
         weights, stats = built.executor.parts.draft_weights, built.executor.parts.iteration_stats
         self._update = TargetUpdate(args.model, built.executor, self._worker)
+        self.adapters = AdapterLoading(built.executor, self._worker)
         self._port = EnginePort(
             built,
             self._grammars,
@@ -199,6 +209,8 @@ class EngineProcess:
                 "update": self._update.update,
                 "pause": self._pause,
                 "resume": self._resume,
+                "stage_adapter": self._stage_adapter,
+                "keep_adapters": self.adapters.keep,
             },
         )
         if weights is not None and draft_version is not None:
@@ -225,6 +237,9 @@ class EngineProcess:
     def _on_end(self, reason: str) -> None:
         self._port.fail_all(reason)
         self._loop.stop()
+
+    def _stage_adapter(self, name: str, folder: str) -> dict[str, Any]:
+        return asdict(self.adapters.stage(name, folder))
 
     def _pause(self, mode: str) -> dict[str, Any]:
         self._port.set_pause(mode)
@@ -283,6 +298,28 @@ def with_served_draft(args: LlmArgs, engine_paths: Sequence[str]) -> tuple[LlmAr
     return with_draft_weights(args, served.folder), served.version
 
 
+def with_served_adapters(args: LlmArgs, served: ServedAdapters | None) -> LlmArgs:
+    """The arguments with the adapters that the other engines have."""
+    if served is None or args.lora_config is None:
+        return args
+    folders = {each.name: each.folder for each in served.values()}
+    config = args.lora_config.model_copy(update={"lora_dir": folders})
+    return args.model_copy(update={"lora_config": config})
+
+
+def publish_adapters(infos: Sequence[AdapterInfo], in_force: InForce[ServedAdapters]) -> None:
+    """Says what an engine has that is about to serve, if it is the first one. Raises ValueError if
+    it has not read what the others have."""
+    from tllm_spec.adapter_loading import check_unchanged
+
+    with in_force.held() as served:
+        if served is None:
+            in_force.write({each.name: ServedAdapter(**asdict(each)) for each in infos})
+        for info in infos:
+            if served is not None and info.name in served:
+                check_unchanged(info, served[info.name].content_hash)
+
+
 def main() -> int:
     control = Control(int(sys.argv[1]))
     listener = socket.socket(fileno=int(sys.argv[2]))
@@ -292,8 +329,12 @@ def main() -> int:
         args = LlmArgs(**settings.llm)
         args = args_of_engine(args, settings.number, len(settings.engine_paths))
         args, draft_version = with_served_draft(args, settings.engine_paths)
+        in_force = adapters_in_force(settings.engine_paths[0])
+        args = with_served_adapters(args, in_force.read())
         joining = partial(control.send, "joining")
         engine = EngineProcess(args, listener, joining, draft_version)
+        if args.lora_config is not None:
+            publish_adapters(engine.adapters.infos, in_force)
     except ValueError as error:
         control.send("failed", str(error))
         return FAILED

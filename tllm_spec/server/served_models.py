@@ -14,8 +14,8 @@ from fastapi import FastAPI, Request
 from fastapi.concurrency import run_in_threadpool
 
 from tllm_spec.config.neighbours import Ignored
+from tllm_spec.config.option_checks import check_adapter_name
 from tllm_spec.intake import max_model_len
-from tllm_spec.lora_request import check_adapter_name
 from tllm_spec.server.adapters import Adapters
 from tllm_spec.server.admission import bad_request, engine_running
 from tllm_spec.server.bodies import BodyModel
