@@ -283,13 +283,20 @@ def test_the_model_may_be_named_by_sglangs_flag() -> None:
 
 def test_all_flags_that_are_not_served_are_refused_in_one_message() -> None:
     result = llm_flags_serve(
-        *("zoo:llama", "--gpu-memory-utilization", "0.9", "--enable-lora", "--quantization", "fp8"),
+        *(
+            "zoo:llama",
+            "--gpu-memory-utilization",
+            "0.9",
+            "--enable-sleep-mode",
+            "--quantization",
+            "fp8",
+        ),
         *("--speculative-config", HEAD[:-1] + ', "disable_by_batch_size": 8}'),
     )
     assert result.exit_code == 1
     for sentence in (
         "use kv_cache_config.free_gpu_memory_fraction",
-        "LoRA is not served",
+        "a paused engine keeps its memory",
         "quantization = 'fp8' is refused",
         "disable_by_batch_size = 8 is refused: use max_concurrency",
     ):
