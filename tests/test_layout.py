@@ -94,6 +94,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "tllm_spec.executor.weight_swap",
         "tllm_spec.draft_network",
     ),
+    ("tllm_spec.adapters",),
     ("tllm_spec.models",),
     (
         "tllm_spec.attention",
