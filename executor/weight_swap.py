@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from tllm_spec.adapters.adapted import AdaptedStack, AdaptedWeight
 from tllm_spec.distributed.communicator import SINGLE, Communicator
 from tllm_spec.models.config_file import read_config
 from tllm_spec.request_errors import described
@@ -99,6 +100,8 @@ def _files_of(folder: str) -> list[list[Any]]:
 def pairs_of(old: Any, new: Any, path: str, seen: set[tuple[int, int]]) -> Iterator[Pair]:
     """The tensors of two objects of the same structure. Those that both share, or that were seen,
     are left out. Raises ValueError where they differ in anything but the values of tensors."""
+    if isinstance(old, (AdaptedWeight, AdaptedStack)):
+        old = old.base
     if old is new or (id(old), id(new)) in seen:
         return
     seen.add((id(old), id(new)))
