@@ -162,7 +162,7 @@ class WaitingRequests:
         heads = [queue[0] for queue in self._queues.values()]
         if closed:
             open_ones = (
-                next((each for each in queue if each.adapter_version not in closed), None)
+                next((each for each in queue if each.adapter not in closed), None)
                 for queue in self._queues.values()
             )
             heads = [head for head in open_ones if head is not None]

@@ -182,7 +182,7 @@ class TrafficRecorder:
             cached_tokens=request.cached_tokens,
             num_preemptions=request.num_preemptions,
             draft_version=request.draft_version,
-            adapter=request.adapter_version,
+            adapter=request.adapter,
         )
 
     def _add_states(self, request: LlmRequest, record: TrafficRecord) -> None:

@@ -34,7 +34,8 @@ class AdapterLoading:
 
     def __init__(self, executor: PyExecutor, worker: Worker) -> None:
         self._executor, self._worker = executor, worker
-        self._staged: dict[str, tuple[str, Adapter]] = {}  # by name, and not committed
+        # By name, with folder and root; not committed.
+        self._staged: dict[str, tuple[Adapter, str, str | None]] = {}
 
     @property
     def infos(self) -> tuple[AdapterInfo, ...]:
@@ -50,24 +51,26 @@ class AdapterLoading:
         self.stage(name, folder)
         return self.commit(name, replace=replace, from_request=from_request)
 
-    def stage(self, name: str, folder: str) -> AdapterInfo:
-        """Reads and checks an adapter while rounds run. Nothing else changes. Raises ValueError for
-        one that cannot be served."""
+    def stage(self, name: str, folder: str, root: str | None = None) -> AdapterInfo:
+        """Reads and checks an adapter while rounds run. Nothing else changes. root: the folder that
+        its files must lie in, after links are followed; None: anywhere. Raises ValueError for one
+        that cannot be served."""
         check_adapter_name(name)
-        adapter = self._slots().read(folder)
-        self._staged[name] = folder, adapter
+        adapter = self._slots().read(folder, root)
+        self._staged[name] = adapter, folder, root
         return info_of(name, folder, adapter)
 
     def commit(self, name: str, **options: bool) -> AdapterInfo:
         """Serves what is staged under the name. options: those of `AdapterSlots.add`. Raises
         ValueError as it does."""
-        slots, (folder, adapter) = self._slots(), self._staged.pop(name)
+        slots, (adapter, folder, root) = self._slots(), self._staged.pop(name)
         if not self._executor.parts.ranks[1:]:
             return self._worker.call(partial(slots.add, name, folder, adapter, **options))
 
         def load_together() -> AdapterInfo:
-            self._executor.parts.queue.announce("load_adapter", name=name, folder=folder, **options)
-            return slots.load_together(name, folder, **options)
+            told = {"name": name, "folder": folder, "root": root, **options}
+            self._executor.parts.queue.announce("load_adapter", **told)
+            return slots.load_together(name, folder, root, **options)
 
         return self._worker.call(load_together)
 
@@ -88,8 +91,8 @@ class AdapterLoading:
         return {}
 
     def _stage_again(self, name: str, folder: str, content_hash: str) -> None:
-        _, adapter = self._staged.get(name, ("", None))
-        if adapter is None or adapter.content_hash != content_hash:
+        staged = self._staged.get(name)
+        if staged is None or staged[0].content_hash != content_hash:
             check_unchanged(self.stage(name, folder), content_hash)
 
     def unload(self, name: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from tllm_spec.config.option_checks import check_adapter_name, shown
 from tllm_spec.request_errors import RequestError
@@ -51,3 +52,19 @@ class AdapterInfo:
 def name_of_version(version: str) -> str:
     """The name in `AdapterInfo.version`."""
     return version.partition("@")[0]
+
+
+class AdapterSalt(NamedTuple):
+    """The salt of requests with an adapter, which share cached text only with each other. own: the
+    client's salt."""
+
+    adapter: str  # `AdapterInfo.version`
+    own: str | None
+
+
+CacheSalt = str | AdapterSalt | None
+
+
+def salt_of(own: str | None, adapter: str | None) -> CacheSalt:
+    """The salt of a client's requests with this version of an adapter."""
+    return own if adapter is None else AdapterSalt(adapter, own)

@@ -70,7 +70,8 @@ class ModelEngine:
 
         wanted: returns these rows `[R]` only, `[R, H]`; the others skip most of the last layer."""
         rows = self.attention.plan(contexts, windows)
-        self.write_adapters(contexts, windows)
+        if self.is_adapted:
+            self.write_adapters(contexts, windows)
         return self.run(rows.token_ids, rows.positions, rows.groups, wanted, rows.recurrent)
 
     def run(
@@ -101,8 +102,7 @@ class ModelEngine:
 
     def write_adapters(self, contexts: list[ContextChunk], windows: Windows | None) -> None:
         """Says which adapter each row of the next forward has."""
-        if self.adapters is None or not self.adapters.rows.is_active:
-            return
+        assert self.adapters is not None
         chunks = [(chunk.slot, len(chunk.tokens)) for chunk in contexts]
         self.adapters.write_rows(chunks, None if windows is None else (windows.slots, windows.rows))
 

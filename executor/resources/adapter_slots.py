@@ -24,7 +24,7 @@ from tllm_spec.executor.device.transfer import to_device
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.interface import ResourceManager
 from tllm_spec.kernels.slots.round_rows import RoundRows
-from tllm_spec.lora_request import AdapterInfo, UnknownAdapter, name_of_version
+from tllm_spec.lora_request import AdapterInfo, UnknownAdapter, name_of_version, salt_of
 
 if TYPE_CHECKING:
     from tllm_spec.adapters.adapted import AdapterRows, AdapterTables
@@ -85,21 +85,22 @@ class AdapterSlots(ResourceManager):
 
     # What is loaded.
 
-    def read(self, folder: str) -> Adapter:
-        """In any thread. Raises ValueError for an adapter that cannot be served."""
+    def read(self, folder: str, root: str | None = None) -> Adapter:
+        """In any thread. root: as of `read_adapter`. Raises ValueError for an adapter that cannot
+        be served."""
         from tllm_spec.adapters.adapter_folder import read_adapter
 
-        config = self._config
-        adapter = read_adapter(Path(folder), config.max_lora_rank, config.lora_target_modules)
+        within = None if root is None else Path(root)
+        adapter = read_adapter(Path(folder), self._config.max_lora_rank, within)
         self.tables.check(adapter)
         return adapter
 
-    def read_together(self, folder: str) -> Adapter:
+    def read_together(self, folder: str, root: str | None = None) -> Adapter:
         """Reads on all ranks between the same two rounds. Raises ValueError on every rank if one of
         them does, or their files differ."""
         adapter, said, problem = None, "", ""
         try:
-            adapter = self.read(folder)
+            adapter = self.read(folder, root)
             said = adapter.content_hash
         except ValueError as error:
             problem = str(error)
@@ -111,9 +112,11 @@ class AdapterSlots(ResourceManager):
             raise ValueError(f"{folder} does not have the same adapter on all hosts of the engine")
         return adapter
 
-    def load_together(self, name: str, folder: str, **options: bool) -> AdapterInfo:
+    def load_together(
+        self, name: str, folder: str, root: str | None, **options: bool
+    ) -> AdapterInfo:
         """As `add`, on all ranks or on none."""
-        return self.add(name, folder, self.read_together(folder), **options)
+        return self.add(name, folder, self.read_together(folder, root), **options)
 
     def add(
         self,
@@ -174,13 +177,13 @@ class AdapterSlots(ResourceManager):
     # Requests.
 
     def arrive(self, request: LlmRequest) -> None:
-        """Called once for each request: it keeps the version that is served now. Raises
-        UnknownAdapter."""
+        """Called once for each request: `adapter` is the version that is served under its name now,
+        which it keeps. Raises UnknownAdapter."""
         if request.adapter is None:
             return
         if (info := self.infos.get(request.adapter)) is None:
             raise UnknownAdapter(request.adapter)
-        request.adapter_version = info.version
+        request.adapter, request.salt = info.version, salt_of(request.cache_salt, info.version)
         self._hosted[info.version].num_requests += 1
 
     def find_closed(self) -> None:
@@ -196,7 +199,7 @@ class AdapterSlots(ResourceManager):
     def may_join(self, request: LlmRequest) -> bool:
         """Whether the request has a slot with its adapter, or needs none. If not, `closed` has
         it."""
-        version = request.adapter_version
+        version = request.adapter
         if version is None or self._has_slot(version):
             return True
         self._awaited[version] = None
@@ -205,12 +208,12 @@ class AdapterSlots(ResourceManager):
 
     def join(self, request: LlmRequest) -> None:
         """The request begins to run."""
-        if request.adapter_version is None:
+        if request.adapter is None:
             return
-        self._hosted[request.adapter_version].running.add(request.request_id)
-        self._hosted.move_to_end(request.adapter_version)
-        self._slots.move_to_end(request.adapter_version)
-        self._awaited.pop(request.adapter_version, None)
+        self._hosted[request.adapter].running.add(request.request_id)
+        self._hosted.move_to_end(request.adapter)
+        self._slots.move_to_end(request.adapter)
+        self._awaited.pop(request.adapter, None)
 
     def _has_slot(self, version: str) -> bool:
         """Takes a slot for the version if it has none and one is left."""
@@ -234,7 +237,7 @@ class AdapterSlots(ResourceManager):
             self.closed.add(min(staying, key=lambda other: len(self._hosted[other].running)))
 
     def free_resources(self, request: LlmRequest) -> None:
-        if (version := request.adapter_version) is None:
+        if (version := request.adapter) is None:
             return
         hosted = self._hosted[version]
         hosted.running.discard(request.request_id)
@@ -255,7 +258,7 @@ class AdapterSlots(ResourceManager):
         read what was in the slots before."""
         for request in batch.context_requests:
             slot = NO_SLOT
-            if (version := request.adapter_version) is not None:
+            if (version := request.adapter) is not None:
                 slot = self._slots[version]
                 if self._loaded[slot] != version:
                     self.tables.load(slot, self._hosted[version].adapter)

@@ -12,10 +12,11 @@ import torch
 from tllm_spec.config.text_search import SHARED_WIDTH
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.device.transfer import to_device
-from tllm_spec.executor.request import CacheSalt, LlmRequest
+from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.radix import NO_PAGE, Node, RadixTree
 from tllm_spec.kernels.attention.visible_keys import KeySpan
 from tllm_spec.kernels.drafts.suffix_match import NO_TOKEN, TextTable
+from tllm_spec.lora_request import CacheSalt
 
 
 class ResourceManager:

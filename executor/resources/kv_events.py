@@ -15,7 +15,7 @@ import msgpack
 
 from tllm_spec.config.engine_config import KVEventsConfig
 from tllm_spec.executor.batch import ScheduledBatch
-from tllm_spec.executor.request import AdapterSalt, CacheSalt, LlmRequest
+from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.interface import ResourceManager
 from tllm_spec.executor.resources.radix import (
     NO_BLOCK,
@@ -26,7 +26,7 @@ from tllm_spec.executor.resources.radix import (
     salt_hash,
 )
 from tllm_spec.kernels.attention.visible_keys import KeySpan
-from tllm_spec.lora_request import name_of_version
+from tllm_spec.lora_request import AdapterSalt, CacheSalt, name_of_version
 
 # What the prefix tree gains and loses, as vLLM's KV events (of version 0.26.0).
 #

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
-from tllm_spec.executor.request import AdapterSalt, CacheSalt
 from tllm_spec.executor.resources.host_pages import HostPages
 from tllm_spec.executor.resources.interface import (
     CachedSequence,
@@ -22,6 +21,7 @@ from tllm_spec.executor.resources.interface import (
 )
 from tllm_spec.executor.resources.kv_events import KVEventLog
 from tllm_spec.executor.resources.radix import NO_PAGE, Key, Node, RadixTree, num_unreferenced
+from tllm_spec.lora_request import AdapterSalt, CacheSalt
 
 
 class _Prefix(NamedTuple):

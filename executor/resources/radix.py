@@ -27,7 +27,7 @@ from hashlib import blake2b
 from itertools import pairwise
 from weakref import WeakValueDictionary
 
-from tllm_spec.executor.request import AdapterSalt, CacheSalt
+from tllm_spec.lora_request import AdapterSalt, CacheSalt
 
 Key = tuple[int, ...]
 NO_PAGE = 0  # the dummy page, which no node has

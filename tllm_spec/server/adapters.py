@@ -31,8 +31,8 @@ class Adapters:
         """By name. Does not wait."""
         return self._in_force.read() or {}
 
-    def load(self, wanted: ServedAdapter, *, replaces: bool) -> ServedAdapter:
-        """Loads an adapter. replaces: it may have the name of a loaded one, whose client it keeps
+    def load(self, wanted: ServedAdapter, root: str, *, replaces: bool) -> ServedAdapter:
+        """Loads an adapter, whose files must lie below the root. replaces: it may have the name of a loaded one, whose client it keeps
         unless it names another. Raises ValueError for a name in use and for a folder that does not
         fit, RuntimeError if an engine does not answer. Then nothing has changed."""
         with self._held() as served:
@@ -43,7 +43,7 @@ class Adapters:
                 )
             engines = self._running()
             try:
-                told = in_all(engines, partial(_stage, wanted))
+                told = in_all(engines, partial(_stage, wanted, root))
                 if not told or any(each != told[0] for each in told):
                     raise RuntimeError("the engines have not read the same adapter")
                 client = wanted.client or (old and old.client)
@@ -83,8 +83,8 @@ class Adapters:
             raise RuntimeError(f"adapters are not changed: {error}") from error
 
 
-def _stage(wanted: ServedAdapter, engine: EngineClient) -> dict[str, Any]:
-    return engine.swap_step("stage_adapter", wanted.name, wanted.folder)
+def _stage(wanted: ServedAdapter, root: str, engine: EngineClient) -> dict[str, Any]:
+    return engine.swap_step("stage_adapter", wanted.name, wanted.folder, root)
 
 
 def _keep(served: ServedAdapters, engine: EngineClient) -> dict[str, Any]:

@@ -238,8 +238,8 @@ class EngineProcess:
         self._port.fail_all(reason)
         self._loop.stop()
 
-    def _stage_adapter(self, name: str, folder: str) -> dict[str, Any]:
-        return asdict(self.adapters.stage(name, folder))
+    def _stage_adapter(self, name: str, folder: str, root: str) -> dict[str, Any]:
+        return asdict(self.adapters.stage(name, folder, root))
 
     def _pause(self, mode: str) -> dict[str, Any]:
         self._port.set_pause(mode)

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import msgpack
 
 from tllm_spec.config.llm_args import LlmArgs
-from tllm_spec.executor.request import AdapterSalt, CacheSalt
 from tllm_spec.executor.request_wire import RequestLimits
 from tllm_spec.executor.resources.radix import block_hashes
 from tllm_spec.intake import Intake, Prompt
+from tllm_spec.lora_request import CacheSalt, salt_of
 from tllm_spec.request_handle import RequestHandle
 from tllm_spec.sampling_params import DEFAULT_OPTIONS, RequestOptions, SamplingParams
 from tllm_spec.server.adapters import Adapters
@@ -256,9 +256,8 @@ class Replicas:
         """As `LLM.submit`."""
         made = self._intake.submission(inputs, params, options)
         engines = self._routable()
-        salt: CacheSalt = options.cache_salt
-        if (adapter := self.adapters.served().get(options.adapter or "")) is not None:
-            salt = AdapterSalt(adapter.version, salt)
+        adapter = self.adapters.served().get(options.adapter or "")
+        salt = salt_of(options.cache_salt, adapter and adapter.version)
         hashes = self._router.hashes(made.token_ids, salt)
         unfinished = {number: each.num_unfinished_tokens for number, each in engines.items()}
         return engines[self._router.choose(hashes, unfinished)].start(made)

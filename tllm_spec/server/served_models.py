@@ -111,12 +111,12 @@ class ServedModels:
         check_key(request, self._options.lora_key, "load adapters")
         with bad_request(), engine_running():
             root = Path(self._options.lora_root or "")
-            folder = folder_below(root, body.lora_path, "lora_path", "--lora_root", whole=True)
+            folder = folder_below(root, body.lora_path, "lora_path", "--lora_root")
             self._check_name(body.lora_name)
             if body.client is not None and not has_key(self._options.api_key, body.client):
                 raise ValueError(f"client = {body.client!r} is no key's name in --api_key @FILE")
             wanted = ServedAdapter.of_folder(body.lora_name, str(folder), body.client)
-            made = self._own.load(wanted, replaces=body.load_inplace)
+            made = self._own.load(wanted, str(root), replaces=body.load_inplace)
         message = f"LoRA adapter {made.name!r} is loaded"
         told = {"lora_name": made.name, "content_hash": made.content_hash, "rank": made.rank}
         return {"success": True, "message": message, **told}
@@ -164,7 +164,7 @@ class ServedModels:
             raise self._unknown(name)
         try:
             self._check_name(name)
-            folder = folder_below(Path(root), name, "model", "--lora_root", whole=True)
+            folder = folder_below(Path(root), name, "model", "--lora_root")
         except ValueError:
             raise self._unknown(name) from None
         wanted = ServedAdapter.of_folder(name, str(folder))
@@ -174,7 +174,7 @@ class ServedModels:
             if (found := self._found(name, request)) is not None:
                 return found
             with bad_request(), engine_running():
-                return await run_in_threadpool(self._own.load, wanted, replaces=False)
+                return await run_in_threadpool(self._own.load, wanted, root, replaces=False)
 
     def _unknown(self, model: str) -> RequestRefused:
         more = "" if self._adapters is None else ", and GET /v1/models lists its adapters"
