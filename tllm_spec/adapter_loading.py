@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from tllm_spec.config.option_checks import check_adapter_name, shown
 from tllm_spec.executor.py_executor import PyExecutor
@@ -15,6 +15,8 @@ from tllm_spec.lora_request import AdapterInfo, LoRARequest, UnknownAdapter
 
 if TYPE_CHECKING:
     from tllm_spec.adapters.adapter_folder import Adapter
+
+Result = TypeVar("Result")
 
 NOT_SERVED = "this engine serves no LoRA adapters; lora_config = {} serves them"
 
@@ -65,14 +67,14 @@ class AdapterLoading:
         ValueError as it does."""
         slots, (adapter, folder, root) = self._slots(), self._staged.pop(name)
         if not self._executor.parts.ranks[1:]:
-            return self._worker.call(partial(slots.add, name, folder, adapter, **options))
+            return self._call(partial(slots.add, name, folder, adapter, **options))
 
         def load_together() -> AdapterInfo:
             told = {"name": name, "folder": folder, "root": root, **options}
             self._executor.parts.queue.announce("load_adapter", **told)
             return slots.load_together(name, folder, root, **options)
 
-        return self._worker.call(load_together)
+        return self._call(load_together)
 
     def keep(self, served: Sequence[tuple[str, str, str]]) -> dict[str, Any]:
         """Loads what the engine lacks of these names, folders and content hashes, unloads all
@@ -103,7 +105,13 @@ class AdapterLoading:
             self._executor.parts.queue.announce("unload_adapter", name=name)
             slots.remove(name)
 
-        self._worker.call(remove)
+        self._call(remove)
+
+    def _call(self, change: Callable[[], Result]) -> Result:
+        """Between two rounds, once requests that were submitted before have begun: they keep what
+        was served then."""
+        self._worker.call(lambda: None)
+        return self._worker.call(change)
 
     def name_of(self, request: LoRARequest | None) -> str | None:
         """The name of a request's adapter, which is loaded from the request's path at its first

@@ -9,12 +9,14 @@ from typing import NamedTuple
 from tllm_spec.config.option_checks import check_adapter_name, shown
 from tllm_spec.request_errors import RequestError
 
+NOT_LOADED = "no adapter with this name is loaded"
+
 
 class UnknownAdapter(RequestError):
     """No adapter with this name is loaded."""
 
     def __init__(self, name: str) -> None:
-        super().__init__(f"lora_name = {name!r}: no adapter with this name is loaded")
+        super().__init__(f"lora_name = {name!r}: {NOT_LOADED}")
 
 
 @dataclass(frozen=True)

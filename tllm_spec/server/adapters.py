@@ -32,9 +32,10 @@ class Adapters:
         return self._in_force.read() or {}
 
     def load(self, wanted: ServedAdapter, root: str, *, replaces: bool) -> ServedAdapter:
-        """Loads an adapter, whose files must lie below the root. replaces: it may have the name of a loaded one, whose client it keeps
-        unless it names another. Raises ValueError for a name in use and for a folder that does not
-        fit, RuntimeError if an engine does not answer. Then nothing has changed."""
+        """Loads an adapter, whose files must lie below the root. replaces: it may have the name of
+        a loaded one, whose client it keeps unless it names another. Raises ValueError for a name in
+        use and for a folder that does not fit, RuntimeError if an engine does not answer. Then
+        nothing has changed."""
         with self._held() as served:
             old = served.get(wanted.name)
             if old is not None and not replaces:
