@@ -77,7 +77,7 @@ class RequestQueue:
             self.closed = True
             self._changed.notify()
 
-    def announce(self, name: str, **arguments: Any) -> None:
+    def announce(self, name: str, /, **arguments: Any) -> None:
         """Tells the other ranks to make the call with this name (`FollowerQueue.calls`), as the
         caller does next."""
 

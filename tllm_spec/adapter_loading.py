@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import os
 from functools import partial
-from typing import TYPE_CHECKING
 
+from tllm_spec.adapters.adapter_folder import Adapter
 from tllm_spec.config.option_checks import shown
 from tllm_spec.executor.py_executor import PyExecutor
 from tllm_spec.executor.resources.adapter_slots import AdapterSlots, info_of
 from tllm_spec.executor.worker import Worker
 from tllm_spec.lora_request import AdapterInfo, LoRARequest, UnknownAdapter, check_adapter_name
-
-if TYPE_CHECKING:
-    from tllm_spec.adapters.adapter_folder import Adapter
 
 NOT_SERVED = "this engine serves no LoRA adapters; lora_config = {} serves them"
 
