@@ -80,7 +80,7 @@ def test_a_waiting_adapter_gets_a_slot_however_many_requests_of_others_come(
     tiny: Path, adapters: Path, own_client: bool
 ) -> None:
     """own_client: the others' client has fewer running requests, so its turn is always first."""
-    harness = with_adapters(tiny, adapters, max_batch_size=4)
+    harness = with_adapters(tiny, adapters)
 
     def submit(name: str | None, tokens: int, client: str) -> LlmRequest:
         request = harness.submit(PROMPT, tokens, adapter=name)
@@ -90,7 +90,7 @@ def test_a_waiting_adapter_gets_a_slot_however_many_requests_of_others_come(
     starving = "starving" if own_client else "one"
     if own_client:
         submit(None, 200, starving)
-    stream = [submit(name, 8, "one") for name in "abab"]
+    stream = [submit(name, 8, "one") for name in "ababab"]
     harness.rounds(2)
     waiting = submit("c", 8, starving)
     for number in range(60):
