@@ -11,18 +11,29 @@ import torch
 from safetensors.torch import load_file
 
 from tests.adapters.folders import linear_shapes, merged, random_pairs, write_adapter
+from tests.distributed.thread_ranks import ThreadGroup
 from tests.distributed.tiny_models import EXPERTS
 from tests.models.deepseek import save_deepseek
+from tests.models.fp8_checkpoint import keeping_fp8, keeping_int4
+from tests.models.fp8_checkpoint import quantise as quantise_fp8
 from tests.models.gemma4 import save_larger
 from tests.models.gpt_oss import save_gpt_oss
-from tests.models.helpers import PagedRunner, load, random_tokens, save_checkpoint
+from tests.models.helpers import (
+    PagedRunner,
+    load,
+    quantised_pair,
+    random_tokens,
+    save_checkpoint,
+)
 from tests.models.qwen3_next import save_qwen3_next
 from tests.models.test_gemma3 import save_gemma3
 from tests.models.test_llama4 import save_llama4
 from tests.models.test_phi3 import save as save_phi3
 from tllm_spec.adapters.adapted import AdapterTables
 from tllm_spec.adapters.adapter_folder import read_adapter
+from tllm_spec.distributed.communicator import SINGLE, SINGLE_RANK, Communicator, Mapping
 from tllm_spec.models.llama import CausalLM
+from tllm_spec.zoo.quantise import Style, quantise
 
 TOKENS = random_tokens(24)
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -96,10 +107,14 @@ def put(tables: AdapterTables, slot: int, folder: Path) -> None:
 
 @torch.inference_mode()
 def logits(
-    model: CausalLM, tables: AdapterTables | None, slots: list[int], tokens: list[int] = TOKENS
+    model: CausalLM,
+    tables: AdapterTables | None,
+    slots: list[int],
+    mapping: Mapping = SINGLE_RANK,
+    tokens: list[int] = TOKENS,
 ) -> list[torch.Tensor]:
     """Of one forward of the tokens for each slot."""
-    runner = PagedRunner(model)
+    runner = PagedRunner(model, mapping=mapping)
     if tables is not None:
         own = torch.tensor(slots, dtype=torch.int32).repeat_interleave(len(tokens))
         tables.rows.slots[: len(own)] = own
@@ -204,3 +219,86 @@ def test_rows_of_a_batch_have_each_its_own_adapter_or_none(tmp_path: Path) -> No
     with torch.inference_mode():
         tables.clear(1)
     assert torch.equal(logits(model, tables, [1])[0], plain)
+
+
+RANKED = ("llama", "llama, biases and one KV head", "deepseek v3, experts", "qwen 3 next")
+
+
+@pytest.mark.parametrize(
+    "name", [RANKED[0], *(pytest.param(each, marks=pytest.mark.slow) for each in RANKED[1:])]
+)
+def test_two_ranks_with_slices_of_an_adapter_equal_one(name: str, tmp_path: Path) -> None:
+    family = FAMILIES[name]
+    family.save(tmp_path / "base")
+    shapes = linear_shapes(load_file(tmp_path / "base/model.safetensors"), *family.modules)
+    write_adapter(tmp_path / "adapter", random_pairs(shapes))
+
+    def run(communicator: Communicator) -> torch.Tensor:
+        model = load(tmp_path / "base", communicator=communicator)
+        tables = with_tables(model, family.targets)
+        put(tables, 1, tmp_path / "adapter")
+        return torch.cat(logits(model, tables, [-1, 1], communicator.mapping))
+
+    close(torch.cat(ThreadGroup().run(run), 1), run(SINGLE))
+
+
+def test_rows_that_end_in_the_last_layer_leave_the_others_their_adapters(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "base", "Llama")
+    shapes = linear_shapes(load_file(tmp_path / "base/model.safetensors"), *ATTENTION, *MLP)
+    tables = with_tables(model := load(tmp_path / "base"))
+    put(tables, 1, write_adapter(tmp_path / "adapter", random_pairs(shapes)))
+    expected = torch.cat(logits(model, tables, [1, -1]))
+    wanted = torch.tensor([3, len(TOKENS) - 1, len(TOKENS) + 5])
+    runner = PagedRunner(model)
+    metadata = runner.metadata({0: TOKENS, 1: TOKENS}, {}, 0)
+    with torch.inference_mode():
+        tables.rows.begin(2 * len(TOKENS), wanted)
+        context = runner.context(metadata, wanted=wanted)
+        hidden = model(torch.tensor(TOKENS * 2), metadata.positions, context)
+        close(model.compute_logits(hidden), expected[wanted])
+
+
+def quantised_folders(folder: Path, name: str) -> tuple[Path, Path]:
+    """A quantised model, and the same values in float32."""
+    experts = name.endswith("experts")
+    wide = {"hidden_size": 128, "intermediate_size": 160} | EXPERTS
+    save = tiny("Qwen3Moe" if experts else "Llama", **wide)
+    style = Style("awq") if "int4" in name else Style("mxfp4")
+    change = quantise_fp8 if "fp8" in name else partial(quantise, style=style)
+    return quantised_pair(folder, save, change)
+
+
+@pytest.mark.parametrize("name", ["int4", "fp8", "mxfp4", "fp8 experts", "int4 experts"])
+def test_quantised_layers_add_adapters_of_the_models_type(name: str, tmp_path: Path) -> None:
+    with keeping_fp8(), keeping_int4():
+        base, plain = quantised_folders(tmp_path, name)
+        modules = MLP if name.endswith("experts") else ATTENTION + MLP
+        shapes = linear_shapes(load_file(plain / "model.safetensors"), *modules)
+        pairs = random_pairs(shapes)
+        tables = with_tables(model := load(base), ["experts", *modules])
+        put(tables, 0, write_adapter(tmp_path / "adapter", pairs))
+        found = logits(model, tables, [0, -1])
+        close(found[1], logits(load(plain), None, [-1])[0])
+        [expected] = logits(load(merged(plain, tmp_path / "merged", pairs, 2.0)), None, [-1])
+        close(found[0], expected)
+
+
+STATIC = ("row", "deepseek", "autofp8 static")
+
+
+@pytest.mark.parametrize("granularity", STATIC)
+def test_experts_with_quantised_activations_are_the_same_before_swiglu_is_fused_and_after(
+    granularity: str, tmp_path: Path
+) -> None:
+    """An adapter of zeros changes the order of the operations only."""
+    with keeping_fp8():
+        wide = EXPERTS | {"hidden_size": 128, "moe_intermediate_size": 128}
+        tiny("Qwen3Moe", **wide)(tmp_path / "base")
+        quantise_fp8(tmp_path / "base", granularity=granularity)
+        shapes = linear_shapes(load_file(tmp_path / "base/model.safetensors"), *MLP)
+        pairs = {name: (a, 0 * b) for name, (a, b) in random_pairs(shapes).items()}
+        tables = with_tables(model := load(tmp_path / "base"), ["experts"])
+        put(tables, 0, write_adapter(tmp_path / "adapter", pairs))
+        found = logits(model, tables, [0])
+        tables.rows.is_active = False
+        close(found[0], logits(model, tables, [0])[0])
