@@ -113,7 +113,7 @@ def logits(
     mapping: Mapping = SINGLE_RANK,
     tokens: list[int] = TOKENS,
 ) -> list[torch.Tensor]:
-    """Of one forward of the tokens for each slot."""
+    """One forward gives them, of the tokens for each slot."""
     runner = PagedRunner(model, mapping=mapping)
     if tables is not None:
         own = torch.tensor(slots, dtype=torch.int32).repeat_interleave(len(tokens))
