@@ -5,16 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
+from tllm_spec.adapters.adapter_folder import Adapter
 from tllm_spec.config.option_checks import check_adapter_name, shown
 from tllm_spec.executor.py_executor import PyExecutor
 from tllm_spec.executor.resources.adapter_slots import AdapterSlots, info_of
 from tllm_spec.executor.worker import Worker
 from tllm_spec.lora_request import AdapterInfo, LoRARequest, UnknownAdapter
-
-if TYPE_CHECKING:
-    from tllm_spec.adapters.adapter_folder import Adapter
 
 Result = TypeVar("Result")
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any, TypeVar
 
+from tllm_spec.adapters.adapted import AdapterTables
 from tllm_spec.attention.choice import backend_name, create_backend, create_batch_invariant
 from tllm_spec.attention.geometry import Geometry, KVPool
 from tllm_spec.attention.interface import AttentionBackend, SpecMetadata, default_capture_layers
@@ -173,8 +174,6 @@ def _adapter_slots(plan: BuildPlan, target: CausalLM) -> AdapterSlots | None:
     adapters that cannot be served."""
     if (config := plan.args.lora_config) is None:
         return None
-    from tllm_spec.adapters.adapted import AdapterTables
-
     sizes = config.max_loras, config.max_lora_rank, plan.args.max_num_tokens
     tables = AdapterTables(target, *sizes, config.lora_target_modules)
     logger.info(

@@ -13,10 +13,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from tllm_spec.adapters.adapted import AdapterRows, AdapterTables
+from tllm_spec.adapters.adapter_folder import Adapter, read_adapter
 from tllm_spec.config.engine_config import LoraConfig
 from tllm_spec.distributed.communicator import SINGLE, Communicator
 from tllm_spec.executor.batch import ScheduledBatch
@@ -25,10 +27,6 @@ from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.interface import ResourceManager
 from tllm_spec.kernels.slots.round_rows import RoundRows
 from tllm_spec.lora_request import AdapterInfo, UnknownAdapter, name_of_version, salt_of
-
-if TYPE_CHECKING:
-    from tllm_spec.adapters.adapted import AdapterRows, AdapterTables
-    from tllm_spec.adapters.adapter_folder import Adapter
 
 NO_SLOT = -1
 SlotRows = tuple[torch.Tensor, RoundRows]
@@ -88,8 +86,6 @@ class AdapterSlots(ResourceManager):
     def read(self, folder: str, root: str | None = None) -> Adapter:
         """In any thread. root: as of `read_adapter`. Raises ValueError for an adapter that cannot
         be served."""
-        from tllm_spec.adapters.adapter_folder import read_adapter
-
         within = None if root is None else Path(root)
         adapter = read_adapter(Path(folder), self._config.max_lora_rank, within)
         self.tables.check(adapter)

@@ -29,7 +29,7 @@ class RouterWeights:
     """How a layer chooses experts."""
 
     weight: torch.Tensor
-    """`[E, H]`, contiguous; `[E + 1, H]` if the rule gates the shared expert."""
+    """`[E, H]`, contiguous."""
     bias: torch.Tensor | None
     """`[E]`, of the logits."""
     correction_bias: torch.Tensor | None
@@ -92,7 +92,7 @@ def route_few_triton(hidden: torch.Tensor, norm: NormWeight, router: RouterWeigh
         BLOCK=block,
         NUMBER=number,
         OWN=EXPERTS_PER_PROGRAM,
-        **routing_options(rule, number - rule.gates_shared),
+        **routing_options(rule, number),
         num_warps=max(1, min(block // _COLUMNS_PER_WARP, 16)),
         **programmatic_launch(hidden.device),
     )
@@ -118,9 +118,9 @@ def route_few_kernel(
     num_arrived: tl.tensor, SIZE: tl.constexpr, BLOCK: tl.constexpr, NUMBER: tl.constexpr,
     OWN: tl.constexpr,
     EPSILON: tl.constexpr, SOFTMAX: tl.constexpr, NORMALISES: tl.constexpr, TOP_K: tl.constexpr,
-    TAKEN: tl.constexpr, TAKEN_PADDED: tl.constexpr, GATED: tl.constexpr,
-    NUM_GROUPS: tl.constexpr, GROUP_SIZE: tl.constexpr, TOP_GROUPS: tl.constexpr,
-    GROUPS: tl.constexpr, MEMBERS: tl.constexpr, PDL: tl.constexpr,
+    TAKEN: tl.constexpr, TAKEN_PADDED: tl.constexpr, NUM_GROUPS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUPS: tl.constexpr, MEMBERS: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """Grid (tiles of OWN experts, tokens). The last program of a token chooses its experts."""
     weight = _fetch_weights(router, SIZE, BLOCK, NUMBER, OWN)
@@ -142,7 +142,7 @@ def route_few_kernel(
         tl.store(num_arrived + row, 0)
         choose_experts(
             row, logits, correction_bias, blocks, weights, scale, EPSILON, SOFTMAX, NORMALISES,
-            TOP_K, TAKEN, TAKEN_PADDED, GATED, NUM_GROUPS, GROUP_SIZE, TOP_GROUPS, GROUPS, MEMBERS,
+            TOP_K, TAKEN, TAKEN_PADDED, NUM_GROUPS, GROUP_SIZE, TOP_GROUPS, GROUPS, MEMBERS,
         )  # fmt: skip
         number, taken = tl.num_programs(1) * TAKEN, tl.arange(0, TAKEN_PADDED)
         places = row * TAKEN + taken

@@ -36,8 +36,6 @@ class RoutingRule:
     (DeepSeek V3's published code)."""
     num_shared: int = 0
     """Experts with the indices after the routed ones, which every token takes with weight 1."""
-    gates_shared: bool = False
-    """Whether the shared expert's weight is the sigmoid of one more logit, the last of a row."""
 
     @property
     def num_taken(self) -> int:
@@ -53,13 +51,11 @@ def moe_routing(
     float32. Of equal scores the expert with the lower index is better.
 
     Args:
-        logits: `[T, E]`, contiguous; `[T, E + 1]` if the rule gates the shared expert.
+        logits: `[T, E]`, contiguous.
         rule: how to choose.
         correction_bias: `[E]` float32, added to the scores for the choice only.
     """
-    scores, gates = logits.float(), None
-    if rule.gates_shared:
-        scores, gates = scores[:, :-1], scores[:, -1:].sigmoid()
+    scores = logits.float()
     scores = scores.softmax(-1) if rule.scoring == "softmax" else scores.sigmoid()
     choice = scores if correction_bias is None else scores + correction_bias
     if rule.num_groups > 1:
@@ -70,10 +66,9 @@ def moe_routing(
         weights = weights / (weights.sum(-1, keepdim=True) + EPSILON)
     weights = weights * rule.scale
     if rule.num_shared:
-        shared = torch.arange(rule.num_shared, device=logits.device) + scores.shape[1]
+        shared = torch.arange(rule.num_shared, device=logits.device) + logits.shape[1]
         experts = torch.cat((experts, shared.expand(len(experts), -1)), 1)
-        ones = weights.new_ones(len(weights), rule.num_shared)
-        weights = torch.cat((weights, ones if gates is None else gates), 1)
+        weights = torch.cat((weights, weights.new_ones(len(weights), rule.num_shared)), 1)
     return experts.to(torch.int32), weights
 
 
@@ -104,7 +99,7 @@ def moe_routing_triton(
     weights = logits.new_empty(num_rows, rule.num_taken, dtype=torch.float32)
     if not num_rows:
         return experts, weights
-    options = routing_options(rule, num_experts - rule.gates_shared)
+    options = routing_options(rule, num_experts)
     elements = options["GROUPS"] * options["MEMBERS"]
     moe_routing_kernel[(num_rows,)](
         logits,
@@ -120,7 +115,7 @@ def moe_routing_triton(
 
 
 def routing_options(rule: RoutingRule, num_experts: int) -> dict[str, int | float]:
-    """Constants of kernels that choose among `num_experts`."""
+    """Constants of kernels that choose experts. num_experts: that have logits."""
     size = num_experts // rule.num_groups
     assert num_experts == size * rule.num_groups
     return {
@@ -130,7 +125,6 @@ def routing_options(rule: RoutingRule, num_experts: int) -> dict[str, int | floa
         "TOP_K": rule.top_k,
         "TAKEN": rule.num_taken,
         "TAKEN_PADDED": triton.next_power_of_2(rule.num_taken),
-        "GATED": rule.gates_shared,
         "NUM_GROUPS": rule.num_groups,
         "GROUP_SIZE": size,
         "TOP_GROUPS": rule.top_groups,
@@ -186,16 +180,16 @@ def _keys(choice: tl.tensor, SIZE: tl.constexpr) -> tl.tensor:
 def choose_experts(
     row: tl.tensor, logits: tl.tensor, bias: tl.tensor, experts: tl.tensor, weights: tl.tensor,
     scale: tl.tensor, EPSILON: tl.constexpr, SOFTMAX: tl.constexpr, NORMALISES: tl.constexpr,
-    TOP_K: tl.constexpr, TAKEN: tl.constexpr, TAKEN_PADDED: tl.constexpr, GATED: tl.constexpr,
-    NUM_GROUPS: tl.constexpr, GROUP_SIZE: tl.constexpr, TOP_GROUPS: tl.constexpr,
-    GROUPS: tl.constexpr, MEMBERS: tl.constexpr,
+    TOP_K: tl.constexpr, TAKEN: tl.constexpr, TAKEN_PADDED: tl.constexpr, NUM_GROUPS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUPS: tl.constexpr, MEMBERS: tl.constexpr,
 ) -> None:  # fmt: skip
     """For one row of the logits, as `[GROUPS, MEMBERS]`, padded to powers of 2."""
     groups, members = tl.arange(0, GROUPS)[:, None], tl.arange(0, MEMBERS)[None, :]
     ids = groups * GROUP_SIZE + members
     real = (groups < NUM_GROUPS) & (members < GROUP_SIZE)
-    logits += row * (NUM_GROUPS * GROUP_SIZE + GATED)
-    logit = tl.load(logits + ids, mask=real, other=float("-inf")).to(tl.float32)
+    logit = tl.load(
+        logits + row * (NUM_GROUPS * GROUP_SIZE) + ids, mask=real, other=float("-inf")
+    ).to(tl.float32)
     scores = _scores(logit, SOFTMAX, GROUPS * MEMBERS)
     choice = scores
     if bias is not None:
@@ -221,9 +215,6 @@ def choose_experts(
     is_shared = places >= TOP_K
     chosen = tl.where(is_shared, NUM_GROUPS * GROUP_SIZE + places - TOP_K, chosen)
     found = tl.where(is_shared, 1.0, found * scale)
-    if GATED:
-        gate = tl.load(logits + NUM_GROUPS * GROUP_SIZE).to(tl.float32)
-        found = tl.where(is_shared, 1.0 / (1.0 + tl.exp(-gate)), found)
     tl.store(experts + row * TAKEN + places, chosen, mask=places < TAKEN)
     tl.store(weights + row * TAKEN + places, found, mask=places < TAKEN)
 
@@ -232,16 +223,15 @@ def choose_experts(
 def moe_routing_kernel(
     logits: tl.tensor, bias: tl.tensor, experts: tl.tensor, weights: tl.tensor, scale: tl.tensor,
     EPSILON: tl.constexpr, SOFTMAX: tl.constexpr, NORMALISES: tl.constexpr, TOP_K: tl.constexpr,
-    TAKEN: tl.constexpr, TAKEN_PADDED: tl.constexpr, GATED: tl.constexpr,
-    NUM_GROUPS: tl.constexpr, GROUP_SIZE: tl.constexpr, TOP_GROUPS: tl.constexpr,
-    GROUPS: tl.constexpr, MEMBERS: tl.constexpr, PDL: tl.constexpr,
+    TAKEN: tl.constexpr, TAKEN_PADDED: tl.constexpr, NUM_GROUPS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUPS: tl.constexpr, MEMBERS: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """One row per program."""
     begin(PDL)
     choose_experts(
         tl.program_id(0).to(tl.int64), logits, bias, experts, weights, scale, EPSILON, SOFTMAX,
-        NORMALISES, TOP_K, TAKEN, TAKEN_PADDED, GATED, NUM_GROUPS, GROUP_SIZE, TOP_GROUPS, GROUPS,
-        MEMBERS,
+        NORMALISES, TOP_K, TAKEN, TAKEN_PADDED, NUM_GROUPS, GROUP_SIZE, TOP_GROUPS, GROUPS, MEMBERS,
     )  # fmt: skip
 
 

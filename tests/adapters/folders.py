@@ -1,8 +1,8 @@
 """Adapter folders in PEFT's format, and what a merge makes of a checkpoint's weights."""
 
 import json
-import math
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,8 @@ from safetensors.torch import load_file, save_file
 
 PREFIX = "base_model.model."
 CONFIG: dict[str, Any] = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "bias": "none"}
+STACK = re.compile(r"(?<=\.experts)\.(gate_up|down)_proj\Z")
+EXPERT = re.compile(r"\.experts\.(\d+)\.")
 Pairs = dict[str, tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -27,14 +29,18 @@ def random_pairs(
 
 
 def write_adapter(folder: Path, pairs: Pairs, **config: Any) -> Path:
+    """Parameters with all experts are nested as PEFT wraps them, the first one innermost."""
     folder.mkdir(parents=True, exist_ok=True)
-    names = sorted({name.rpartition(".")[2] for name in pairs})
-    own = CONFIG | {"target_modules": names} | config
+    targets = sorted({name.rpartition(".")[2] for name in pairs if not STACK.search(name)})
+    own = CONFIG | {"target_modules": targets} | config
     (folder / "adapter_config.json").write_text(json.dumps(own), encoding="utf-8")
     tensors = {}
     for name, (a, b) in pairs.items():
-        tensors[f"{PREFIX}{name}.lora_A.weight"] = a.contiguous()
-        tensors[f"{PREFIX}{name}.lora_B.weight"] = b.contiguous()
+        module = STACK.sub("", name)
+        if name.endswith(".gate_up_proj") and f"{module}.down_proj" in pairs:
+            module += ".base_layer"
+        tensors[f"{PREFIX}{module}.lora_A.weight"] = a.contiguous()
+        tensors[f"{PREFIX}{module}.lora_B.weight"] = b.contiguous()
     save_file(tensors, folder / "adapter_model.safetensors")
     return folder
 
@@ -50,16 +56,13 @@ def linear_shapes(model: Any, *suffixes: str) -> dict[str, tuple[int, int]]:
     }
 
 
-def merged(base: Path, folder: Path, pairs: Pairs, scale: float | Mapping[str, float]) -> Path:
-    """A copy of the checkpoint with `W + scale * B A` in float32. scale: or by last part."""
+def merged(base: Path, folder: Path, pairs: Pairs, scale: float) -> Path:
+    """A copy of the checkpoint with `W + scale * B A`, in float32."""
     folder.mkdir(parents=True)
     tensors = load_file(base / "model.safetensors")
     for name, (a, b) in pairs.items():
-        own = scale if not isinstance(scale, Mapping) else scale[name.rpartition(".")[2]]
-        weight = tensors[f"{name}.weight"]
-        tensors[f"{name}.weight"] = (weight.float() + own * b.float().mm(a.float())).to(
-            weight.dtype
-        )
+        for weight, delta in deltas(tensors, name, a, b):
+            weight.copy_(weight + (scale * delta).view(weight.shape))
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     for file in base.iterdir():
         if file.suffix == ".json" and "index" not in file.name:
@@ -67,5 +70,24 @@ def merged(base: Path, folder: Path, pairs: Pairs, scale: float | Mapping[str, f
     return folder
 
 
-def stabilised(alpha: float, rank: int) -> float:
-    return alpha / math.sqrt(rank)
+def deltas(
+    tensors: dict[str, torch.Tensor], name: str, a: torch.Tensor, b: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The weights that a pair changes, and `B A`. Of a parameter with the matrices of all experts,
+    as PEFT has it, or as the same experts are stored one by one."""
+    if f"{name}.weight" in tensors:
+        yield tensors[f"{name}.weight"], b.mm(a)
+        return
+    singles = [int(found[1]) for each in tensors if (found := EXPERT.search(each))]
+    number = 1 + max(singles) if singles else len(tensors[name])
+    by_expert = torch.einsum(
+        "ore,eri->eoi", b.unflatten(1, (-1, number)), a.unflatten(0, (number, -1))
+    )
+    module, kind = name.rsplit(".", 1)
+    for expert, delta in enumerate(by_expert):
+        if (stack := tensors.get(name)) is not None:
+            yield stack[expert], delta if stack.shape[1:] == delta.shape else delta.t()
+            continue
+        parts = ("gate_proj", "up_proj") if kind == "gate_up_proj" else ("down_proj",)
+        for part, own in zip(parts, delta.chunk(len(parts)), strict=True):
+            yield tensors[f"{module}.{expert}.{part}.weight"], own

@@ -210,7 +210,13 @@ def test_an_engine_does_not_serve_a_folder_that_has_changed_since_others_loaded_
 
 KEY = "a" * 20
 # What is said of folders that are refused.
-BAD = {"nan": "finite", "cut": "", "wide": "its layer", "../outside": "below", "linked": "root"}
+BAD = {
+    "nan": "finite",
+    "cut": "",
+    "wide": "its layer",
+    "../outside": "below",
+    "linked": "files outside of",
+}
 BODY: dict[str, Any] = {"prompt": PROMPT, **PARAMS}
 
 

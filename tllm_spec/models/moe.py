@@ -96,11 +96,9 @@ class Experts(Module):
             own = expert - self.first
             yield from self._slots_of(own, f"{path}.{expert}", parts)
             yield from self._biases_of(own, f"{path}.{expert}", parts)
-
-    def shared_slots(self, path: str) -> Iterator[tuple[str, WeightSlot]]:
-        """Those of the shared expert, which is the last, if there is one."""
-        if (number := self.num_routed) < self.shape[0]:
-            yield from self._slots_of(number, path, ("gate_proj", "up_proj", "down_proj"))
+        if number < self.shape[0]:
+            parts = ("gate_proj", "up_proj", "down_proj")
+            yield from self._slots_of(number, sibling(path, names.shared), parts)
 
     def _biases_of(
         self, expert: int, path: str, parts: tuple[str, str, str]
@@ -136,29 +134,22 @@ class Experts(Module):
 
 
 class Router(Linear):
-    """Logits of all experts, and of the shared one's gate if it is one of them; the correction
-    bias."""
+    """Logits of all experts, and the correction bias."""
 
     def __init__(self, config: MoEConfig, placement: Placement) -> None:
-        rule, hidden = config.routing, config.hidden_size
-        number = config.num_experts + rule.gates_shared
+        hidden, number = config.hidden_size, config.num_experts
         super().__init__(hidden, number, bias=config.has_bias, placement=placement.wide)
-        self.rule, self.in_float32 = rule, config.float32_router
+        self.rule, self.in_float32 = config.routing, config.float32_router
         values = torch.empty(config.num_experts, dtype=torch.float32, device=placement.device)
         self.e_score_correction_bias = (
             nn.Parameter(values, requires_grad=False) if config.has_correction_bias else None
         )
         self.num_arrived = torch.zeros(MAX_TOKENS, dtype=torch.int32, device=placement.device)
-        self.names, self.num_experts = config.names, config.num_experts
+        self.has_bias_beside = config.names.has_bias_beside
 
     def slots(self, path: str) -> Iterator[tuple[str, WeightSlot]]:
         own, bias = dict(super().slots(path)), "e_score_correction_bias"
-        if self.rule.gates_shared:
-            names = f"{path}.weight", f"{sibling(path, self.names.shared_gate)}.weight"
-            sizes = self.num_experts, 1
-            for name, rows in zip(names, self.weight.split_with_sizes(sizes), strict=True):
-                own[name] = WeightSlot(rows, tuple(rows.shape))
-        if self.names.has_bias_beside:
+        if self.has_bias_beside:
             own[sibling(path, bias)] = own.pop(f"{path}.{bias}")
         yield from own.items()
 
@@ -216,29 +207,18 @@ class SparseMoE(Module):
 
     def __init__(self, config: MoEConfig, placement: Placement) -> None:
         super().__init__()
-        self.communicator = placement.communicator
-        self.is_shared = placement.mapping.tp_size > 1
+        names = config.names
         if placement.mapping.ep_size > 1:  # every rank needs a slice of the shared expert
             config = replace(config, fuses_shared=False)
-        self._create(config, placement)
-
-    def _create(self, config: MoEConfig, placement: Placement) -> None:
-        self.config, names = config, config.names
+        self.config, self.communicator = config, placement.communicator
+        self.is_shared = placement.mapping.tp_size > 1
         self.add_under(names.router, "router", Router(config, placement))
         self.experts = Experts(config, placement)
         has_layer = config.shared_intermediate_size > 0 and not config.num_shared
         shared = SharedExpert(config, placement) if has_layer else None
         self.add_under(names.shared, "shared", shared)
         gate = Linear(config.hidden_size, 1, bias=False, placement=placement.wide)
-        has_gate = has_layer and config.shared_gate
-        self.add_under(names.shared_gate, "shared_gate", gate if has_gate else None)
-
-    def slots(self, path: str) -> Iterator[tuple[str, WeightSlot]]:
-        return self.experts.shared_slots(f"{path}.{self.config.names.shared}")
-
-    def widen(self, placement: Placement) -> None:
-        """The shared expert becomes a layer of its own, since the others may be quantised."""
-        self._create(replace(self.config, fuses_shared=False), placement)
+        self.add_under(names.shared_gate, "shared_gate", gate if config.shared_gate else None)
 
     def add_to(self, hidden: torch.Tensor, norm: RMSNorm) -> None:
         """Add the output for `norm(hidden)` to hidden `[T, H]` in place."""

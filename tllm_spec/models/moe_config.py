@@ -66,10 +66,10 @@ class MoEConfig:
 
     @property
     def num_shared(self) -> int:
-        """1 if the shared expert is computed as one more routed expert, which every token takes:
-        it saves the launches of a layer of its own. Otherwise 0."""
+        """1 if the shared expert is computed as one more routed expert, which every token takes
+        with weight 1: it saves the launches of a layer of its own. Otherwise 0."""
         has_size = self.shared_intermediate_size == self.intermediate_size
-        return int(has_size and self.fuses_shared)
+        return int(has_size and not self.shared_gate and self.fuses_shared)
 
     @property
     def routing(self) -> RoutingRule:
@@ -81,7 +81,6 @@ class MoEConfig:
             num_groups=self.num_groups,
             top_groups=self.top_groups,
             num_shared=self.num_shared,
-            gates_shared=self.shared_gate and self.num_shared > 0,
         )
 
     @property
