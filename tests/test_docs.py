@@ -160,7 +160,7 @@ def test_the_options_file_of_the_readme_is_accepted() -> None:
     assert isinstance(args.speculative_config, Eagle3DecodingConfig)
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/python.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/python.md", "docs/lora.md"])
 def test_the_examples_of_a_page_run_in_their_order_and_print_something(
     page: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -52,7 +52,7 @@ async def serve(settings: ChildSettings, control: Control, listener: socket.sock
         adapters = await _adapters(client, settings.engine_paths)
     histograms = Histograms(Path(settings.engine_paths[0]).parent)
     model, endpoint = settings.served_model_name, options.otlp_traces_endpoint
-    traces = Traces(model, otlp_exporter(endpoint)) if endpoint else None
+    traces = Traces(otlp_exporter(endpoint)) if endpoint else None
     server = OpenAIServer(client, model, options, histograms, traces, draining, adapters=adapters)
     http = HttpServer(server.app(), options, Tls(**settings.tls) if settings.tls else None)
     freeze_heap()
