@@ -1,6 +1,6 @@
 """Adapters by name, over engines without a model: who may load, use and see which."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,11 @@ class FakeEngine:
         self.loaded: dict[str, str] = {}  # hashes by name
 
     def swap_step(self, step: str, *given: Any) -> dict[str, Any]:
-        return {"stage_adapter": self.stage, "keep_adapters": self.keep}[step](*given)
+        steps: dict[str, Callable[..., dict[str, Any]]] = {
+            "stage_adapter": self.stage,
+            "keep_adapters": self.keep,
+        }
+        return steps[step](*given)
 
     def stage(self, name: str, folder: str, root: str) -> dict[str, Any]:
         found = (Path(folder) / "adapter_config.json").read_text()
@@ -45,6 +49,8 @@ class FakeEngine:
 
 class Site:
     """A server with adapter folders a, b and bad below its root."""
+
+    url = ""  # once it serves
 
     def __init__(self, root: Path) -> None:
         self.http = httpx.Client(timeout=SECONDS)

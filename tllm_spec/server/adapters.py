@@ -47,7 +47,7 @@ class Adapters:
                 told = in_all(engines, partial(_stage, wanted, root))
                 if not told or any(each != told[0] for each in told):
                     raise RuntimeError("the engines have not read the same adapter")
-                client = wanted.client or (old and old.client)
+                client = wanted.client or (old.client if old else None)
                 own = {name: told[0][name] for name in ("content_hash", "rank")}
                 made = replace(wanted, client=client, **own)
                 after = {**served, wanted.name: made}

@@ -257,7 +257,7 @@ class Replicas:
         made = self._intake.submission(inputs, params, options)
         engines = self._routable()
         adapter = self.adapters.served().get(options.adapter or "")
-        salt = salt_of(options.cache_salt, adapter and adapter.version)
+        salt = salt_of(options.cache_salt, adapter.version if adapter else None)
         hashes = self._router.hashes(made.token_ids, salt)
         unfinished = {number: each.num_unfinished_tokens for number, each in engines.items()}
         return engines[self._router.choose(hashes, unfinished)].start(made)
