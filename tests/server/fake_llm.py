@@ -24,6 +24,7 @@ STATE = {
     "num_requests_waiting": 4,
     "num_preemptions": 5,
     "ranks": [{"device": "cuda:0"}],
+    "adapters": {"max": 2, "running": ["a", "b"], "waiting": ["c"]},
     "kv_cache": {"num_pages": 10, "page_size": 32, "free": 1, "cached": 3, "used": 6},
     "totals": {
         "requests_by_finish_reason": {"stop": 7, "cancelled": 8},
