@@ -14,6 +14,7 @@ from tllm_spec.adapters.adapter_folder import Adapter, LowRank
 from tllm_spec.kernels.experts.grouped_gemm import swiglu
 from tllm_spec.kernels.experts.permute import ExpertRows
 from tllm_spec.kernels.gemm.adapter_gemm import (
+    CHUNK,
     AdapterWeights,
     add_adapters,
     output_blocks,
@@ -302,6 +303,16 @@ class AdapterTables:
         """What is reserved."""
         weights = [layer.weights for layer in self._layers if layer.weights is not None]
         return sum(t.nbytes for each in weights for t in (each.a, each.b, each.ranks))
+
+    def sum_bytes(self, num_rows: int) -> int:
+        """What the adapters of one layer allocate at most in a forward of so many rows."""
+        moe, found = self._model.config.moe, [0]
+        for layer in self._layers:
+            assert layer.weights is not None
+            _, ranks, inputs = layer.weights.a.shape
+            rows = num_rows if moe is None or len(layer.experts) == 1 else num_rows * moe.top_k
+            found.append(-(-inputs // CHUNK) * rows * ranks * torch.float32.itemsize)
+        return max(found)
 
     def check(self, adapter: Adapter) -> None:
         """Raises ValueError, with all reasons, for an adapter that does not fit the model."""
