@@ -39,7 +39,7 @@ TOKENS = random_tokens(24)
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
 SHARED = tuple(f"shared_expert{s}.{name}" for s in ("", "s") for name in MLP)
-LATENT = ("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj", *SHARED)
+LATENT = ("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", *SHARED)
 DELTA = ("in_proj_qkvz", "in_proj_ba", "out_proj", "shared_expert_gate")
 
 
