@@ -21,8 +21,8 @@ from tllm_spec.models.config_file import read_config
 from tllm_spec.request_errors import described
 from tllm_spec.zoo.registry import resolve_model
 
-# Attributes that layers are given after loading, by measuring and not from weights.
-MEASURED = frozenset({"tuned_gemms"})
+# Attributes that layers are given after loading, by measuring or for adapters, not from weights.
+MEASURED = frozenset({"tuned_gemms", "adapters"})
 # Where modules have their parts, which are known without it.
 OF_MODULES = frozenset({"_modules", "_parameters", "_buffers"})
 SIZES = re.compile(r"_size$|_dim$|_rank$|^num_|_layers$|_heads$")  # keys of config.json

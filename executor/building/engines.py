@@ -9,6 +9,8 @@ from pathlib import Path
 from time import monotonic
 from typing import Any, TypeVar
 
+import torch
+
 from tllm_spec.adapters.adapted import AdapterTables
 from tllm_spec.attention.choice import backend_name, create_backend, create_batch_invariant
 from tllm_spec.attention.geometry import Geometry, KVPool
@@ -113,7 +115,7 @@ def build_engines(plan: BuildPlan, tokens: DraftTokens | None) -> Engines:
         plan.max_len,
         plan.span_room,
         plan.communicator,
-        reserved_bytes(plan, draft, groups),
+        reserved_bytes(plan, draft, groups, adapters),
     )
     num_pages = [plan.communicator.minimum(pages) for pages in num_pages]
     check_pool(draft, max(num_pages) * plan.page_size)
@@ -175,7 +177,14 @@ def _adapter_slots(plan: BuildPlan, target: CausalLM) -> AdapterSlots | None:
     if (config := plan.args.lora_config) is None:
         return None
     sizes = config.max_loras, config.max_lora_rank, plan.args.max_num_tokens
-    tables = AdapterTables(target, *sizes, config.lora_target_modules)
+    try:
+        tables = AdapterTables(target, *sizes, config.lora_target_modules)
+    except torch.cuda.OutOfMemoryError as error:
+        raise ValueError(
+            f"lora_config: no memory is left for max_loras = {config.max_loras} adapters of "
+            f"max_lora_rank = {config.max_lora_rank}; lower one of them, or name fewer layers in "
+            "lora_target_modules"
+        ) from error
     logger.info(
         "LoRA: %d bytes for each of %d adapters up to rank %d",
         *(tables.num_bytes // config.max_loras, config.max_loras, config.max_lora_rank),

@@ -10,6 +10,7 @@ from tllm_spec.attention.choice import workspace_bytes
 from tllm_spec.executor.building.plan import BuildPlan
 from tllm_spec.executor.device.device_choice import pick_dtype
 from tllm_spec.executor.engine.memory_plan import BYTES_A_GRAPH, GIB, GroupPlan, free_bytes
+from tllm_spec.executor.resources.adapter_slots import AdapterSlots
 from tllm_spec.executor.sampling.grammar_masks import mask_words
 from tllm_spec.executor.speculative.drafting.drafter import When
 from tllm_spec.executor.speculative.drafting.heads import draft_folder
@@ -23,10 +24,15 @@ from tllm_spec.models.registry import blank_model, model_config, weight_bytes
 from tllm_spec.zoo.registry import resolve_model
 
 
-def reserved_bytes(plan: BuildPlan, draft: LoadedDraft | None, groups: Sequence[GroupPlan]) -> int:
-    """Workspaces of attention and of GEMMs, CUDA graphs, and what is kept for every slot: recurrent
-    states, their snapshots and what blocks of prompts need; the backlog of a draft network on the
-    target's pages; a draft network's distributions for rejection sampling; texts."""
+def reserved_bytes(
+    plan: BuildPlan,
+    draft: LoadedDraft | None,
+    groups: Sequence[GroupPlan],
+    adapters: AdapterSlots | None = None,
+) -> int:
+    """Workspaces of attention, GEMMs and adapters, CUDA graphs, and what is kept for every slot:
+    recurrent states, their snapshots and what blocks of prompts need; the backlog of a draft
+    network on the target's pages; a draft network's distributions for rejection sampling; texts."""
     num_bytes = sum(
         workspace_bytes(plan.attention_of(geometry), geometry, kv_format)
         for group in groups
@@ -41,6 +47,8 @@ def reserved_bytes(plan: BuildPlan, draft: LoadedDraft | None, groups: Sequence[
         num_bytes += recurrent.prompt_bytes(plan.args.max_num_tokens)
     if plan.device.type == "cuda" and not plan.args.deterministic:
         num_bytes += WORKSPACE_BYTES
+    if adapters is not None:
+        num_bytes += adapters.tables.sum_bytes(plan.args.max_num_tokens)
     if draft is not None:
         num_bytes += _slot_bytes(plan, draft)
     num_slots = plan.slots.dummy_slot + 1

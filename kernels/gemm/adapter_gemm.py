@@ -31,7 +31,7 @@ class AdapterWeights:
     """`[S, P * R, K]` of the type of x, contiguous; R is a multiple of RANK_STEP. The rows of a
     part after the rank, up to the next multiple, are 0."""
     b: torch.Tensor
-    """`[S, N, R]`, contiguous, times the scale."""
+    """`[S, N, R]`, times the scale; any stride between slots."""
     ranks: torch.Tensor
     """`[S, P]` int32, contiguous: how many of R each part uses; 0: it has no adapter."""
     blocks: torch.Tensor
@@ -39,6 +39,9 @@ class AdapterWeights:
     `output_blocks`."""
     sizes: tuple[int, ...]
     """Outputs of each part."""
+    share_a: int = 1
+    share_b: int = 1
+    """Neighbouring slots that have one matrix. The ranks are of the larger number."""
 
     @property
     def step(self) -> int:
@@ -79,12 +82,13 @@ def add_adapters(
     step = weights.step
     for slot in set(slots.tolist()) - {-1}:
         rows = (slots == slot).nonzero().flatten()
-        own, ranks, first = x[rows].float(), weights.ranks[slot].tolist(), 0
+        number = max(weights.share_a, weights.share_b)
+        own, ranks, first = x[rows].float(), weights.ranks[slot // number].tolist(), 0
         for part, (rank, size) in enumerate(zip(ranks, weights.sizes, strict=True)):
             outputs, first = slice(first, first + size), first + size
             if rank:
-                a = weights.a[slot, part * step : part * step + rank].float()
-                b = weights.b[slot, outputs, :rank].float()
+                a = weights.a[slot // weights.share_a, part * step : part * step + rank].float()
+                b = weights.b[slot // weights.share_b, outputs, :rank].float()
                 delta = own.mm(a.t()).to(x.dtype).float().mm(b.t())
                 total[rows, outputs] = (total[rows, outputs].float() + delta).to(total.dtype)
 
@@ -96,7 +100,7 @@ def add_adapters_triton(
     (num_rows, inputs), (_, features, step) = x.shape, weights.b.shape
     if not num_rows:
         return
-    assert weights.a.is_contiguous() and weights.b.is_contiguous() and slots.is_contiguous()
+    assert weights.a.is_contiguous() and weights.b[0].is_contiguous() and slots.is_contiguous()
     assert x.stride(1) == total.stride(1) == 1 and total.shape == (num_rows, features)
     parts, chunks = len(weights.sizes), -(-inputs // CHUNK)
     own = next((own for most, own in OWN_ROWS if num_rows <= most), TILE_ROWS)
@@ -108,6 +112,8 @@ def add_adapters_triton(
         "OWN": own,
         "TILE_ROWS": TILE_ROWS,
         "RANK_STEP": RANK_STEP,
+        "SHARE_A": weights.share_a,
+        "SHARE_B": weights.share_b,
         "WIDEN": x.device.type == "cpu",  # the interpreter cannot multiply bfloat16
         **programmatic_launch(x.device, 4),
     }
@@ -120,8 +126,8 @@ def add_adapters_triton(
         **options,
     )
     expand_kernel[(groups, len(weights.blocks))](
-        *(sums, weights.b, weights.ranks, slots, weights.blocks, total, total.stride(0), num_rows),
-        OUT=features,
+        *(sums, weights.b, weights.b.stride(0), weights.ranks, slots, weights.blocks),
+        *(total, total.stride(0), num_rows),
         CHUNKS=chunks,
         BLOCK_OUT=BLOCK_OUT,
         **options,
@@ -141,7 +147,8 @@ def shrink_kernel(
     x: tl.tensor, x_stride: tl.tensor, a: tl.tensor, ranks: tl.tensor, slots: tl.tensor,
     sums: tl.tensor, num_rows: tl.tensor, IN: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK_IN: tl.constexpr, PARTS: tl.constexpr, STEP: tl.constexpr, OWN: tl.constexpr,
-    TILE_ROWS: tl.constexpr, RANK_STEP: tl.constexpr, WIDEN: tl.constexpr, PDL: tl.constexpr,
+    TILE_ROWS: tl.constexpr, RANK_STEP: tl.constexpr, SHARE_A: tl.constexpr,
+    SHARE_B: tl.constexpr, WIDEN: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """Grid (groups of OWN rows, RANK_STEP ranks of a part, chunks of inputs)."""
     begin(PDL)
@@ -156,9 +163,9 @@ def shrink_kernel(
     for row in range(OWN):
         slot = tl.load(slots + first + row, mask=first + row < num_rows, other=-1)
         if _is_first(slot, own, row):
-            used = tl.load(ranks + slot * PARTS + rank // STEP)
+            used = tl.load(ranks + slot // max(SHARE_A, SHARE_B) * PARTS + rank // STEP)
             if rank % STEP < used:
-                a_rows = a + (slot.to(tl.int64) * PARTS * STEP + columns) * IN
+                a_rows = a + ((slot // SHARE_A).to(tl.int64) * PARTS * STEP + columns) * IN
                 mine = (own == slot)[:, None]
                 for start in tl.range(chunk * CHUNK, (chunk + 1) * CHUNK, BLOCK_IN):
                     k = start + tl.arange(0, BLOCK_IN)
@@ -177,11 +184,11 @@ def shrink_kernel(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def expand_kernel(
-    sums: tl.tensor, b: tl.tensor, ranks: tl.tensor, slots: tl.tensor, blocks: tl.tensor,
-    output: tl.tensor, output_stride: tl.tensor, num_rows: tl.tensor, OUT: tl.constexpr,
+    sums: tl.tensor, b: tl.tensor, b_stride: tl.tensor, ranks: tl.tensor, slots: tl.tensor,
+    blocks: tl.tensor, output: tl.tensor, output_stride: tl.tensor, num_rows: tl.tensor,
     CHUNKS: tl.constexpr, BLOCK_OUT: tl.constexpr, PARTS: tl.constexpr, STEP: tl.constexpr,
-    OWN: tl.constexpr, TILE_ROWS: tl.constexpr, RANK_STEP: tl.constexpr, WIDEN: tl.constexpr,
-    PDL: tl.constexpr,
+    OWN: tl.constexpr, TILE_ROWS: tl.constexpr, RANK_STEP: tl.constexpr, SHARE_A: tl.constexpr,
+    SHARE_B: tl.constexpr, WIDEN: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """Grid (groups of OWN rows, blocks of outputs)."""
     begin(PDL)
@@ -191,14 +198,15 @@ def expand_kernel(
     index = tl.arange(0, TILE_ROWS)
     rows, real = (first + index).to(tl.int64), (index < OWN) & (first + index < num_rows)
     own = tl.load(slots + rows, mask=real, other=-1)
-    used = tl.load(ranks + own * PARTS + part, mask=own >= 0, other=0)
+    number: tl.constexpr = max(SHARE_A, SHARE_B)
+    used = tl.load(ranks + own // number * PARTS + part, mask=own >= 0, other=0)
     dot_type: tl.constexpr = tl.float32 if WIDEN else output.dtype.element_ty
     total = tl.zeros([TILE_ROWS, BLOCK_OUT], tl.float32)
     for row in range(OWN):
         slot = tl.load(slots + first + row, mask=first + row < num_rows, other=-1)
         if _is_first(slot, own, row):
-            rank = tl.load(ranks + slot * PARTS + part)
-            b_rows = b + (slot.to(tl.int64) * OUT + outs) * STEP
+            rank = tl.load(ranks + slot // number * PARTS + part)
+            b_rows = b + (slot // SHARE_B).to(tl.int64) * b_stride + outs * STEP
             mine = (own == slot)[:, None]
             for start in tl.range(0, rank, RANK_STEP):
                 r = start + tl.arange(0, RANK_STEP)

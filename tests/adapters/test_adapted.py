@@ -31,6 +31,7 @@ from tests.models.test_llama4 import save_llama4
 from tests.models.test_phi3 import save as save_phi3
 from tllm_spec.adapters.adapted import AdapterTables
 from tllm_spec.adapters.adapter_folder import read_adapter
+from tllm_spec.attention.choice import create_batch_invariant
 from tllm_spec.distributed.communicator import SINGLE, SINGLE_RANK, Communicator, Mapping
 from tllm_spec.models.llama import CausalLM
 from tllm_spec.zoo.quantise import Style, quantise
@@ -39,7 +40,7 @@ TOKENS = random_tokens(24)
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
 SHARED = tuple(f"shared_expert{s}.{name}" for s in ("", "s") for name in MLP)
-LATENT = ("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj", *SHARED)
+LATENT = ("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", *SHARED)
 DELTA = ("in_proj_qkvz", "in_proj_ba", "out_proj", "shared_expert_gate")
 
 
@@ -219,6 +220,36 @@ def test_rows_of_a_batch_have_each_its_own_adapter_or_none(tmp_path: Path) -> No
     with torch.inference_mode():
         tables.clear(1)
     assert torch.equal(logits(model, tables, [1])[0], plain)
+
+
+@pytest.mark.parametrize("is_invariant", [False, True])
+@pytest.mark.parametrize("name", ["deepseek v3", "qwen 3 next"])
+def test_windows_have_the_adapters_of_prompts(
+    name: str, is_invariant: bool, tmp_path: Path
+) -> None:
+    """Latent attention has another form for each."""
+    family = FAMILIES[name]
+    family.save(tmp_path / "base")
+    shapes = linear_shapes(load_file(tmp_path / "base/model.safetensors"), *family.modules)
+    model = load(tmp_path / "base", batch_invariant=is_invariant)
+    put(tables := with_tables(model), 1, write_adapter(tmp_path / "adapter", random_pairs(shapes)))
+    expected = logits(model, tables, [1, -1, 1], tokens=TOKENS[:12])
+    runner = PagedRunner(model)
+    if is_invariant:
+        runner.use(create_batch_invariant)
+    parts = []
+    for first, in_windows in ((0, False), (5, True), (8, False)):
+        own = dict.fromkeys(range(3), TOKENS[first : {0: 5, 5: 8, 8: 12}[first]])
+        with torch.inference_mode():
+            number = len(own[0])
+            slots = torch.tensor([1, -1, 1], dtype=torch.int32).repeat_interleave(number)
+            tables.rows.slots[: 3 * number] = slots
+            tables.rows.begin(3 * number, None)
+        found = runner.step(windows=own) if in_windows else runner.step(own)
+        parts.append(list(found.values()))
+    for request, whole in enumerate(expected):
+        close(torch.cat([part[request] for part in parts]), whole)
+    assert (expected[0] - expected[1]).abs().max() > 0.3
 
 
 RANKED = ("llama", "llama, biases and one KV head", "deepseek v3, experts", "qwen 3 next")

@@ -11,9 +11,11 @@ import torch
 from torch import nn
 
 from tllm_spec.adapters.adapter_folder import Adapter, LowRank
+from tllm_spec.kernels.attention.latent_prefill import ExpandedPart
 from tllm_spec.kernels.experts.grouped_gemm import swiglu
 from tllm_spec.kernels.experts.permute import ExpertRows
 from tllm_spec.kernels.gemm.adapter_gemm import (
+    CHUNK,
     AdapterWeights,
     add_adapters,
     output_blocks,
@@ -21,8 +23,9 @@ from tllm_spec.kernels.gemm.adapter_gemm import (
 )
 from tllm_spec.kernels.gemm.norms import silu_and_mul
 from tllm_spec.models.checkpoint import listed
+from tllm_spec.models.deepseek import LatentUp
 from tllm_spec.models.formats.stacked_weight import StackedWeight
-from tllm_spec.models.formats.weight_format import Part, Rows, WeightFormat
+from tllm_spec.models.formats.weight_format import CudaWeight, Part, Rows, WeightFormat
 from tllm_spec.models.gpt_oss import GptOssForCausalLM
 from tllm_spec.models.layers import RMSNorm, WeightSlot
 from tllm_spec.models.linear import Linear, OutputLinear
@@ -37,7 +40,6 @@ UNSERVED = {
     "gate": "is the router, which is served without adapters",
     "router": "is the router, which is served without adapters",
     "lm_head": "is the output layer, which is served without adapters",
-    "kv_b_proj": "is part of attention over latents, which is served without adapters",
 }
 
 
@@ -51,18 +53,19 @@ class AdapterRows:
         self.is_active = False
         """Whether layers launch the kernels of adapters. Read when a forward is launched or
         captured."""
-        self._all = self._wanted = self.slots
+        self.all = self._wanted = self.slots
+        """Of the forward's rows."""
 
     def begin(self, num_rows: int, wanted: torch.Tensor | None) -> None:
         """num_rows: of the forward. wanted: the rows that the model returns, in order, as
         `ForwardContext.wanted`; the others skip most of the last layer."""
         if self.is_active:
-            self._all = self.slots[:num_rows]
-            self._wanted = self._all if wanted is None else self._all.index_select(0, wanted)
+            self.all = self.slots[:num_rows]
+            self._wanted = self.all if wanted is None else self.all.index_select(0, wanted)
 
     def of(self, num_rows: int) -> torch.Tensor:
         """`[num_rows]` int32: the slots of all rows, or of those that the model returns."""
-        found = self._all if num_rows == len(self._all) else self._wanted
+        found = self.all if num_rows == len(self.all) else self._wanted
         assert len(found) == num_rows
         return found
 
@@ -249,6 +252,65 @@ class AdaptedStack(StackedWeight):
         add_adapters(x, self.form.weights, own.flatten(), total)
 
 
+class LatentAdapters:
+    """Adapters of MLA's `kv_b_proj`, whose weights attention reads: a context's keys and values add
+    `B A c` of latents c, as other layers do. Windows have queries for latents, which add
+    `A^T (B^T q)` of each head, and values of weighted latents."""
+
+    def __init__(self, up: LatentUp, nope_dim: int, rows: AdapterRows) -> None:
+        self.form = AdaptedWeight(CudaWeight(up.weight, None), rows, tuple(up.weight.shape))
+        self._shape = len(up.heads), nope_dim, up.heads.shape[1] - nope_dim
+
+    def reserve(self) -> Iterator[torch.Tensor]:
+        """Called when the form has its tensors, of which queries need copies. Yields these."""
+        if (own := self.form.weights) is None:
+            return
+        heads, nope, width = self._shape
+        number, step, rank = own.a.shape
+        self._a = own.b.new_zeros(number * heads, step, nope)
+        self._b = own.b.new_zeros(number, rank, step)
+        blocks = output_blocks((rank,), own.b.device)
+        self._queries = AdapterWeights(self._a, self._b, own.ranks, blocks, (rank,), share_b=heads)
+        by_head = own.b.view(number * heads, nope + width, step)[:, nope:]
+        blocks = output_blocks((width,), own.b.device)
+        self._values = AdapterWeights(own.a, by_head, own.ranks, blocks, (width,), share_a=heads)
+        yield from (self._a, self._b)
+
+    def loaded(self, slot: int) -> None:
+        """Called when the form's tensors have another adapter in the slot."""
+        if (own := self.form.weights) is not None:
+            heads, nope, _ = self._shape
+            by_head = own.b[slot].view(heads, -1, own.step)[:, :nope]
+            self._a.view(-1, heads, own.step, nope)[slot] = by_head.mT
+            self._b[slot] = own.a[slot].mT
+
+    def expanded(self, latents: torch.Tensor, part: ExpandedPart, total: torch.Tensor) -> None:
+        if self.form.acts:
+            assert self.form.weights is not None
+            slots = self.form.rows.all.index_select(0, part.owners)
+            add_adapters(latents, self.form.weights, slots, total)
+
+    def queries(self, q: torch.Tensor, rows: slice, total: torch.Tensor) -> None:
+        if self.form.acts:
+            self._add(q, self._queries, rows, total)
+
+    def values(self, mixed: torch.Tensor, rows: slice, total: torch.Tensor) -> None:
+        if self.form.acts:
+            self._add(mixed, self._values, rows, total)
+
+    def _add(
+        self, x: torch.Tensor, weights: AdapterWeights, rows: slice, total: torch.Tensor
+    ) -> None:
+        """For `[T, H, *]`, head by head, so that neighbours have one adapter."""
+        number, slots = x.shape[1], self.form.rows.all[rows]
+        heads = torch.arange(number, dtype=torch.int32, device=x.device).unsqueeze(1)
+        own = (slots * number + heads).where(slots >= 0, -1).flatten()
+        sums = total.transpose(0, 1).contiguous()
+        add_adapters(x.transpose(0, 1).flatten(0, 1), weights, own, sums.flatten(0, 1))
+        if sums.data_ptr() != total.data_ptr():
+            total.copy_(sums.transpose(0, 1))
+
+
 # The tables of a model.
 
 
@@ -268,9 +330,15 @@ class AdapterTables:
         targets: Collection[str] | None,
     ) -> None:
         self.rows, self._model, self._targets = AdapterRows(max_rows, model.device), model, targets
-        layers = list(self._wrapped())
+        self._latents = list(self._of_latents())
+        layers = [*self._wrapped(), *(each.form for each in self._latents)]
         weight_table(model)  # each layer notes its places
         for path, module in model.named_modules():
+            if isinstance(module, LatentUp):
+                assert isinstance(module.adapters, LatentAdapters)
+                [slot] = dict(module.slots(path)).values()
+                part = Part(slot.shape, slot.shard_dim, slot.start)
+                module.adapters.form.places[path] = slice(None), part
             if isinstance(module, Linear) and isinstance(
                 form := module.weight_format, AdaptedWeight
             ):
@@ -279,6 +347,15 @@ class AdapterTables:
         own = num_slots, padded_rank(max_rank), model
         self._homes = dict(each for layer in layers for each in layer.reserve(self._takes, *own))
         self._layers = [layer for layer in layers if layer.weights is not None]
+        self._copies = [copy for each in self._latents for copy in each.reserve()]
+
+    def _of_latents(self) -> Iterator[LatentAdapters]:
+        for module in self._model.modules():
+            if isinstance(module, LatentUp):
+                mla = self._model.config.mla
+                assert mla is not None
+                adapters = module.adapters = LatentAdapters(module, mla.nope_dim, self.rows)
+                yield adapters
 
     def _wrapped(self) -> Iterator[AdaptedWeight]:
         for module in self._model.modules():
@@ -301,7 +378,18 @@ class AdapterTables:
     def num_bytes(self) -> int:
         """What is reserved."""
         weights = [layer.weights for layer in self._layers if layer.weights is not None]
-        return sum(t.nbytes for each in weights for t in (each.a, each.b, each.ranks))
+        own = [t for each in weights for t in (each.a, each.b, each.ranks)]
+        return sum(each.nbytes for each in (*own, *self._copies))
+
+    def sum_bytes(self, num_rows: int) -> int:
+        """What the adapters of one layer allocate at most in a forward of so many rows."""
+        moe, found = self._model.config.moe, [0]
+        for layer in self._layers:
+            assert layer.weights is not None
+            _, ranks, inputs = layer.weights.a.shape
+            rows = num_rows if moe is None or len(layer.experts) == 1 else num_rows * moe.top_k
+            found.append(-(-inputs // CHUNK) * rows * ranks * torch.float32.itemsize)
+        return max(found)
 
     def check(self, adapter: Adapter) -> None:
         """Raises ValueError, with all reasons, for an adapter that does not fit the model."""
@@ -380,6 +468,8 @@ class AdapterTables:
                 ranks[home.layer][home.expert, home.index] = len(pair.a)
         for layer, own in ranks.items():
             layer.ranks(slot).copy_(own)
+        for latents in self._latents:
+            latents.loaded(slot)
 
     def clear(self, slot: int) -> None:
         """Rows with the slot are as those without."""

@@ -145,9 +145,13 @@ class BatchInvariantLatent(TritonLatent):
             own = q[rows]
             absorbed = q.new_empty(*own.shape[:2], geometry.latent_dim)
             head_gemm(own[..., : geometry.nope_dim], keys, absorbed, batch_invariant=True)
+            if inputs.adapters is not None:
+                inputs.adapters.queries(own[..., : geometry.nope_dim], rows, absorbed)
             mixed = batch_invariant_latent(
                 *(absorbed, own, self._layers[layer], plan.block_tables, tiles),
                 *(geometry.scale, self._workspace, self.pool.scales[layer]),
             )
             head_gemm(mixed, values.mT, output[rows], batch_invariant=True)
+            if inputs.adapters is not None:
+                inputs.adapters.values(mixed, rows, output[rows])
         return output.flatten(1)

@@ -7,6 +7,7 @@ in the absorbed form over the latents themselves."""
 from abc import abstractmethod
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -37,6 +38,19 @@ from tllm_spec.kernels.attention.window_splits import WindowWorkspace
 from tllm_spec.kernels.gemm.head_gemm import head_gemm
 
 
+class UpAdapters(Protocol):
+    """What rows' adapters add to the projections of latents, if any row has one."""
+
+    def expanded(self, latents: torch.Tensor, part: ExpandedPart, total: torch.Tensor) -> None:
+        """Add to keys and values of all heads, as `latent_prefill.Adds`."""
+
+    def queries(self, q: torch.Tensor, rows: slice, total: torch.Tensor) -> None:
+        """Add to queries for latents `[T, H, R]`, of the rows' queries `[T, H, N]`."""
+
+    def values(self, mixed: torch.Tensor, rows: slice, total: torch.Tensor) -> None:
+        """Add to values `[T, H, V]`, of weighted latents `[T, H, R]`."""
+
+
 @dataclass(frozen=True)
 class LatentInputs:
     """What a layer gives its attention."""
@@ -48,6 +62,8 @@ class LatentInputs:
     norm: LatentNorm
     up: torch.Tensor
     """[H, N + V, R], contiguous: each head's projections of the latent to key and value."""
+    adapters: UpAdapters | None = None
+    """None: there are none."""
 
 
 Windows = tuple[LatentTables | None, torch.Tensor | None, torch.Tensor | None]
@@ -99,17 +115,23 @@ class LatentBackend(AttentionBackend):
         self.write(layer, inputs.latent, inputs.norm, rotary, plan, inputs.q)
         geometry, q, scales = self.geometry, inputs.q, self.pool.scales[layer]
         output = q.new_empty(len(q), geometry.num_heads, geometry.value_dim)
+        adapters = inputs.adapters
+        adds = None if adapters is None else adapters.expanded
         expanded_attention(
-            q, self._layers[layer], inputs.up, plan.contexts, geometry.scale, output, scales
+            q, self._layers[layer], inputs.up, plan.contexts, geometry.scale, output, scales, adds
         )
         if plan.windows is not None:
-            first, nope = plan.first, geometry.nope_dim
+            first, nope, rows = plan.first, geometry.nope_dim, slice(plan.first, len(q))
             own = q[first:]
             keys, values = inputs.up.split_with_sizes((nope, geometry.value_dim), 1)
             absorbed = q.new_empty(geometry.num_heads, len(own), geometry.latent_dim)
             head_gemm(own[..., :nope], keys, absorbed.transpose(0, 1))
-            mixed = self._run_windows(layer, absorbed, own, plan)
-            head_gemm(mixed.transpose(0, 1), values.mT, output[first:])
+            if adapters is not None:
+                adapters.queries(own[..., :nope], rows, absorbed.transpose(0, 1))
+            mixed = self._run_windows(layer, absorbed, own, plan).transpose(0, 1)
+            head_gemm(mixed, values.mT, output[first:])
+            if adapters is not None:
+                adapters.values(mixed, rows, output[first:])
         return output.flatten(1)
 
     def write(

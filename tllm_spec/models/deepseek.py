@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from tllm_spec.attention.interface import ForwardContext
-from tllm_spec.attention.latent import LatentInputs
+from tllm_spec.attention.latent import LatentInputs, UpAdapters
 from tllm_spec.config.option_checks import shown
 from tllm_spec.kernels.attention.latent_write import LatentNorm
 from tllm_spec.kernels.attention.rotary_write import Rotary
@@ -231,7 +231,9 @@ def _rows(num_heads: int, plain: int, rotated: int) -> torch.Tensor:
 
 class LatentUp(Module):
     """The projections of the latent to this rank's heads' keys and values, `[H * (N + V), R]`,
-    row-major: attention reads views of it."""
+    row-major: attention reads views of it, and adds what `adapters` do."""
+
+    adapters: UpAdapters | None = None
 
     def __init__(self, config: MLAConfig, num_heads: int, placement: Placement) -> None:
         super().__init__()
@@ -295,7 +297,8 @@ class LatentAttention(Module):
         """The input of `o_proj`, `[T, H * V]`, for `norm(hidden)` `[T, input_size]`."""
         q, latent = self._project(hidden, norm)
         heads = self._queries(q, rotary)
-        inputs = LatentInputs(heads, latent, self.norm, self.kv_b_proj.heads)
+        up = self.kv_b_proj
+        inputs = LatentInputs(heads, latent, self.norm, up.heads, up.adapters)
         backend, plan = context.groups[0]
         return backend.run(self.layer, inputs, rotary, plan)
 
