@@ -45,6 +45,8 @@ def build_app(args: dict[str, Any]) -> Application:
     if not {"command"} <= set(args) <= {"command", "num_replicas"}:
         raise ValueError(f"arguments {sorted(args)}: command, num_replicas are accepted")
     line = read_command_line(shlex.split(args["command"]), NOT_SERVED)
+    if line.args.lora_config is not None:
+        raise ValueError("lora_config: adapters are not served here; tllm-serve serves them")
     num_gpus = line.args.tensor_parallel_size if torch.cuda.is_available() else 0
     deployment = serve.deployment(
         name=NAME,

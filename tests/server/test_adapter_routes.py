@@ -7,10 +7,12 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from click.testing import CliRunner
 
 from tests.server.fake_llm import MODEL, FakeLLM
 from tests.server.hosted import hosted
 from tests.server.http_answers import CHAT, SECONDS
+from tllm_spec.cli.serve import main
 from tllm_spec.server.adapters import Adapters
 from tllm_spec.server.in_force import InForce, adapters_in_force
 from tllm_spec.server.options import ServerOptions
@@ -199,7 +201,8 @@ def test_a_request_loads_the_folder_of_its_model_only_where_it_may(tmp_path: Pat
     options = site.options | {"lora_key": None, "lora_auto_load": True}
     options["lora_clients"] = {"a": "alice"}
     with hosted(site.llm, ServerOptions(**options), site.adapters) as site.url:
-        assert site.load("x", "a").status_code == 404
+        refused = site.load("x", "a")
+        assert refused.status_code == 404 and "--lora_root and --lora_key" in error_of(refused)
         assert site.use("a", "bob").status_code == 404 and not site.engine.loaded
         assert [site.use("a").status_code, site.use("auto", "bob").status_code] == [200, 200]
         assert site.engine.loaded == {"a": "a", "auto": "auto"}
@@ -208,6 +211,21 @@ def test_a_request_loads_the_folder_of_its_model_only_where_it_may(tmp_path: Pat
             assert site.use(name).status_code == 404
         refused = site.use(BAD)
         assert refused.status_code == 400 and "use_dora" in error_of(refused)
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        (("--lora_root", "."), "--lora_root and --lora_key need each other"),
+        (("--lora_auto_load",), "--lora_auto_load needs --lora_root"),
+        (("--lora_root", ".", "--lora_key", "x"), "--lora_key x is not the name of a key"),
+        (("--lora_clients", "a=carol"), "--lora_clients a=carol: ADAPTER=KEYNAME is needed"),
+        (("--lora_root", ".", "--lora_auto_load"), "--lora_root: lora_config (--enable_lora)"),
+    ],
+)
+def test_flags_that_nobody_may_use_stop_the_start(flags: tuple[str, ...], why: str) -> None:
+    result = CliRunner().invoke(main, ["zoo:llama", *flags])
+    assert result.exit_code == 1 and why in result.output
 
 
 def test_what_is_served_outlives_a_front_and_the_file_is_read_again_only_if_it_has_changed(

@@ -100,7 +100,7 @@ class Fleet:
             publish_adapters(engine.process.adapters.infos, self.in_force)
 
     def served(self) -> list[dict[str, str]]:
-        """Of each engine the folders' names by the adapters'."""
+        """The folders by the names of adapters, for each engine."""
         infos = [engine.process.adapters.infos for engine in self.engines]
         return [{each.name: Path(each.folder).name for each in own} for own in infos]
 
