@@ -256,7 +256,8 @@ class Replicas:
         """As `LLM.submit`."""
         made = self._intake.submission(inputs, params, options)
         engines = self._routable()
-        adapter = self.adapters.served().get(options.adapter or "")
+        served = {} if options.adapter is None else self.adapters.served()
+        adapter = served.get(options.adapter or "")
         salt = salt_of(options.cache_salt, adapter.version if adapter else None)
         hashes = self._router.hashes(made.token_ids, salt)
         unfinished = {number: each.num_unfinished_tokens for number, each in engines.items()}
