@@ -257,8 +257,9 @@ class LatentAdapters:
     `A^T (B^T q)` of each head, and values of weighted latents."""
 
     def __init__(self, up: LatentUp, nope_dim: int, rows: AdapterRows) -> None:
-        self.form = AdaptedWeight(CudaWeight(up.weight, None), rows, tuple(up.weight.shape))
-        self._shape = len(up.heads), nope_dim, up.heads.shape[1] - nope_dim
+        heads, size, rank = up.heads.shape
+        self.form = AdaptedWeight(CudaWeight(up.weight, None), rows, (heads * size, rank))
+        self._shape = heads, nope_dim, size - nope_dim
 
     def reserve(self) -> Iterator[torch.Tensor]:
         """Called when the form has its tensors, of which queries need copies. Yields these."""
@@ -333,10 +334,10 @@ class AdapterTables:
         layers = [*self._wrapped(), *(each.form for each in self._latents)]
         weight_table(model)  # each layer notes its places
         for path, module in model.named_modules():
-            if isinstance(module, LatentUp):
-                assert isinstance(module.adapters, LatentAdapters)
+            if isinstance(module, LatentUp) and isinstance(module.adapters, LatentAdapters):
                 [slot] = dict(module.slots(path)).values()
-                part = Part(slot.shape, slot.shard_dim, slot.start)
+                (outputs, inputs), dim, start = slot.shape, slot.shard_dim, slot.start
+                part = Part((outputs, inputs), dim, start)
                 module.adapters.form.places[path] = slice(None), part
             if isinstance(module, Linear) and isinstance(
                 form := module.weight_format, AdaptedWeight
@@ -398,8 +399,11 @@ class AdapterTables:
                 return f"has {found[0]} outputs and inputs: which are which is not known"
             return f"has matrices of {len(pair.a)} experts, the model has {number}"
         if (home := self._homes.get(name)) is not None:
-            expected = home.part.shape
-            return "" if found == expected else f"is {found}, its layer {expected}"
+            expected, most = home.part.shape, torch.finfo(self._model.dtype).max
+            if found != expected:
+                return f"is {found}, its layer {expected}"
+            is_large = max(pair.a.abs().max(), pair.b.abs().max()) > most
+            return f"has values beyond {most:g}, of the model's type" if is_large else ""
         if name not in self._known:
             return UNSERVED.get(last, "is no linear layer of the model")
         own = f"{EXPERTS!r}, which are many" if f".{EXPERTS}." in name else repr(last)
