@@ -210,7 +210,7 @@ class LLM:
                 cache_salt=cache_salt,
                 client=client,
                 store=store,
-                adapter=lora_request and self._adapters.name_of(lora_request),
+                adapter=None if lora_request is None else self._adapters.name_of(lora_request),
             )
         return self.submit(inputs, sampling_params, options)
 

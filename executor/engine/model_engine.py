@@ -88,7 +88,7 @@ class ModelEngine:
             self.adapters.rows.begin(len(token_ids), own)
         context = ForwardContext(groups, self.spec, own, recurrent)
         hidden = self.model.forward(token_ids, positions, context)
-        return hidden if own is wanted else hidden.index_select(0, wanted)
+        return hidden if wanted is None or own is wanted else hidden.index_select(0, wanted)
 
     @property
     def is_adapted(self) -> bool:

@@ -59,7 +59,8 @@ def linear_shapes(model: Any, *suffixes: str) -> dict[str, tuple[int, int]]:
 def merged(base: Path, folder: Path, pairs: Pairs, scale: float) -> Path:
     """A copy of the checkpoint with `W + scale * B A`, in float32."""
     folder.mkdir(parents=True)
-    tensors = load_file(base / "model.safetensors")
+    stored = load_file(base / "model.safetensors")
+    tensors = {name: tensor.float() for name, tensor in stored.items()}
     for name, (a, b) in pairs.items():
         for weight, delta in deltas(tensors, name, a, b):
             weight.copy_(weight + (scale * delta).view(weight.shape))

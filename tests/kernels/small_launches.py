@@ -32,7 +32,12 @@ from tllm_spec.kernels.experts import routing as moe_routing
 from tllm_spec.kernels.experts.routing import moe_combine
 from tllm_spec.kernels.gemm import fp8_numbers as dequantise
 from tllm_spec.kernels.gemm import int4_weights
-from tllm_spec.kernels.gemm.adapter_gemm import AdapterWeights, add_adapters, output_blocks
+from tllm_spec.kernels.gemm.adapter_gemm import (
+    TILE_ROWS,
+    AdapterWeights,
+    add_adapters,
+    output_blocks,
+)
 from tllm_spec.kernels.gemm.norms import NormWeight, rms_norm, silu_and_mul
 from tllm_spec.kernels.parallel.rank_sum import (
     BLOCK_WORDS,
@@ -264,7 +269,8 @@ def adapters() -> None:
         b, ranks = empty(4, sum(sizes), step, dtype=dtype), int32(4, len(sizes))
         weights = AdapterWeights(a, b, ranks, output_blocks(sizes, META), sizes)
         x, total = (empty(num_rows, size, dtype=dtype) for size in (inputs, sum(sizes)))
-        add_adapters(x, weights, int32(num_rows), total)
+        rows = moe_permute.moe_permute(int32(num_rows, 1), 4, TILE_ROWS, 0)
+        add_adapters(x, weights, rows, total)
 
 
 CALLS: dict[str, Callable[[], None]] = {

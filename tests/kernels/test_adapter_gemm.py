@@ -7,12 +7,13 @@ import torch
 
 from tests.kernels.cuda_graphs import captured_graph
 from tests.kernels.interpreter import on_each_kernel_device
+from tllm_spec.kernels.experts.permute import ExpertRows
 from tllm_spec.kernels.gemm.adapter_gemm import (
-    OWN_ROWS,
     AdapterWeights,
     add_adapters,
     output_blocks,
     padded_rank,
+    sorted_by_slot,
 )
 
 SIZES, INPUTS, RANKS = (96, 40, 136), 592, (20, 0, 7)
@@ -48,8 +49,13 @@ def added(
     weights: AdapterWeights, x: torch.Tensor, slots: torch.Tensor, total: torch.Tensor
 ) -> torch.Tensor:
     result = total.clone()
-    add_adapters(x, weights, slots, result)
+    add_adapters(x, weights, by_slot(weights, slots), result)
     return result
+
+
+def by_slot(weights: AdapterWeights, slots: torch.Tensor) -> ExpertRows:
+    number = len(weights.ranks) * max(weights.share_a, weights.share_b)
+    return sorted_by_slot(slots, number)
 
 
 @on_each_kernel_device
@@ -62,7 +68,7 @@ def test_the_kernels_add_what_the_reference_adds(
     x, total, slots = x[:num_rows], total[:num_rows], slots_of(num_rows, device)
     slots[0] = 0
     expected = total.clone()
-    add_adapters.reference(x, weights, slots, expected)
+    add_adapters.reference(x, weights, by_slot(weights, slots), expected)
     found, rounding = added(weights, x, slots, total), torch.finfo(dtype).eps
     # The sums of A x may round to a neighbour.
     torch.testing.assert_close(found, expected, rtol=2 * rounding, atol=256 * rounding)
@@ -75,10 +81,9 @@ def test_the_kernels_add_what_the_reference_adds(
 @on_each_kernel_device
 def test_a_rows_bits_depend_on_no_other_row_and_on_no_number_of_rows(device: str) -> None:
     weights, x, total = problem(device, torch.float16)
-    slots = slots_of(200, device)
-    most = OWN_ROWS[-1][0] + 2  # each number of rows has another number of them in a program
-    whole = added(weights, x[:most], slots[:most], total[:most])
-    for rows in ([most - 1], [5, 3, 4], range(20, 22 + OWN_ROWS[0][0])):
+    slots = slots_of(80, device)
+    whole = added(weights, x[:80], slots, total[:80])
+    for rows in ([79], [5, 3, 4], [17, 0, 8, 7, 6, *range(20, 60)]):
         own = torch.tensor(rows, device=device)
         assert torch.equal(added(weights, x[own], slots[own], total[own]), whole[own])
 
@@ -88,10 +93,9 @@ def test_a_rows_bits_depend_on_no_other_row_and_on_no_number_of_rows(device: str
 def test_neighbouring_slots_may_share_a_matrix(shared: str, device: str) -> None:
     """Slots 2 n and 2 n + 1 do, and have one rank."""
     weights, x, total = problem(device, torch.float32)
-    x, total, slots = x[:20], total[:20], slots_of(20, device)
-    slots = torch.where(slots == 2, -1, slots)
-    pairs = torch.where(slots < 0, slots, 2 * slots + torch.arange(20, device=device) % 2).int()
-    a, b = weights.a, weights.b[:, :, :].repeat_interleave(2, 0)
+    x, total, slots = x[:9], total[:9], slots_of(9, device)
+    pairs = torch.where(slots < 0, slots, 2 * slots + torch.arange(9, device=device) % 2).int()
+    a, b = weights.a, weights.b.repeat_interleave(2, 0)
     if shared == "b":
         a, b = weights.a.repeat_interleave(2, 0), weights.b
     strided = torch.empty(len(b), b.shape[1] + 3, b.shape[2], device=device)[:, 3:].copy_(b)
@@ -103,7 +107,7 @@ def test_neighbouring_slots_may_share_a_matrix(shared: str, device: str) -> None
 @on_each_kernel_device
 def test_no_rows_launch_nothing(device: str) -> None:
     weights, x, total = problem(device, torch.float32)
-    add_adapters(x[:0], weights, slots_of(0, device), total[:0])
+    add_adapters(x[:0], weights, by_slot(weights, slots_of(3, device)), total[:0])
 
 
 @pytest.mark.gpu

@@ -20,6 +20,7 @@ from tllm_spec.kernels.gemm.adapter_gemm import (
     add_adapters,
     output_blocks,
     padded_rank,
+    sorted_by_slot,
 )
 from tllm_spec.kernels.gemm.norms import silu_and_mul
 from tllm_spec.models.checkpoint import listed
@@ -47,27 +48,28 @@ class AdapterRows:
     """Which slot's adapter each row of a forward has. The engine fills in `slots` and calls `begin`
     before a forward."""
 
-    def __init__(self, max_rows: int, device: torch.device) -> None:
+    def __init__(self, max_rows: int, num_slots: int, device: torch.device) -> None:
         self.slots = torch.full((max_rows,), -1, dtype=torch.int32, device=device)
         """`[max_rows]`, of a forward's rows in order; -1: none."""
         self.is_active = False
         """Whether layers launch the kernels of adapters. Read when a forward is launched or
         captured."""
-        self.all = self._wanted = self.slots
-        """Of the forward's rows."""
+        self._num_slots = num_slots
+        self._sorted: dict[int, ExpertRows] = {}
 
     def begin(self, num_rows: int, wanted: torch.Tensor | None) -> None:
         """num_rows: of the forward. wanted: the rows that the model returns, in order, as
         `ForwardContext.wanted`; the others skip most of the last layer."""
         if self.is_active:
-            self.all = self.slots[:num_rows]
-            self._wanted = self.all if wanted is None else self.all.index_select(0, wanted)
+            own = self.slots[:num_rows]
+            self._sorted = {num_rows: sorted_by_slot(own, self._num_slots)}
+            if wanted is not None and 0 < len(wanted) < num_rows:
+                part = sorted_by_slot(own.index_select(0, wanted), self._num_slots)
+                self._sorted[len(wanted)] = part
 
-    def of(self, num_rows: int) -> torch.Tensor:
-        """`[num_rows]` int32: the slots of all rows, or of those that the model returns."""
-        found = self.all if num_rows == len(self.all) else self._wanted
-        assert len(found) == num_rows
-        return found
+    def of(self, num_rows: int) -> ExpertRows:
+        """All rows, or those that the model returns, by slot; `experts` are the slots `[T, 1]`."""
+        return self._sorted[num_rows]
 
 
 # What a layer adds to its own output.
@@ -246,10 +248,11 @@ class AdaptedStack(StackedWeight):
         assert self.form.weights is not None
         number = len(self.form.experts)
         experts = rows.experts - (rows.first + self.form.experts.start)
-        slots = self.form.rows.of(len(experts)).unsqueeze(1)
+        slots = self.form.rows.of(len(experts)).experts
         is_adapted = (experts >= 0) & (experts < number) & (slots >= 0)
         own = (slots * number + experts).where(is_adapted, -1)
-        add_adapters(x, self.form.weights, own.flatten(), total)
+        weights = self.form.weights
+        add_adapters(x, weights, sorted_by_slot(own.flatten(), len(weights.a)), total)
 
 
 class LatentAdapters:
@@ -258,8 +261,9 @@ class LatentAdapters:
     `A^T (B^T q)` of each head, and values of weighted latents."""
 
     def __init__(self, up: LatentUp, nope_dim: int, rows: AdapterRows) -> None:
-        self.form = AdaptedWeight(CudaWeight(up.weight, None), rows, tuple(up.weight.shape))
-        self._shape = len(up.heads), nope_dim, up.heads.shape[1] - nope_dim
+        heads, size, rank = up.heads.shape
+        self.form = AdaptedWeight(CudaWeight(up.weight, None), rows, (heads * size, rank))
+        self._shape = heads, nope_dim, size - nope_dim
 
     def reserve(self) -> Iterator[torch.Tensor]:
         """Called when the form has its tensors, of which queries need copies. Yields these."""
@@ -287,8 +291,8 @@ class LatentAdapters:
     def expanded(self, latents: torch.Tensor, part: ExpandedPart, total: torch.Tensor) -> None:
         if self.form.acts:
             assert self.form.weights is not None
-            slots = self.form.rows.all.index_select(0, part.owners)
-            add_adapters(latents, self.form.weights, slots, total)
+            weights, slots = self.form.weights, self.form.rows.slots[part.owners]
+            add_adapters(latents, weights, sorted_by_slot(slots, len(weights.a)), total)
 
     def queries(self, q: torch.Tensor, rows: slice, total: torch.Tensor) -> None:
         if self.form.acts:
@@ -302,11 +306,12 @@ class LatentAdapters:
         self, x: torch.Tensor, weights: AdapterWeights, rows: slice, total: torch.Tensor
     ) -> None:
         """For `[T, H, *]`, head by head, so that neighbours have one adapter."""
-        number, slots = x.shape[1], self.form.rows.all[rows]
+        number, slots = x.shape[1], self.form.rows.slots[rows]
         heads = torch.arange(number, dtype=torch.int32, device=x.device).unsqueeze(1)
         own = (slots * number + heads).where(slots >= 0, -1).flatten()
         sums = total.transpose(0, 1).contiguous()
-        add_adapters(x.transpose(0, 1).flatten(0, 1), weights, own, sums.flatten(0, 1))
+        by_slot = sorted_by_slot(own, len(weights.ranks) * number)
+        add_adapters(x.transpose(0, 1).flatten(0, 1), weights, by_slot, sums.flatten(0, 1))
         if sums.data_ptr() != total.data_ptr():
             total.copy_(sums.transpose(0, 1))
 
@@ -329,15 +334,19 @@ class AdapterTables:
         max_rows: int,
         targets: Collection[str] | None,
     ) -> None:
-        self.rows, self._model, self._targets = AdapterRows(max_rows, model.device), model, targets
+        self.rows, self._model, self._targets = (
+            AdapterRows(max_rows, num_slots, model.device),
+            model,
+            targets,
+        )
         self._latents = list(self._of_latents())
         layers = [*self._wrapped(), *(each.form for each in self._latents)]
         weight_table(model)  # each layer notes its places
         for path, module in model.named_modules():
-            if isinstance(module, LatentUp):
-                assert isinstance(module.adapters, LatentAdapters)
+            if isinstance(module, LatentUp) and isinstance(module.adapters, LatentAdapters):
                 [slot] = dict(module.slots(path)).values()
-                part = Part(slot.shape, slot.shard_dim, slot.start)
+                (outputs, inputs), dim, start = slot.shape, slot.shard_dim, slot.start
+                part = Part((outputs, inputs), dim, start)
                 module.adapters.form.places[path] = slice(None), part
             if isinstance(module, Linear) and isinstance(
                 form := module.weight_format, AdaptedWeight
@@ -409,8 +418,11 @@ class AdapterTables:
                 return f"has {found[0]} outputs and inputs: which are which is not known"
             return f"has matrices of {len(pair.a)} experts, the model has {number}"
         if (home := self._homes.get(name)) is not None:
-            expected = home.part.shape
-            return "" if found == expected else f"is {found}, its layer {expected}"
+            expected, most = home.part.shape, torch.finfo(self._model.dtype).max
+            if found != expected:
+                return f"is {found}, its layer {expected}"
+            is_large = max(pair.a.abs().max(), pair.b.abs().max()) > most
+            return f"has values beyond {most:g}, of the model's type" if is_large else ""
         if name not in self._known:
             return UNSERVED.get(last, "is no linear layer of the model")
         own = f"{EXPERTS!r}, which are many" if f".{EXPERTS}." in name else repr(last)
