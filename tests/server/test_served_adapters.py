@@ -296,6 +296,7 @@ def test_an_engine_that_is_started_again_has_the_adapters_of_the_others(
         wait_for(lambda: len(site.engines()) == 2)
         assert site.load("a", "b").status_code == 200 and site.load("y", "c").status_code == 200
         os.kill(site.engines()[0]["ranks"][0]["process"], signal.SIGKILL)
+        wait_for(lambda: len(site.engines()) == 1)
         assert [site.text("a"), site.text("y")] == [texts["b"], texts["c"]]
         wait_for(lambda: len(site.engines()) == 2)
         for engine in site.engines():
