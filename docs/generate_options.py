@@ -23,7 +23,7 @@ from tllm_spec.config.draft_tree_config import (
     SAEnhancerConfig,
     TreeDecodingConfig,
 )
-from tllm_spec.config.engine_config import KVEventsConfig, SchedulerConfig
+from tllm_spec.config.engine_config import KVEventsConfig, LoraConfig, SchedulerConfig
 from tllm_spec.config.llm_args import CudaGraphConfig, KvCacheConfig, LlmArgs
 from tllm_spec.config.speculative_base import DecodingBaseConfig, DraftModelDecodingConfig
 from tllm_spec.config.speculative_config import (
@@ -79,7 +79,7 @@ def page() -> str:
     parts = ["## The twenty options that people set\n", COMMON_INTRO]
     parts.append(table(map(command_row, common)))
     parts += ["## `LLM` and YAML files\n", table(model_rows(LlmArgs))]
-    for model in (KvCacheConfig, SchedulerConfig, CudaGraphConfig):
+    for model in (KvCacheConfig, SchedulerConfig, CudaGraphConfig, LoraConfig):
         (name,) = (key for key, field in LlmArgs.model_fields.items() if model in _types(field))
         parts += [f"### `{name}`\n", f"{inspect.getdoc(model)}\n", table(model_rows(model))]
     parts += ["### `kv_cache_config.kv_events_config`\n", f"{inspect.getdoc(KVEventsConfig)}\n"]

@@ -41,6 +41,7 @@ from tllm_spec.executor.ranks import agreed, queue_of
 from tllm_spec.executor.request import LlmRequest, Response
 from tllm_spec.executor.request_queue import RequestQueue
 from tllm_spec.executor.request_wire import RequestLimits
+from tllm_spec.executor.resources.interface import ResourceManager
 from tllm_spec.executor.resources.kv_cache import KVCacheManager
 from tllm_spec.executor.resources.kv_events import KVEventPublisher, KVEvents
 from tllm_spec.executor.resources.slot_state import SlotState
@@ -125,12 +126,11 @@ def _build(
         return drafter.blame() if culprits is None else culprits
 
     queue, kv = queue_of(communicator), engines.kv
-    resources = [*drafter.resources, kv, plan.slots]
-    resources += [engines.target] if isinstance(engines.target, ReplayedEngine) else []
-    events = _kv_events(plan, kv)
-    if events is not None:
-        resources.append(events)
-    scheduler = Scheduler(plan.limits, plan.slots, kv, resources)
+    events, adapters = _kv_events(plan, kv), engines.target.adapters
+    others = engines.target, adapters, events
+    resources: list[ResourceManager] = [*drafter.resources, kv, plan.slots]
+    resources += [each for each in others if isinstance(each, ResourceManager)]
+    scheduler = Scheduler(plan.limits, plan.slots, kv, resources, adapters)
     stats = IterationStats(args.max_stats_len, scheduler, kv.cache)
     parts = ExecutorParts(
         queue=queue,
@@ -154,6 +154,7 @@ def _build(
         draft_weights=replaceable_weights(plan, engines, tokenizer),
         target_weights=replaceable_target(plan, engines, tokens),
         sleep=sleep_of(plan, engines),
+        adapters=adapters,
         recorder=recorder,
         ranks=_ranks(plan, engines),
     )

@@ -30,6 +30,7 @@ from tllm_spec.executor.device.device_choice import use_device
 from tllm_spec.executor.draft_weights import DraftWeights
 from tllm_spec.executor.request import LlmRequest, RequestState, Response, response_of
 from tllm_spec.executor.request_queue import RequestQueue
+from tllm_spec.executor.resources.adapter_slots import AdapterSlots
 from tllm_spec.executor.resources.interface import ResourceManager
 from tllm_spec.executor.resources.kv_cache import KVCacheManager
 from tllm_spec.executor.resources.slot_state import SlotState
@@ -82,6 +83,7 @@ class ExecutorParts:
     round_log: RoundLog | None = None  # with print_iter_log, on rank 0
     draft_weights: DraftWeights | None = None  # None: they cannot be replaced
     target_weights: TargetWeights | None = None  # likewise
+    adapters: AdapterSlots | None = None  # with lora_config
     recorder: TrafficRecorder | None = None  # with record_traffic, on rank 0
     ranks: Sequence[Mapping[str, Any]] = ()  # all of them, as `state` shows them
 
@@ -317,7 +319,7 @@ class PyExecutor:
                     self.parts.recorder.start(request)
                 request.cached_tokens, request.first_scheduled_time = request.kv_len, monotonic()
                 request.reported_cached_tokens = self.parts.kv.cache.reported_len(
-                    request.kv_len, request.cache_salt
+                    request.kv_len, request.salt
                 )
         generating = batch.generation_requests
         if batch.drafts_after_contexts and not any(each.draft_limit for each in generating):
@@ -460,6 +462,8 @@ class PyExecutor:
             own["draft_weights"] = weights.state()
         if parts.target_weights is not None:
             own["weight_version"] = parts.target_weights.version
+        if parts.adapters is not None:
+            own["adapters"] = parts.adapters.state()
         if parts.recorder is not None:
             own["lost_records"] = parts.recorder.num_lost
         return {

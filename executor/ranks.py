@@ -39,7 +39,7 @@ class LeaderQueue(RequestQueue):
         self._send({"new": packed, "cancelled": list(cancelled.items())})
         return new, cancelled
 
-    def announce(self, name: str, **arguments: Any) -> None:
+    def announce(self, name: str, /, **arguments: Any) -> None:
         self._send({"call": name, "arguments": arguments})
 
     def end(self, failure: str | None) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from tllm_spec.config.option_checks import LOGITS, PROCESSED, LogprobsMode, check_text
 from tllm_spec.grammar.thinking_budget import TextRules
 from tllm_spec.logits_processor import LogitsEdit
+from tllm_spec.lora_request import CacheSalt
 from tllm_spec.outputs import Logprob, SpeculativeStats
 from tllm_spec.sampling_params import SamplingParams
 
@@ -120,9 +121,8 @@ class DecodingRules:
         end = frozenset(end_ids if params.end_id is None else own_end)
         _check_vocabulary("logit_bias", bias, vocab_size)
         _check_vocabulary("stop_token_ids", stop_token_ids, vocab_size)
-        _check_vocabulary(
-            "bad_token_ids", (token for sequence in sequences for token in sequence), vocab_size
-        )
+        bad = (token for sequence in sequences for token in sequence)
+        _check_vocabulary("bad_token_ids", bad, vocab_size)
         bias |= {sequence[0]: float("-inf") for sequence in sequences if len(sequence) == 1}
         if len(bias) == vocab_size and max(bias.values()) == float("-inf"):
             raise ValueError("bad_token_ids and bad exclude every token of the vocabulary")
@@ -149,9 +149,8 @@ class DecodingRules:
 def _check_vocabulary(name: str, tokens: Iterable[int], vocab_size: int) -> None:
     for token in tokens:
         if not 0 <= token < vocab_size:
-            raise ValueError(
-                f"{name} names token id {token}; the model has ids 0 to {vocab_size - 1}"
-            )
+            last = vocab_size - 1
+            raise ValueError(f"{name} names token id {token}; the model has ids 0 to {last}")
 
 
 NO_TOKEN = -1  # stands for a token that could not be chosen
@@ -206,9 +205,8 @@ class DraftCounters:
 
     @property
     def by_drafted(self) -> list[int]:
-        return [
-            sum(self.rounds_by_outcome[i * self.width :][: self.width]) for i in range(self.width)
-        ]
+        width, rounds = self.width, self.rounds_by_outcome
+        return [sum(rounds[i * width :][:width]) for i in range(width)]
 
     @property
     def by_accepted(self) -> list[int]:
@@ -273,7 +271,8 @@ class LlmRequest:
     index: int = 0  # which of a prompt's n samples it is
     max_tokens: int = 32
     priority: float = 0.5
-    cache_salt: str | None = None  # only requests with the same one share KV and draft sources
+    cache_salt: str | None = None  # the client's own
+    salt: CacheSalt = None  # made of it; only requests with the same one share KV and draft sources
     client: tuple[str, ...] = ()  # who takes turns: a name, or that of a group and of its member
     arrival: int = 0  # order of arrival, the tie-break of every queue
     stop_options: StopOptions | None = None
@@ -283,6 +282,7 @@ class LlmRequest:
     draft_limit: int = 0  # longest draft this request wants; 0 = never speculate
     store: bool | None = None  # what its client says about recording; None: nothing
     scored_from: int = 0  # token of the prompt; see `RequestOptions`
+    adapter: str | None = None  # its LoRA adapter: the name; from its arrival on, the version
     arrived_at: float = field(default_factory=monotonic)  # in the engine's process
 
     state: RequestState = RequestState.WAITING
@@ -330,7 +330,7 @@ class LlmRequest:
     reuses_prefix: bool = True
 
     def __post_init__(self) -> None:
-        self.prompt_len = len(self.tokens)
+        self.prompt_len, self.salt = len(self.tokens), self.cache_salt
         self.watched_ids = self.rules.end_ids | self.rules.stop_token_ids | {NO_TOKEN}
         self.graph_samples = self.rules.graph_samples
         self.needs_host_tokens = self.rules.needs_host_edits

@@ -4,7 +4,7 @@ takes them between rounds."""
 import threading
 from bisect import insort
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from operator import attrgetter
 from typing import Any
 
@@ -77,7 +77,7 @@ class RequestQueue:
             self.closed = True
             self._changed.notify()
 
-    def announce(self, name: str, **arguments: Any) -> None:
+    def announce(self, name: str, /, **arguments: Any) -> None:
         """Tells the other ranks to make the call with this name (`FollowerQueue.calls`), as the
         caller does next."""
 
@@ -153,19 +153,29 @@ class WaitingRequests:
             self._since[name] = self._num_turns
         self.remove(request)
 
-    def next(self, running: Sequence[LlmRequest]) -> LlmRequest:
+    def next(
+        self, running: Sequence[LlmRequest], closed: Set[str] = frozenset()
+    ) -> LlmRequest | None:
         """The request to join next: of the highest priority, then of the client whose turn it is,
-        the oldest."""
-        if len(self._queues) == 1:
-            return next(iter(self._queues.values()))[0]
+        the oldest. closed: versions of adapters whose requests are passed over; None: there are no
+        others."""
+        heads = [queue[0] for queue in self._queues.values()]
+        if closed:
+            open_ones = (
+                next((each for each in queue if each.adapter not in closed), None)
+                for queue in self._queues.values()
+            )
+            heads = [head for head in open_ones if head is not None]
+        if len(heads) <= 1:
+            return heads[0] if heads else None
         shares = Shares(running)
 
-        def order(queue: list[LlmRequest]) -> tuple[float, list[tuple[int, int]], int]:
-            priority, arrival = self._rank(queue[0])
-            names = _names(queue[0].client)
+        def order(head: LlmRequest) -> tuple[float, list[tuple[int, int]], int]:
+            priority, arrival = self._rank(head)
+            names = _names(head.client)
             return priority, [(shares.of(name), self._since[name]) for name in names], arrival
 
-        return min(self._queues.values(), key=order)[0]
+        return min(heads, key=order)
 
 
 class Shares:

@@ -12,8 +12,10 @@ from tllm_spec.config.draft_shape import NO_DRAFTS, DraftShape
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.request import LlmRequest, RequestState
 from tllm_spec.executor.request_queue import Shares, WaitingRequests
+from tllm_spec.executor.resources.adapter_slots import AdapterSlots
 from tllm_spec.executor.resources.interface import ResourceManager, SeqSlotManager
 from tllm_spec.executor.resources.kv_cache import ROUNDS_AHEAD, KVCacheManager
+from tllm_spec.lora_request import UnknownAdapter
 from tllm_spec.request_errors import ContextLengthExceeded
 
 # With `fair_preemption`, rounds between two requests that are given up for another client: what
@@ -45,8 +47,10 @@ class Scheduler:
         slots: SeqSlotManager,
         kv: KVCacheManager,
         resources: Sequence[ResourceManager],
+        adapters: AdapterSlots | None = None,
     ) -> None:
-        """resources: every manager that a running request occupies, slots and kv included."""
+        """resources: every manager that a running request occupies, slots, kv and adapters
+        included."""
         self.limits = limits
         num_tokens = kv.longest_request
         # Tokens, of prompt and output, that an empty cache has room for; None: any number.
@@ -58,11 +62,16 @@ class Scheduler:
         self._slots = slots
         self._kv = kv
         self._resources = resources
+        self._adapters = adapters
 
     def add(self, request: LlmRequest) -> None:
         """Queues the request. Raises ValueError when it can never run."""
         if not request.num_preemptions:
             self._check_can_ever_run(request)
+            if self._adapters is not None:
+                self._adapters.arrive(request)
+            elif request.adapter is not None:
+                raise UnknownAdapter(request.adapter)
         self.waiting.add(request)
 
     def remove(self, request: LlmRequest) -> None:
@@ -181,8 +190,12 @@ class Scheduler:
         self._num_fair_rounds += 1
         if not (self.waiting and self.running) or self._num_fair_rounds < FAIR_PREEMPTION_ROUNDS:
             return
-        request, victim = self.waiting.next(self.running), self._last_of_largest_share()
-        if request.tokens_in_flight or self._rank(request)[0] > self._rank(victim)[0]:
+        request, victim = self._next_waiting(), self._last_of_largest_share()
+        if (
+            request is None
+            or request.tokens_in_flight
+            or self._rank(request)[0] > self._rank(victim)[0]
+        ):
             return
         if not Shares(self.running).is_above(victim, request):
             return
@@ -212,15 +225,18 @@ class Scheduler:
         self.add(victim)
 
     def _admit_waiting(self, budget: int, batch: ScheduledBatch) -> list[LlmRequest]:
-        """Lets waiting requests join, up to the first one that does not fit."""
+        """Lets waiting requests join, up to the first one that does not fit. Those whose adapter
+        finds no slot are overtaken."""
         admitted: list[LlmRequest] = []
         if not (self.waiting and self._slots.free and budget > 0):
             return admitted
+        if self._adapters is not None:
+            self._adapters.find_closed()
         reserved = self._claims(self.running)
         while self.waiting and self._slots.free and budget > 0:
-            request = self.waiting.next(self.running)
+            request = self._next_waiting()
             # A preempted request cannot be prefilled before its tokens in flight are known.
-            if request.tokens_in_flight or not self._fits(request, reserved):
+            if request is None or request.tokens_in_flight or not self._fits(request, reserved):
                 break
             self._kv.restore(request)
             chunk = self._chunk_len(request, self._kv.match(request), budget)
@@ -234,10 +250,22 @@ class Scheduler:
         self.running.sort(key=self._rank)
         return admitted
 
+    def _next_waiting(self) -> LlmRequest | None:
+        """The request whose turn it is, of those that need no adapter or have a slot with it."""
+        adapters = self._adapters
+        if adapters is None:
+            return self.waiting.next(self.running)
+        while (request := self.waiting.next(self.running, adapters.closed)) is not None:
+            if adapters.may_join(request):
+                return request
+        return None
+
     def _join(self, request: LlmRequest, chunk: int) -> None:
         """Gives the request a slot, its cached prefix, and pages for its first chunk."""
         self.waiting.take(request)
         self._slots.acquire(request)
+        if self._adapters is not None:
+            self._adapters.join(request)
         request.kv_len = self._kv.start(request)
         has_room = self._kv.extend(request, request.kv_len + chunk + self._kv.extra_kv_tokens)
         assert has_room, "a request that fits found no pages"

@@ -193,6 +193,7 @@ class TrafficRecorder:
             weight_versions=[
                 WeightSpan(version=span.version, start=span.start, end=span.end) for span in spans
             ],
+            adapter=request.adapter,
         )
 
     def _add_states(self, request: LlmRequest, record: TrafficRecord) -> None:

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import torch
 
+from tllm_spec.adapters.adapted import AdaptedStack, AdaptedWeight
 from tllm_spec.distributed.communicator import SINGLE, Communicator
 from tllm_spec.executor.device.sleeping_memory import SleepingMemory
 from tllm_spec.models.config_file import read_config
@@ -22,8 +23,8 @@ from tllm_spec.models.linear import renew_derived
 from tllm_spec.request_errors import described
 from tllm_spec.zoo.registry import resolve_model
 
-# Attributes that layers are given after loading, by measuring and not from weights.
-MEASURED = frozenset({"tuned_gemms", "gemms", "tiles"})
+# Attributes that layers are given after loading, by measuring or for adapters, not from weights.
+MEASURED = frozenset({"tuned_gemms", "gemms", "tiles", "adapters"})
 # Where modules have their parts, which are known without it.
 OF_MODULES = frozenset({"_modules", "_parameters", "_buffers"})
 SIZES = re.compile(r"_size$|_dim$|_rank$|^num_|_layers$|_heads$")  # keys of config.json
@@ -141,6 +142,8 @@ def _files_of(folder: str) -> list[list[Any]]:
 def pairs_of(old: Any, new: Any, path: str, seen: set[tuple[int, int]]) -> Iterator[Pair]:
     """The tensors of two objects of the same structure. Those that both share, or that were seen,
     are left out. Raises ValueError where they differ in anything but the values of tensors."""
+    if isinstance(old, (AdaptedWeight, AdaptedStack)):
+        old = old.base
     if old is new or (id(old), id(new)) in seen:
         return
     seen.add((id(old), id(new)))

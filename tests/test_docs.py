@@ -159,7 +159,7 @@ def test_the_options_file_of_the_readme_is_what_the_log_says() -> None:
     assert options == as_yaml(chosen["speculative_config"])
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/python.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/python.md", "docs/lora.md"])
 def test_the_examples_of_a_page_run_in_their_order_and_print_something(
     page: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -27,7 +27,7 @@ OVERLAPPING = {
     *("eagle3_dynamic_tree", "eagle3_static_tree", "eagle3_onnxruntime", "adaptive_trees"),
     *("draft_target", "draft_target_one_model", "draft_target_onnxruntime"),
     *("rejection_sampling", "schedule", "tensor_parallel", "mtp", "draft_target_token_map"),
-    *("sa", "eagle3_sa", "peagle", "pard", "shared_rows"),
+    *("sa", "eagle3_sa", "peagle", "pard", "shared_rows", "lora"),
     *("ngram", "ngram_tree", "max_utilization"),
 }
 # By adaptive example: the kind of its strategy's slots, and its tiers.

@@ -49,7 +49,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("tllm_spec.llm",),
     ("tllm_spec.draft_swap",),
     ("tllm_spec.recording.replay", "tllm_spec.ranks", "tllm_spec.intake"),
-    ("tllm_spec.target_update", "tllm_spec.shared_tensors"),
+    ("tllm_spec.target_update", "tllm_spec.shared_tensors", "tllm_spec.adapter_loading"),
     (
         "tllm_spec.request_handle",
         "tllm_spec.server_info",
@@ -95,6 +95,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "tllm_spec.draft_network",
     ),
     ("tllm_spec.executor.device",),
+    ("tllm_spec.adapters",),
     ("tllm_spec.models",),
     (
         "tllm_spec.attention",
@@ -103,7 +104,12 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "tllm_spec.text.vocabulary",
     ),
     ("tllm_spec.kernels",),
-    ("tllm_spec.sampling_params", "tllm_spec.outputs", "tllm_spec.text.tokenizer"),
+    (
+        "tllm_spec.sampling_params",
+        "tllm_spec.outputs",
+        "tllm_spec.text.tokenizer",
+        "tllm_spec.lora_request",
+    ),
     ("tllm_spec.grammar", "tllm_spec.text.gguf_tokenizer"),
     ("tllm_spec.config", "tllm_spec.models.formats.gguf_file"),
     (

@@ -203,8 +203,8 @@ def test_a_users_tokenizer_works_without_a_vocabulary(llm: LLM) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *("lora_request", "prompt_adapter_request", "kv_cache_retention_config"),
-        *("disaggregated_params", "scheduling_params", "conversation_params", "trace_headers"),
+        *("prompt_adapter_request", "kv_cache_retention_config", "disaggregated_params"),
+        *("scheduling_params", "conversation_params", "trace_headers"),
     ],
 )
 def test_arguments_of_tensorrt_llm_that_are_not_served_must_be_none(llm: LLM, name: str) -> None:
@@ -318,7 +318,7 @@ def test_a_conversation_streams(llm: LLM) -> None:
         (HELLO, {"tools": [{1, 2}]}, "tools and chat_template_kwargs as JSON: .*set"),
         (HELLO, {"chat_template": "x"}, "chat_template = 'x'.*the one in the tokenizer's folder"),
         (HELLO, {"continue_final_message": True}, "continue_final_message = True"),
-        (HELLO, {"lora_request": 1}, "lora_request = 1"),
+        (HELLO, {"lora_request": 1}, "lora_request = 1: a LoRARequest or None is needed"),
     ],
 )
 def test_a_wrong_conversation_is_refused_by_a_sentence(

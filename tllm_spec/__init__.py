@@ -10,6 +10,7 @@ from tllm_spec.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from tllm_spec.config.engine_config import KVEventsConfig as KVEventsConfig
+    from tllm_spec.config.engine_config import LoraConfig as LoraConfig
     from tllm_spec.config.engine_config import SchedulerConfig as SchedulerConfig
     from tllm_spec.config.llm_args import CudaGraphConfig as CudaGraphConfig
     from tllm_spec.config.llm_args import KvCacheConfig as KvCacheConfig
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     )
     from tllm_spec.grammar.guided_decoding import GuidedDecodingParams as GuidedDecodingParams
     from tllm_spec.llm import LLM as LLM
+    from tllm_spec.lora_request import LoRARequest as LoRARequest
     from tllm_spec.outputs import CompletionOutput as CompletionOutput
     from tllm_spec.outputs import RequestOutput as RequestOutput
     from tllm_spec.request_errors import RequestError as RequestError
@@ -44,6 +46,8 @@ _HOME = {
     "CudaGraphConfig": "config.llm_args",
     "KVEventsConfig": "config.engine_config",
     "KvCacheConfig": "config.llm_args",
+    "LoRARequest": "lora_request",
+    "LoraConfig": "config.engine_config",
     "SchedulerConfig": "config.engine_config",
     "SamplingParams": "sampling_params",
     "GuidedDecodingParams": "grammar.guided_decoding",

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
 
+from tllm_spec.adapter_loading import AdapterLoading
 from tllm_spec.config.engine_config import NO_KV_EVENTS
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.config.neighbours import CHAT_IGNORED, GENERATE_IGNORED, Ignored
@@ -25,6 +26,7 @@ from tllm_spec.executor.weight_swap import Part
 from tllm_spec.executor.worker import Worker
 from tllm_spec.grammars import Grammars
 from tllm_spec.intake import Intake, Params, Prompt, is_single
+from tllm_spec.lora_request import AdapterInfo, LoRARequest
 from tllm_spec.models.automatic import with_drafter
 from tllm_spec.models.registry import model_config
 from tllm_spec.outputs import RequestOutput
@@ -80,6 +82,7 @@ class LLM:
         self._worker = Worker(built.executor, built.queue, self._results.fail_all)
         self._swap = DraftSwap(self.args, built.executor, self._worker)
         self._update = TargetUpdate(self.args, built.executor, self._worker, self._swap.forced)
+        self._adapters = AdapterLoading(built.executor, self._worker)
         self.pause_mode: PauseMode | None = None
         communicator.when_lost(self._worker.fail)
         self._worker.start()
@@ -97,6 +100,7 @@ class LLM:
         *,
         priority: float | Sequence[float] = 0.5,
         cache_salt: str | Sequence[str | None] | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         **not_served: Any,
     ) -> RequestOutput | list[RequestOutput]:
         """Completes one prompt (text, token ids, {"prompt": ...}, {"prompt_token_ids": ...} or a
@@ -105,21 +109,28 @@ class LLM:
         A list gives a list in the same order. If one of its prompts cannot be served, or fails
         while it runs, that output has `error`, and the others are not affected; a single such
         prompt raises RequestError, which is a ValueError.
-        `sampling_params`, `priority` (0 to 1, higher first with `waiting_queue_policy: priority`)
-        and `cache_salt` may be lists of the same length. Only requests with the same `cache_salt`
-        reuse each other's KV cache and n-grams.
+        `sampling_params`, `priority` (0 to 1, higher first with `waiting_queue_policy: priority`),
+        `cache_salt` and `lora_request` may be lists of the same length. Only requests with the same
+        `cache_salt` reuse each other's KV cache and n-grams. An adapter with a `lora_path` is
+        loaded at its first use.
 
-        TensorRT-LLM's `lora_request`, `disaggregated_params` and so on must be None."""
+        TensorRT-LLM's `disaggregated_params` and so on must be None."""
         _refuse_not_served(not_served, GENERATE_IGNORED)
         is_one = is_single(inputs)
         prompts = [cast(Prompt, inputs)] if is_one else list(cast(Sequence[Prompt], inputs))
-        given = {"sampling_params": sampling_params, "priority": priority, "cache_salt": cache_salt}
+        given = {
+            "sampling_params": sampling_params,
+            "priority": priority,
+            "cache_salt": cache_salt,
+            "lora_request": lora_request,
+        }
         columns = [_one_each(name, value, len(prompts)) for name, value in given.items()]
         submit = self.generate_async if is_one else self._submit_or_explain
         results: list[RequestHandle] = []
         try:
-            for prompt, params, rank, salt in zip(prompts, *columns, strict=True):
-                results.append(submit(prompt, params, priority=rank, cache_salt=salt))
+            for prompt, params, rank, salt, adapter in zip(prompts, *columns, strict=True):
+                options = {"priority": rank, "cache_salt": salt, "lora_request": adapter}
+                results.append(submit(prompt, params, **options))
             if is_one:
                 output = results[0].result()
                 if output.error is not None:
@@ -143,6 +154,7 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         priority: float | Sequence[float] = 0.5,
         cache_salt: str | Sequence[str | None] | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         **not_served: Any,
     ) -> RequestOutput | list[RequestOutput]:
         """Answers one conversation, a list of messages, or a list of conversations. The model's
@@ -162,6 +174,7 @@ class LLM:
             use_tqdm,
             priority=priority,
             cache_salt=cache_salt,
+            lora_request=lora_request,
         )
 
     def get_tokenizer(self) -> Tokenizer:
@@ -180,6 +193,7 @@ class LLM:
         cache_salt: str | None = None,
         client: tuple[str, ...] = (),
         store: bool | None = None,
+        lora_request: LoRARequest | None = None,
         **not_served: Any,
     ) -> RequestHandle:
         """Submits one prompt and returns at once. With `streaming` the result grows while tokens
@@ -191,6 +205,7 @@ class LLM:
         Raises RequestError, which is a ValueError, for a prompt or parameters that this model
         cannot serve, RuntimeError after shutdown or when the executor has died."""
         _refuse_not_served(not_served, GENERATE_IGNORED)
+        self._check_alive()
         with _mistakes_as_request_errors():
             options = RequestOptions(
                 streaming=streaming,
@@ -198,6 +213,7 @@ class LLM:
                 cache_salt=cache_salt,
                 client=client,
                 store=store,
+                adapter=None if lora_request is None else self._adapters.name_of(lora_request),
             )
         return self.submit(inputs, sampling_params, options)
 
@@ -312,6 +328,28 @@ class LLM:
         self._check_alive()
         return self._swap.whole(os.fspath(folder), keep_cache, force)
 
+    def load_adapter(
+        self, name: str, folder: str | os.PathLike[str], *, replace: bool = False
+    ) -> AdapterInfo:
+        """Loads a LoRA adapter in PEFT's format, while requests run. With `replace` its name may be
+        in use: requests that have begun keep the adapter that they began with.
+
+        Raises ValueError, and changes nothing, for an adapter that cannot be served."""
+        self._check_alive()
+        return self._adapters.load(name, os.fspath(folder), replace=replace)
+
+    def unload_adapter(self, name: str) -> None:
+        """Requests that have begun go on with the adapter; its memory is free after the last one.
+        Raises UnknownAdapter, which is a ValueError, for a name that is not loaded."""
+        self._check_alive()
+        self._adapters.unload(name)
+
+    @property
+    def adapters(self) -> tuple[AdapterInfo, ...]:
+        """The LoRA adapters that are loaded."""
+        self._check_alive()
+        return self._adapters.infos
+
     def pause(self, mode: PauseMode = "retract") -> None:
         """Returns when no round runs; none runs before `resume`. Requests go back to the queue to
         be computed again (retract), stay as they are (keep), are finished before (wait) or
@@ -417,7 +455,7 @@ class LLM:
             return
         self._is_shut_down = True
         self._end()
-        del self._executor, self._swap, self._update
+        del self._executor, self._swap, self._update, self._adapters
 
     def __enter__(self) -> "LLM":
         return self

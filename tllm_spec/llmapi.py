@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from tllm_spec import KvCacheConfig as KvCacheConfig
     from tllm_spec import KVEventsConfig as KVEventsConfig
     from tllm_spec import LlmArgs as LlmArgs
+    from tllm_spec import LoraConfig as LoraConfig
+    from tllm_spec import LoRARequest as LoRARequest
     from tllm_spec import MTPDecodingConfig as MTPDecodingConfig
     from tllm_spec import NGramDecodingConfig as NGramDecodingConfig
     from tllm_spec import RequestError as RequestError
@@ -84,8 +86,6 @@ OPTION_OF: Mapping[str, str] = {
     "ExtendedRuntimePerfKnobConfig": "extended_runtime_perf_knob_config",
     "KvCacheConnectorConfig": "kv_connector_config",
     "KvCacheRetentionConfig": "kv_cache_retention_config",
-    "LoRARequest": "lora_request",
-    "LoraConfig": "lora_config",
     "MambaStateConfig": "mamba_state_config",
     "MiniMaxM3SparseAttentionConfig": "sparse_attention_config",
     "MoeConfig": "moe_config",

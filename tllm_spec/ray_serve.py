@@ -30,7 +30,8 @@ WAITING_PER_REPLICA = 4.0  # that the number of replicas aims at, as deploy/kube
 NOT_SERVED = (
     *("host", "port", "frontends", "dp_size", "drain_delay", "shutdown_timeout", "log_format"),
     *("ssl_certfile", "ssl_keyfile", "ssl_keyfile_password", "ssl_ca_certs", "print_config"),
-    *("draft_model_root", "draft_model_key"),  # a swap would reach one replica only
+    # A swap would reach one replica only.
+    *("draft_model_root", "draft_model_key", "lora_root", "lora_key", "lora_auto_load"),
 )
 
 
@@ -44,6 +45,8 @@ def build_app(args: dict[str, Any]) -> Application:
     if not {"command"} <= set(args) <= {"command", "num_replicas"}:
         raise ValueError(f"arguments {sorted(args)}: command, num_replicas are accepted")
     line = read_command_line(shlex.split(args["command"]), NOT_SERVED)
+    if line.args.lora_config is not None:
+        raise ValueError("lora_config: adapters are not served here; tllm-serve serves them")
     num_gpus = line.args.tensor_parallel_size if torch.cuda.is_available() else 0
     deployment = serve.deployment(
         name=NAME,

@@ -412,6 +412,8 @@ class RequestOptions:
     scored_from: int = 0
     """The prompt's token at which a given completion begins: `prompt_logprobs` begin there, and are
     those with which it would have been drawn. 0: there is none."""
+    adapter: str | None = None
+    """The name of its LoRA adapter. null: the target as it is."""
 
     def __post_init__(self) -> None:
         check_number("priority", self.priority, 0, 1)

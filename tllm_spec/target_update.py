@@ -57,6 +57,8 @@ def calls_of(executor: PyExecutor) -> dict[str, Callable[..., object]]:
     }
     if (drafts := executor.parts.draft_weights) is not None:
         calls["swap_draft"] = drafts.swap_together
+    if (adapters := executor.parts.adapters) is not None:
+        calls |= {"load_adapter": adapters.load_together, "unload_adapter": adapters.remove}
     return calls
 
 

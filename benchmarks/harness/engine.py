@@ -101,18 +101,25 @@ class Rounds:
         return self.executor.parts.runner.graphs is not None
 
     def start(
-        self, batch_size: int, prompt_len: int, grammars: Sequence[GrammarState] = (), **params: Any
+        self,
+        batch_size: int,
+        prompt_len: int,
+        grammars: Sequence[GrammarState] = (),
+        adapters: Sequence[str] = (),
+        **params: Any,
     ) -> None:
         """Replaces what runs by `batch_size` requests with random prompts, prefilled and warm.
 
-        `params`: SamplingParams of the last request; the others are greedy. `grammars`: of the
-        first requests."""
+        `params`: SamplingParams of the last request; the others are greedy. `grammars` and
+        `adapters`: of the first requests."""
         self.stop()
         max_tokens = self.built.limits.max_seq_len - prompt_len
         self.requests = [
             self._request(next(self._ids), prompt_len, max_tokens, grammar)
             for grammar in [*grammars, *[None] * (batch_size - len(grammars))]
         ]
+        for request, adapter in zip(self.requests, adapters, strict=False):
+            request.adapter = adapter
         if params:
             self.requests[-1:] = [self._request(next(self._ids), prompt_len, max_tokens, **params)]
         self._queue(self.requests)

@@ -10,6 +10,9 @@ from pathlib import Path
 from time import monotonic
 from typing import Any, TypeVar
 
+import torch
+
+from tllm_spec.adapters.adapted import AdapterTables
 from tllm_spec.attention.choice import backend_name, create_backend, create_batch_invariant
 from tllm_spec.attention.geometry import Geometry, IndexGeometry, KVPool
 from tllm_spec.attention.interface import AttentionBackend, SpecMetadata, default_capture_layers
@@ -35,6 +38,7 @@ from tllm_spec.executor.engine.memory_plan import (
 )
 from tllm_spec.executor.engine.model_engine import ModelEngine
 from tllm_spec.executor.engine.rows import AttentionGroups, PagedGroup, RowBuilder
+from tllm_spec.executor.resources.adapter_slots import AdapterSlots
 from tllm_spec.executor.resources.host_pages import HostPages
 from tllm_spec.executor.resources.interface import BlockTable, PageGroup, Snapshots
 from tllm_spec.executor.resources.kv_cache import KVCacheManager, KVGroup
@@ -100,6 +104,7 @@ def build_engines(plan: BuildPlan, tokens: DraftTokens | None) -> Engines:
     if plan.draft_plan is not None:
         logger.info("loading weights: the drafter's")
         draft = load_draft(plan, target, plan.draft_plan, tokens)
+    adapters = _adapter_slots(plan, target)
     logger.info("weights took %.1f s", monotonic() - start)
     _place(plan, TARGET, target)
     _place(plan, DRAFT, _weights_of(draft))
@@ -115,7 +120,7 @@ def build_engines(plan: BuildPlan, tokens: DraftTokens | None) -> Engines:
         plan.max_len,
         plan.span_room,
         plan.communicator,
-        reserved_bytes(plan, draft, groups),
+        reserved_bytes(plan, draft, groups, adapters),
     )
     num_pages = [plan.communicator.minimum(pages) for pages in num_pages]
     check_pool(draft, max(num_pages) * plan.page_size)
@@ -127,7 +132,8 @@ def build_engines(plan: BuildPlan, tokens: DraftTokens | None) -> Engines:
         )
     memory = [_memory(plan, own, pages) for own, pages in zip(groups, num_pages, strict=True)]
     num_host_pages = _num_host_pages(plan, groups)
-    engine, kv, net = _build_target(plan, target, memory[:number], draft, recorded, num_host_pages)
+    of_engine = draft, recorded, adapters, num_host_pages
+    engine, kv, net = _build_target(plan, target, memory[:number], *of_engine)
     draft_kv = None
     if draft is not None and net is None:
         net = _draft_net(plan, draft, memory[number:])
@@ -167,6 +173,31 @@ def load_draft(
         return loaded
     loaded = loaded.windowed(plan.max_seq_len)
     return loaded if draft.backend == "torch" else load_head_network(plan, loaded)
+
+
+def _adapter_slots(plan: BuildPlan, target: CausalLM) -> AdapterSlots | None:
+    """Reserves the memory of LoRA adapters, and reads those of `lora_dir`. Raises ValueError for
+    adapters that cannot be served."""
+    if (config := plan.args.lora_config) is None:
+        return None
+    sizes = config.max_loras, config.max_lora_rank, plan.args.max_num_tokens
+    try:
+        tables = AdapterTables(target, *sizes, config.lora_target_modules)
+    except torch.cuda.OutOfMemoryError as error:
+        raise ValueError(
+            f"lora_config: no memory is left for max_loras = {config.max_loras} adapters of "
+            f"max_lora_rank = {config.max_lora_rank}; lower one of them, or name fewer layers in "
+            "lora_target_modules"
+        ) from error
+    logger.info(
+        "LoRA: %d bytes for each of %d adapters up to rank %d",
+        *(tables.num_bytes // config.max_loras, config.max_loras, config.max_lora_rank),
+    )
+    num_slots = plan.slots.dummy_slot + 1
+    adapters = AdapterSlots(tables, config, num_slots, plan.device, plan.communicator)
+    for name, folder in config.lora_dir.items():
+        adapters.add(name, folder, adapters.read_together(folder), replace=False)
+    return adapters
 
 
 def _recorded_states(
@@ -289,6 +320,7 @@ def _build_target(
     memory: list[_Memory],
     draft: LoadedDraft | None,
     recorded: SpecMetadata | None,
+    adapters: AdapterSlots | None,
     num_host_pages: int,
 ) -> tuple[ModelEngine, KVCacheManager, DraftNet | None]:
     """The target with its cache, whose pages `draft` may share."""
@@ -317,7 +349,7 @@ def _build_target(
         else:
             backend = _backend(plan, own.geometry, next(pools))
         groups.append(PagedGroup(backend, place.rows))
-    return ModelEngine(target, AttentionGroups(groups, states), spec), kv, net
+    return ModelEngine(target, AttentionGroups(groups, states), spec, adapters), kv, net
 
 
 def _backend(plan: BuildPlan, geometry: Geometry, pool: KVPool) -> AttentionBackend:

@@ -10,6 +10,7 @@ from tllm_spec.attention.choice import workspace_bytes
 from tllm_spec.executor.building.plan import BuildPlan
 from tllm_spec.executor.device.device_choice import pick_dtype
 from tllm_spec.executor.engine.memory_plan import BYTES_A_GRAPH, GIB, GroupPlan, free_bytes
+from tllm_spec.executor.resources.adapter_slots import AdapterSlots
 from tllm_spec.executor.sampling.grammar_masks import mask_words
 from tllm_spec.executor.speculative.drafting.drafter import When
 from tllm_spec.executor.speculative.drafting.heads import draft_folder
@@ -23,10 +24,15 @@ from tllm_spec.models.registry import blank_model, model_config, weight_bytes
 from tllm_spec.zoo.registry import resolve_model
 
 
-def reserved_bytes(plan: BuildPlan, draft: LoadedDraft | None, groups: Sequence[GroupPlan]) -> int:
-    """Workspaces of attention and of GEMMs, CUDA graphs, and what is kept for every slot: recurrent
-    states, their snapshots and what blocks of prompts need; the backlog of a draft network on the
-    target's pages; a draft network's distributions for rejection sampling; texts."""
+def reserved_bytes(
+    plan: BuildPlan,
+    draft: LoadedDraft | None,
+    groups: Sequence[GroupPlan],
+    adapters: AdapterSlots | None = None,
+) -> int:
+    """Workspaces of attention, GEMMs and adapters, CUDA graphs, and what is kept for every slot:
+    recurrent states, their snapshots and what blocks of prompts need; the backlog of a draft
+    network on the target's pages; a draft network's distributions for rejection sampling; texts."""
     num_bytes = sum(
         workspace_bytes(plan.attention_of(geometry), geometry, kv_format)
         for group in groups
@@ -41,13 +47,16 @@ def reserved_bytes(plan: BuildPlan, draft: LoadedDraft | None, groups: Sequence[
         num_bytes += recurrent.prompt_bytes(plan.args.max_num_tokens)
     if plan.device.type == "cuda" and not plan.args.deterministic:
         num_bytes += WORKSPACE_BYTES
+    if adapters is not None:
+        num_bytes += adapters.tables.sum_bytes(plan.args.max_num_tokens)
     if draft is not None:
         num_bytes += _slot_bytes(plan, draft)
     num_slots = plan.slots.dummy_slot + 1
     num_bytes += text_bytes_of(plan.spec, num_slots, plan.max_len, len(plan.corpus))
     num_bytes += _graph_bytes(plan, draft)
     if plan.context_rows:
-        num_bytes += len(plan.context_rows) * BYTES_A_GRAPH + PLAN_BYTES
+        kinds = 1 if plan.args.lora_config is None else 2
+        num_bytes += kinds * len(plan.context_rows) * BYTES_A_GRAPH + PLAN_BYTES
     return num_bytes
 
 
@@ -107,7 +116,9 @@ def _graph_bytes(plan: BuildPlan, draft: LoadedDraft | None) -> int:
     hidden states; of tails, with the masks of grammars; of a draft model's steps; of reading a
     backlog."""
     keys, splits_rounds = plan.round_keys(plan.graph_sizes), False
-    num_graphs = len({(key.batch_size, key.shape) for key in keys})
+    # Forwards, and whole rounds, have another graph for requests with adapters.
+    kinds = 1 if plan.args.lora_config is None else 2
+    num_graphs = kinds * len({(key.batch_size, key.shape) for key in keys})
     if draft is not None:
         splits_rounds = draft.plan.when is When.TAIL
         if draft.plan.shares_pages:
@@ -115,7 +126,7 @@ def _graph_bytes(plan: BuildPlan, draft: LoadedDraft | None) -> int:
         else:
             num_graphs += len([key for key in keys if key.shape.depth])
     is_guided = plan.args.guided_decoding_backend is not None
-    num_graphs += len(keys) * ((not splits_rounds) + (splits_rounds or is_guided))
+    num_graphs += len(keys) * (kinds * (not splits_rounds) + (splits_rounds or is_guided))
     num_rows = max((key.num_tokens for key in keys), default=0)
     num_bytes = num_rows * plan.config.hidden_size * plan.dtype.itemsize
     if is_guided:

@@ -210,9 +210,10 @@ class WarmUp:
         longest = max((key.shape for key in chosen), default=NO_DRAFTS)
         for is_sampled in (False, True):
             self._round(self._max_num_tokens, GraphKey(0, longest, is_sampled))
-        for num_rows in SHORT_ROWS:
-            if num_rows < self._max_num_tokens:
-                self._round(num_rows, GraphKey(0, longest, False))
+        kinds = (False,) if self._runner.engine.adapters is None else (False, True)
+        for num_rows, adapted in product((*SHORT_ROWS, self._max_num_tokens), kinds):
+            if num_rows < self._max_num_tokens + adapted:
+                self._round(num_rows, GraphKey(0, longest, False, adapted))
         for key, length in product(chosen, WINDOW_LENS):
             self._round(min(CHUNK_ROWS, self._max_num_tokens - key.num_tokens), key, length)
         logger.info("rounds that warm up took %.1f s", monotonic() - start)
@@ -246,6 +247,7 @@ class WarmUp:
         depth = key.shape.depth
         request = LlmRequest(next(self._ids), [0] * length, rules, seed=0, draft_limit=depth)
         request.slot, request.state = self._dummy_slot, state
+        request.adapter = "none of its rows has it" if key.adapted else None
         if state is RequestState.CONTEXT:
             request.context_chunk = length
         else:

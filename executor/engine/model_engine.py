@@ -26,19 +26,25 @@ from tllm_spec.draft_network.network import (
 )
 from tllm_spec.executor.device.transfer import to_device
 from tllm_spec.executor.engine.rows import AttentionGroups, ContextChunk, RowBuilder, Windows
+from tllm_spec.executor.resources.adapter_slots import AdapterSlots
 from tllm_spec.models.llama import CausalLM
 
 
 class ModelEngine:
     """A model and the attention of its layer groups. `spec` captures hidden states for a draft
-    head."""
+    head. adapters: LoRA adapters, if any are served."""
 
     def __init__(
-        self, model: CausalLM, attention: AttentionGroups, spec: SpecMetadata | None = None
+        self,
+        model: CausalLM,
+        attention: AttentionGroups,
+        spec: SpecMetadata | None = None,
+        adapters: AdapterSlots | None = None,
     ) -> None:
         self.model = model
         self.attention = attention
         self.spec = spec
+        self.adapters = adapters
         self._captures_last_layer = (
             spec is not None and spec.last_layer >= model.config.num_layers - 1
         )
@@ -64,6 +70,8 @@ class ModelEngine:
 
         wanted: returns these rows `[R]` only, `[R, H]`; the others skip most of the last layer."""
         rows = self.attention.plan(contexts, windows)
+        if self.is_adapted:
+            self.write_adapters(contexts, windows)
         return self.run(rows.token_ids, rows.positions, rows.groups, wanted, rows.recurrent)
 
     def run(
@@ -75,11 +83,28 @@ class ModelEngine:
         recurrent: RecurrentRows | None = None,
     ) -> torch.Tensor:
         """The forward of planned rows `[T]`: device work only."""
-        if wanted is None or not self._captures_last_layer:
-            context = ForwardContext(groups, self.spec, wanted, recurrent)
-            return self.model.forward(token_ids, positions, context)
-        context = ForwardContext(groups, self.spec, None, recurrent)
-        return self.model.forward(token_ids, positions, context).index_select(0, wanted)
+        own = None if self._captures_last_layer else wanted
+        if self.adapters is not None:
+            self.adapters.rows.begin(len(token_ids), own)
+        context = ForwardContext(groups, self.spec, own, recurrent)
+        hidden = self.model.forward(token_ids, positions, context)
+        return hidden if wanted is None or own is wanted else hidden.index_select(0, wanted)
+
+    @property
+    def is_adapted(self) -> bool:
+        """Whether forwards run the adapters of their rows."""
+        return self.adapters is not None and self.adapters.rows.is_active
+
+    def use_adapters(self, are_used: bool) -> None:
+        """Says whether the next forwards have rows with adapters."""
+        if self.adapters is not None:
+            self.adapters.rows.is_active = are_used
+
+    def write_adapters(self, contexts: list[ContextChunk], windows: Windows | None) -> None:
+        """Says which adapter each row of the next forward has."""
+        assert self.adapters is not None
+        chunks = [(chunk.slot, len(chunk.tokens)) for chunk in contexts]
+        self.adapters.write_rows(chunks, None if windows is None else (windows.slots, windows.rows))
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """`[R, H]` -> `[R, V]` in the model's dtype, or this rank's columns."""

@@ -24,7 +24,7 @@ class ReplayedEngine(ModelEngine, ResourceManager):
     read. max_len: tokens of the longest text."""
 
     def __init__(self, engine: ModelEngine, num_slots: int, max_len: int) -> None:
-        super().__init__(engine.model, engine.attention, engine.spec)
+        super().__init__(engine.model, engine.attention, engine.spec, engine.adapters)
         assert self.spec is not None
         self.states: dict[int, torch.Tensor] = {}
         self.is_reading = False

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, product
 from time import monotonic
 
 import torch
@@ -61,19 +61,23 @@ class ContextGraphs:
         self._pages = {
             size: self._inputs[MAX_CHUNKS + 3 * size :].view(torch.int32) for size in sizes
         }
-        start, self._graphs = monotonic(), dict[int, Captured[torch.Tensor]]()
-        for size in sorted(sizes, reverse=True):
+        start, self._graphs = monotonic(), dict[tuple[int, bool], Captured[torch.Tensor]]()
+        kinds = (False, True) if engine.adapters is not None else (False,)
+        for size, adapted in product(sorted(sizes, reverse=True), kinds):
+            engine.use_adapters(adapted)
             self._send([], size)
             try:
-                self._graphs[size] = pool.capture(partial(self._forward, size))
+                self._graphs[size, adapted] = pool.capture(partial(self._forward, size))
             except torch.cuda.OutOfMemoryError as error:
                 raise ValueError(
                     f"out of memory while the CUDA graph of {size} context rows was captured; "
                     "lower kv_cache_config.free_gpu_memory_fraction, or set "
                     "prefill_cuda_graph_backend to disabled"
                 ) from error
+        engine.use_adapters(False)
         self._sizes = sorted(sizes)
-        logger.info("%d CUDA graphs of contexts took %.1f s", len(sizes), monotonic() - start)
+        number, seconds = len(self._graphs), monotonic() - start
+        logger.info("%d CUDA graphs of contexts took %.1f s", number, seconds)
 
     def run(self, chunks: list[ContextChunk]) -> torch.Tensor | None:
         """Hidden states of each chunk's last row, `[C, H]`, which the next replay of any graph
@@ -85,7 +89,7 @@ class ContextGraphs:
         if not self._plans.fits([*(chunk.end for chunk in chunks), size - num_rows]):
             return None
         self._send(chunks, size)
-        captured = self._graphs[size]
+        captured = self._graphs[size, self._engine.is_adapted]
         captured.graph.replay()
         return captured.result[: len(chunks)]
 
@@ -103,6 +107,8 @@ class ContextGraphs:
         to_device(numbers, builder.device, self._inputs[: len(numbers)])
         lens, kv_lens = [len(chunk.tokens) for chunk in chunks], [chunk.end for chunk in chunks]
         self._plans.update(lens, kv_lens, self._pages[size][: len(pages)])
+        if self._engine.is_adapted:
+            self._engine.write_adapters(chunks, None)
 
     def _forward(self, size: int) -> torch.Tensor:
         token_ids, positions, kv_slots = self._rows[size].unbind(0)

@@ -95,11 +95,12 @@ Other = TypeVar("Other")
 @dataclass(frozen=True, order=True)
 class GraphKey:
     """What a graph is captured for. `sampled`: some request has a temperature; otherwise the graph
-    takes the best tokens only."""
+    takes the best tokens only. `adapted`: some request has a LoRA adapter."""
 
     batch_size: int
     shape: DraftShape
     sampled: bool
+    adapted: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -210,11 +211,13 @@ class SlotGraphs(Generic[Result]):
         self._send(slots if slots is not None else [self._dummy_slot] * key.batch_size)
         return self.captured[key].graph.replay
 
-    def run(self, slots: list[int], shape: DraftShape, sampled: bool) -> Captured[Result] | None:
+    def run(
+        self, slots: list[int], shape: DraftShape, sampled: bool, adapted: bool = False
+    ) -> Captured[Result] | None:
         """Replays the work for these slots, or None when no graph fits. Its result, of the padded
         batch, may be overwritten by any other replay."""
         size = self.padded(len(slots))
-        captured = self.captured.get(GraphKey(size, shape, sampled))
+        captured = self.captured.get(GraphKey(size, shape, sampled, adapted))
         if captured is None:
             return None
         self._send(slots + [self._dummy_slot] * (size - len(slots)))
@@ -280,10 +283,12 @@ class CudaGraphs(SlotGraphs[SampledTokens]):
         super().capture(wanted, before)
         self._count_results()
 
-    def replay(self, slots: list[int], shape: DraftShape, sampled: bool) -> SampledTokens | None:
+    def replay(
+        self, slots: list[int], shape: DraftShape, sampled: bool, adapted: bool = False
+    ) -> SampledTokens | None:
         """The round of these slots, or None when no graph fits. The next replay of these graphs
         overwrites the result."""
-        captured = self.run(slots, shape, sampled)
+        captured = self.run(slots, shape, sampled, adapted)
         if captured is None:
             return None
         result, number = captured.result, len(slots)

@@ -16,6 +16,7 @@ from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.radix import NO_PAGE, Node, RadixTree
 from tllm_spec.kernels.attention.visible_keys import KeySpan
 from tllm_spec.kernels.drafts.suffix_match import NO_TOKEN, TextTable
+from tllm_spec.lora_request import CacheSalt
 
 
 class ResourceManager:
@@ -72,7 +73,7 @@ class SeqSlotManager(ResourceManager):
         assert not set(self.free) & set(self._owner), "slots: a slot is both free and owned"
 
 
-# Texts that requests of the same `cache_salt` share, as far as drafts are copied from them: those
+# Texts that requests of the same salt share, as far as drafts are copied from them: those
 # of running requests, and pieces of finished ones, of which the oldest are dropped first.
 #
 # They are on the device (`TextTable`); here is which of its rows belongs to whom. It mixes users'
@@ -108,15 +109,15 @@ class SharedTexts(ResourceManager):
     def __init__(self, table: TextTable, num_rows: int) -> None:
         self._table, self._num_slots = table, len(table.kv_lens)
         self._num_rows = num_rows
-        self._numbers: dict[str | None, int] = {}
+        self._numbers: dict[CacheSalt, int] = {}
         self._next_number = count()
-        self._salts: dict[int, str | None] = {}  # of the table's slots and shared rows
-        self._filled: dict[str | None, tuple[int, int]] = {}  # a row with room, and its tokens
+        self._salts: dict[int, CacheSalt] = {}  # of the table's slots and shared rows
+        self._filled: dict[CacheSalt, tuple[int, int]] = {}  # a row with room, and its tokens
         self._next_row = 0
 
     def start(self, request: LlmRequest) -> None:
         """Called when the request's text is in its slot."""
-        self._mark(request.slot, request.cache_salt)
+        self._mark(request.slot, request.salt)
 
     def free_resources(self, request: LlmRequest) -> None:
         """Keeps pieces of a finished request's text. A preempted request comes back with its
@@ -126,9 +127,9 @@ class SharedTexts(ResourceManager):
             self._table.salts[request.slot].fill_(NO_SALT)
         if request.is_finished:
             for piece in pieces_of(request.tokens):
-                self._add(piece, request.cache_salt)
+                self._add(piece, request.salt)
 
-    def _add(self, piece: list[int], salt: str | None) -> None:
+    def _add(self, piece: list[int], salt: CacheSalt) -> None:
         row, filled = self._filled.get(salt, (0, SHARED_WIDTH))
         if filled + len(piece) >= SHARED_WIDTH:
             row, filled = self._next_row, 0
@@ -141,7 +142,7 @@ class SharedTexts(ResourceManager):
         to_device(tokens, place.device, place)
         self._filled[salt] = row, filled + len(piece) + 1
 
-    def _mark(self, row: int, salt: str | None) -> None:
+    def _mark(self, row: int, salt: CacheSalt) -> None:
         """Says on the device whose a row of the table is."""
         assert self._table.salts is not None
         self._salts[row] = salt

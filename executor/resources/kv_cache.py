@@ -140,7 +140,7 @@ class KVCacheManager(ResourceManager):
         """Pages of each group by which starting a request and growing it to `num_tokens` tokens
         would lower `available`, at most; where it releases pages, those that it holds at once."""
         tokens = request.tokens if request.reuses_prefix else ()
-        needed = self.cache.new_pages_needed(tokens, num_tokens, request.cache_salt)
+        needed = self.cache.new_pages_needed(tokens, num_tokens, request.salt)
         for group, own in enumerate(self.cache.groups):
             if own.span is not None:
                 needed[group] = min(self.cache.pages_for(num_tokens), self._most_pages(own.span))
@@ -149,13 +149,13 @@ class KVCacheManager(ResourceManager):
     def restore(self, request: LlmRequest) -> None:
         """Brings pages of the request's prompt back from host memory."""
         if self.cache.host is not None and request.reuses_prefix:
-            self.cache.restore(request.tokens, request.cache_salt)
+            self.cache.restore(request.tokens, request.salt)
 
     def match(self, request: LlmRequest) -> int:
         """Length of the cached prefix that `start` would give the request now, in tokens."""
         if not request.reuses_prefix:
             return 0
-        return self.cache.match(request.tokens, request.cache_salt)
+        return self.cache.match(request.tokens, request.salt)
 
     def held(self, request: LlmRequest) -> list[int]:
         """How many pages of each group the request holds."""
@@ -173,7 +173,7 @@ class KVCacheManager(ResourceManager):
         """Starts a sequence with its longest cached prefix; returns the prefix's length in
         tokens."""
         cached_len = self.cache.add_sequence(
-            request.request_id, request.tokens, request.cache_salt, reuse=request.reuses_prefix
+            request.request_id, request.tokens, request.salt, reuse=request.reuses_prefix
         )
         self._rows[request.request_id] = self.cache.sequences[request.request_id].groups[0]
         self._write_rows(request)

@@ -26,6 +26,7 @@ from tllm_spec.executor.resources.radix import (
     salt_hash,
 )
 from tllm_spec.kernels.attention.visible_keys import KeySpan
+from tllm_spec.lora_request import AdapterSalt, CacheSalt, name_of_version
 
 # What the prefix tree gains and loses, as vLLM's KV events (of version 0.26.0).
 #
@@ -183,7 +184,9 @@ class KVEventLog:
             "medium": MEDIUM,
             "lora_name": None,
         }
-        if (salt := _salt_of(node)) is not None:
+        if isinstance(salt := _salt_of(node), AdapterSalt):
+            event["lora_name"] = name_of_version(salt.adapter)
+        if salt is not None:
             event["extra_keys"] = [[salt_hash(salt)]]
         self._events.append(event)
 
@@ -207,7 +210,7 @@ def _depth(node: Node) -> int:
     return depth
 
 
-def _salt_of(node: Node) -> str | None:
+def _salt_of(node: Node) -> CacheSalt:
     while node.parent is not None:
         node = node.parent
     return node.salt

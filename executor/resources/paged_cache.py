@@ -21,6 +21,7 @@ from tllm_spec.executor.resources.interface import (
 )
 from tllm_spec.executor.resources.kv_events import KVEventLog
 from tllm_spec.executor.resources.radix import NO_PAGE, Key, Node, RadixTree, num_unreferenced
+from tllm_spec.lora_request import AdapterSalt, CacheSalt
 
 
 class _Prefix(NamedTuple):
@@ -97,17 +98,19 @@ class PagedCache:
         """`available` of the group that has the fewest."""
         return min(map(self.available, range(len(self.groups))))
 
-    def match(self, tokens: Sequence[int], salt: str | None = None) -> int:
+    def match(self, tokens: Sequence[int], salt: CacheSalt = None) -> int:
         """How many cached tokens `add_sequence(tokens)` would reuse now."""
         prefix = self._find_prefix(tokens, self._tree.root_of(salt))
         return len(prefix.nodes) * self.page_size + prefix.num_copied
 
-    def reported_len(self, cached_len: int, salt: str | None) -> int:
-        """How much of a cached prefix answers and metrics report. Without a salt it is whole pages:
-        with single tokens, a client could guess another one's prompt token by token."""
-        return cached_len if salt is not None else cached_len - cached_len % self.page_size
+    def reported_len(self, cached_len: int, salt: CacheSalt) -> int:
+        """How much of a cached prefix answers and metrics report. Without a client's salt it is
+        whole pages: with single tokens, a client could guess another one's prompt token by
+        token."""
+        own = salt.own if isinstance(salt, AdapterSalt) else salt
+        return cached_len if own is not None else cached_len - cached_len % self.page_size
 
-    def restore(self, tokens: Sequence[int], salt: str | None = None) -> None:
+    def restore(self, tokens: Sequence[int], salt: CacheSalt = None) -> None:
         """Brings pages of the tokens' beginning back from host memory, as far as other cached pages
         make room. `match` finds them then, and what `add_sequence` and `extend` need is the
         same."""
@@ -124,7 +127,7 @@ class PagedCache:
         return node
 
     def new_pages_needed(
-        self, tokens: Sequence[int], num_tokens: int, salt: str | None = None
+        self, tokens: Sequence[int], num_tokens: int, salt: CacheSalt = None
     ) -> list[int]:
         """Pages of each group by which `add_sequence(tokens)` and `extend(num_tokens)` would lower
         `available`.
@@ -137,7 +140,7 @@ class PagedCache:
         ]
 
     def add_sequence(
-        self, seq_id: int, tokens: Sequence[int], salt: str | None = None, *, reuse: bool = True
+        self, seq_id: int, tokens: Sequence[int], salt: CacheSalt = None, *, reuse: bool = True
     ) -> int:
         """Starts a sequence with its longest cached prefix and returns that prefix's length.
 

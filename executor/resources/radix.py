@@ -27,6 +27,8 @@ from hashlib import blake2b
 from itertools import pairwise
 from weakref import WeakValueDictionary
 
+from tllm_spec.lora_request import AdapterSalt, CacheSalt
+
 Key = tuple[int, ...]
 NO_PAGE = 0  # the dummy page, which no node has
 
@@ -52,7 +54,7 @@ class Node:
     )
 
     def __init__(
-        self, key: Key, pages: Sequence[int], parent: "Node | None", salt: str | None = None
+        self, key: Key, pages: Sequence[int], parent: "Node | None", salt: CacheSalt = None
     ) -> None:
         self.key = key
         self.pages = list(pages)
@@ -83,7 +85,7 @@ class RadixTree:
         self.on_leave: list[Callable[[Node], None]] = []
         # Roots live as long as there are nodes below them, which refer to them; that of requests
         # without a salt always.
-        self._roots = WeakValueDictionary[tuple[int | str, str | None], Node]()
+        self._roots = WeakValueDictionary[tuple[int | str, CacheSalt], Node]()
         self.start_version(0)
         # In each group every node whose page no request holds, least recently used first. Where all
         # keys are kept, a child comes before its parent: paths are released leaf first, and
@@ -108,14 +110,14 @@ class RadixTree:
         self.root = self._new_root(None)
         self._roots[version, None] = self.root
 
-    def root_of(self, salt: str | None) -> Node:
+    def root_of(self, salt: CacheSalt) -> Node:
         """The empty prefix of the requests with this salt. It is never held and never evicted."""
         root = self._roots.get((self._version, salt))
         if root is None:
             root = self._roots[self._version, salt] = self._new_root(salt)
         return root
 
-    def _new_root(self, salt: str | None) -> Node:
+    def _new_root(self, salt: CacheSalt) -> Node:
         root = Node((), [NO_PAGE] * len(self._keeps_all), None, salt)
         root.name = repr((self._version, salt)).encode()
         return root
@@ -342,18 +344,22 @@ def num_unreferenced(nodes: Sequence[Node], group: int) -> int:
 
 
 # Names of cached pages that processes agree on: a hash of a page's tokens, of all tokens before
-# them and of the salt.
+# them and of the salt, which may have an adapter.
 
 
 NO_BLOCK = 0  # before the first page of the requests without a salt
 
 
-def salt_hash(salt: str) -> str:
-    """What stands for a salt outside the engine, in hexadecimal digits."""
-    return blake2b(salt.encode(), digest_size=8).hexdigest()
+def salt_hash(salt: str | AdapterSalt) -> str:
+    """What stands for a salt outside the engine, in hexadecimal digits. No client's own salt can
+    have the hash of an adapter's."""
+    if isinstance(salt, str):
+        return blake2b(salt.encode(), digest_size=8).hexdigest()
+    key = blake2b(salt.adapter.encode()).digest()
+    return blake2b((salt.own or "").encode(), digest_size=8, key=key).hexdigest()
 
 
-def first_parent(salt: str | None) -> int:
+def first_parent(salt: CacheSalt) -> int:
     """What the first page of the requests with this salt follows, in place of a page."""
     return NO_BLOCK if salt is None else int(salt_hash(salt), 16)
 
@@ -364,7 +370,7 @@ def block_hash(parent: int, tokens: Sequence[int]) -> int:
     return int.from_bytes(blake2b(data, digest_size=8).digest(), "little")
 
 
-def block_hashes(tokens: Sequence[int], page_size: int, salt: str | None) -> list[int]:
+def block_hashes(tokens: Sequence[int], page_size: int, salt: CacheSalt) -> list[int]:
     """Hashes the full pages that a request with these tokens can find in a cache: the last token
     is computed in any case."""
     hashes, parent = [], first_parent(salt)

@@ -92,10 +92,10 @@ class DecodeRounds:
         requests, shape = batch.generation_requests, batch.shape
         slots, is_sampled = list(map(_slot, requests)), _way_of_sampling(requests)
         if is_sampled is not None and not self._masks.has_windows:
-            sampled = graphs.whole.replay(slots, shape, is_sampled)
+            sampled = graphs.whole.replay(slots, shape, is_sampled, self.engine.is_adapted)
             if sampled is not None:
                 return sampled
-        forward = graphs.forwards.run(slots, shape, False)
+        forward = graphs.forwards.run(slots, shape, False, self.engine.is_adapted)
         if forward is None:
             return None
         num_padded = graphs.tails.padded(len(slots))
@@ -150,12 +150,14 @@ class DecodeRounds:
         """Raises ValueError when the memory does not suffice."""
         splits_rounds = self.drafter.when is When.TAIL
         whole = CudaGraphs(self.whole, dummy_slot, device, pads=pads, pool=pool)
-        whole.capture([] if splits_rounds else keys)
+        adapted = [replace(key, adapted=True) for key in keys if self.engine.adapters is not None]
+        whole.capture([] if splits_rounds else keys + adapted, self._prepare_forward)
         model, num_rows = self.engine.model, max((key.num_tokens for key in keys), default=0)
         size = num_rows, model.config.hidden_size
         self._hidden = torch.empty(size, dtype=model.dtype, device=device)
         forwards = whole.for_same_slots(self._forward)
-        forwards.capture({replace(key, sampled=False) for key in keys})
+        wanted = {replace(key, sampled=False) for key in keys + adapted}
+        forwards.capture(wanted, self._prepare_forward)
         if self._masks.is_served:
             self._masks.make_room(max(key.batch_size * key.shape.window for key in keys))
         tails = whole.for_same_results(self._tail)
@@ -164,6 +166,7 @@ class DecodeRounds:
             keys if splits_rounds or self._masks.is_served else [], self._prepare_dummy_tail
         )
         self._slots.reset_dummy()
+        self.engine.use_adapters(False)
         self.graphs = WindowGraphs(whole, forwards, tails)
         return self.graphs
 
@@ -196,6 +199,9 @@ class DecodeRounds:
         part = self._chosen_part(len(slot_ids), shape, len(hidden))
         windows = self._windows(slot_ids, shape, self.max_len, part)
         return self._end(windows, shape, hidden, is_sampled, is_masked=True)
+
+    def _prepare_forward(self, key: GraphKey) -> None:
+        self.engine.use_adapters(key.adapted)
 
     def _prepare_dummy_tail(self, key: GraphKey) -> None:
         """Prepares the slots for a tail of dummy requests that no forward came before."""

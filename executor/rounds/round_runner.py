@@ -41,6 +41,7 @@ from tllm_spec.executor.speculative.drafting.drafter import ContextResult, Draft
 from tllm_spec.executor.speculative.drafting.state_recorder import StateRecorder
 
 _num_drafts, _draft_limit = attrgetter("py_num_draft_tokens"), attrgetter("draft_limit")
+_adapter = attrgetter("adapter")
 
 
 class RoundRunner:
@@ -66,6 +67,8 @@ class RoundRunner:
         """Enqueues the round's work; after it the slots hold what the next round needs."""
         logprobs, post_send = LogprobRows(), None
         self._sampler.grammar_masks.begin(batch)
+        if self.engine.adapters is not None:
+            self.engine.use_adapters(any(map(_adapter, batch.requests())))
         if batch.context_requests:
             to_host, post_send = self._launch_contexts(batch, logprobs)
         else:

@@ -5,8 +5,9 @@ A chunk's queries are multiplied with N + P elements per key instead of the R + 
 form. What is expanded at a time is bounded; the parts are joined by their log-sums (as in Dao et
 al., "Flash-Decoding for long-context inference", 2023)."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 
 import torch
@@ -34,6 +35,12 @@ class ExpandedPart:
     starts: torch.Tensor | None
     """[2, C + 1] int32, on the device: first rows of queries and keys; None: on a CPU."""
 
+    @cached_property
+    def owners(self) -> torch.Tensor:
+        """`[L]` int64, on the device: of each key, the first row of the request's queries."""
+        firsts = torch.tensor([self.rows.start, *self.query_lens[:-1]]).cumsum(0)
+        return firsts.repeat_interleave(torch.tensor(self.key_lens)).to(self.slots.device)
+
     @classmethod
     def of(
         cls,
@@ -52,18 +59,27 @@ class ExpandedPart:
         return cls(rows, slots, query_lens, key_lens, is_causal, starts)
 
 
-def expand(entries: torch.Tensor, up: torch.Tensor, nope: int) -> tuple[torch.Tensor, torch.Tensor]:
+Adds = Callable[[torch.Tensor, ExpandedPart, torch.Tensor], None]
+"""Adds to keys and values of all heads, `[L, H * (N + V)]`, for the latents `[L, R]` of a part."""
+
+
+def expand(
+    entries: torch.Tensor, up: torch.Tensor, nope: int, part: ExpandedPart, adds: Adds | None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys `[L, H, N + P]` and values `[L, H, V]` of latents and rotated keys `[L, R + P]`. `up`
     `[H, N + V, R]`: the projections of each head; `nope`: N."""
     heads, _, rank = up.shape
-    expanded = entries[:, :rank].mm(up.flatten(0, 1).t()).view(len(entries), heads, -1)
+    expanded = entries[:, :rank].mm(up.flatten(0, 1).t())
+    if adds is not None:
+        adds(entries[:, :rank], part, expanded)
+    expanded = expanded.view(len(entries), heads, -1)
     shared = entries[:, None, rank:].expand(-1, heads, -1)
     return torch.cat((expanded[..., :nope], shared), -1), expanded[..., nope:]
 
 
 def expanded_attention(
     q: torch.Tensor, layer: torch.Tensor, up: torch.Tensor, parts: tuple[ExpandedPart, ...],
-    scale: float, out: torch.Tensor, scales: KVScales = UNSCALED,
+    scale: float, out: torch.Tensor, scales: KVScales = UNSCALED, adds: Adds | None = None,
 ) -> None:  # fmt: skip
     """Attention of context chunks whose latents are in the pool.
 
@@ -75,6 +91,7 @@ def expanded_attention(
         scale: factor of the scores before the softmax.
         out: `[T, H, V]`, any stride between rows; the rows of the parts are written.
         scales: of codes.
+        adds: to what `up` projects; None: nothing.
     """
     scale *= scales.key
     flat, nope = layer.view(-1, layer.shape[-1]), q.shape[-1] - (layer.shape[-1] - up.shape[-1])
@@ -82,7 +99,8 @@ def expanded_attention(
     for index, part in enumerate(parts):
         is_joined = index > 0 and parts[index - 1].rows == part.rows
         goes_on = index + 1 < len(parts) and parts[index + 1].rows == part.rows
-        keys, values = expand(flat.index_select(0, part.slots).to(q.dtype), up, nope)
+        entries = flat.index_select(0, part.slots).to(q.dtype)
+        keys, values = expand(entries, up, nope, part, adds)
         own, log_sums = q[part.rows], None
         if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
             result, log_sums = _flash_attention(own, keys, values, part, scale)

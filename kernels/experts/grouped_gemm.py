@@ -228,11 +228,11 @@ def gate_up_silu(
         gate_up = _product(x, tokens, weights, expert, code_scales)
         if input_weights is not None:
             gate_up = gate_up.mul_(input_weights.flatten()[assignments, None])
-        output[first:end] = _swiglu(gate_up, limit, activation)
+        output[first:end] = swiglu(gate_up, limit, activation)
     return output
 
 
-def _swiglu(gate_up: torch.Tensor, limit: float | None, activation: Activation) -> torch.Tensor:
+def swiglu(gate_up: torch.Tensor, limit: float | None, activation: Activation) -> torch.Tensor:
     """float32 `[T, I]` of `[T, 2 * I]`."""
     if limit is None:
         return silu_and_mul.reference(gate_up.float(), activation)

@@ -293,13 +293,14 @@ def test_the_model_may_be_named_by_sglangs_flag() -> None:
 
 def test_all_flags_that_are_not_served_are_refused_in_one_message() -> None:
     result = llm_flags_serve(
-        *("zoo:llama", "--gpu-memory-utilization", "2", "--enable-lora", "--quantization", "fp8"),
+        *("zoo:llama", "--gpu-memory-utilization", "2"),
+        *("--lora-dtype", "x", "--quantization", "fp8"),
         *("--speculative-config", HEAD[:-1] + ', "disable_by_batch_size": 8}'),
     )
     assert result.exit_code == 1
     for sentence in (
         "kv_cache_config.gpu_memory_utilization = 2: must be less than or equal to 1",
-        "LoRA is not served",
+        "lora_dtype = 'x' is refused",
         "quantization = 'fp8' is refused",
         "disable_by_batch_size = 8 is refused: use max_concurrency",
     ):

@@ -207,11 +207,11 @@ def test_few_names_are_absent_with_a_reason() -> None:
 
 def test_a_family_of_names_has_one_reason() -> None:
     with pytest.raises(ValueError) as refusal:
-        LlmArgs(model="m", max_lora_rank=8, **{"lora-target-modules": ["q"]}, lorax=1)
+        LlmArgs(model="m", mm_encoder=8, **{"limit-mm-images": ["q"]}, mmx=1)
     lines = str(refusal.value).splitlines()
     assert [line.partition(" is ")[2].partition(";")[0] for line in lines] == [
-        "refused: LoRA is not served",
-        "refused: LoRA is not served",
+        "refused: only text is served",
+        "refused: only text is served",
         "not a known option",
     ]
 

@@ -167,6 +167,20 @@ LINES_TAKEN: dict[str, dict[str, Any]] = {
     ),
     "-tp 1 -sc.method mtp": speculates("MTP", 1),
     "--attention-backend FLASH_ATTN --max-num-seqs 4": {"max_batch_size": 4},
+    "--enable-lora": {"lora_config": {}},
+    "--enable-lora --max-loras 2 --max-lora-rank 16 --max-cpu-loras 8 --fully-sharded-loras "
+    "--lora-modules sql=/adapters/1 /adapters/chat --lora-target-modules q_proj v_proj": {
+        "lora_config": {
+            "lora_dir": {"sql": "/adapters/1", "chat": "/adapters/chat"},
+            "lora_target_modules": ["q_proj", "v_proj"],
+            "max_loras": 2,
+            "max_lora_rank": 16,
+            "max_cpu_loras": 8,
+        }
+    },
+    """--lora-modules '{"name": "sql", "path": "x", "base_model_name": "m"}'""": {
+        "lora_config": {"lora_dir": {"sql": "x"}}
+    },
     "--no-enable-log-requests --per-request-spec-decode-metrics --disable-log-stats": {},
     """--limit-mm-per-prompt '{"image": 0, "video": 0}'""": {},
     # SGLang
@@ -205,6 +219,10 @@ LINES_TAKEN: dict[str, dict[str, Any]] = {
     "--speculative-algorithm NEXTN --speculative-num-steps 3 --speculative-adaptive": (
         speculates("MTP", 3, adaptive="newest")
     ),
+    "--lora-paths a=x b=y --max-loras-per-batch 8 --max-loaded-loras 9 --lora-backend triton "
+    "--lora-target-modules all --lora-eviction-policy lru --max-lora-chunk-size 16": {
+        "lora_config": {"lora_dir": {"a": "x", "b": "y"}, "max_loras": 8, "max_cpu_loras": 9}
+    },
     "--enable-torch-compile --attention-backend fa3": {},
     "--cuda-graph-max-bs-decode 8 --enable-metrics --disable-piecewise-cuda-graph": {
         "cuda_graph_config": {"max_batch_size": 8},
@@ -221,9 +239,9 @@ REFUSED: dict[str, list[str]] = {
     vllm(**DRAFT_MODEL, num_speculative_tokens_per_batch_size=[[1, 16, 3], [8, 64, 1]]): [
         "draft_len_schedule = [[1, 16, 3], [8, 64, 1]]"
     ],
-    "--enable-lora --max-lora-rank 8": [
-        "--max_lora_rank is refused: LoRA is not served",
-        "enable_lora = True is refused: LoRA is not served",
+    "--lora-modules 'a b=x' --lora-dtype float16": [
+        "lora_config.lora_dir = 'a b=x': lora_name = 'a b=x': 1 to 128 letters",
+        "lora_dtype = 'float16' is refused",
     ],
     "--kv-transfer-config '{}' --gpu-memory-utilization 1.5": [
         "--kv_transfer_config is refused: prefill and decoding run in one server",
@@ -233,10 +251,11 @@ REFUSED: dict[str, list[str]] = {
     "--mem-fraction 0": [
         "kv_cache_config.mem_fraction_static = 0: must be",
     ],
-    "--enable-dp-attention --disaggregation-mode prefill --lora-paths a=b": [
+    "--enable-dp-attention --disaggregation-mode prefill --lora-paths a=b --no-enable-lora "
+    "--lora-eviction-policy fifo": [
         "--enable_dp_attention is refused: every device has a part",
         "--disaggregation_mode is refused: prefill and decoding run in one server",
-        "--lora_paths is refused: LoRA is not served",
+        "lora_eviction_policy = 'fifo' is refused",
     ],
 }
 

@@ -104,7 +104,7 @@ def submit_mixture(harness: Harness, number: int, is_sampled: bool) -> list[LlmR
 class KeyRecorder:
     """Stands in for a round runner on a CUDA device."""
 
-    engine = SimpleNamespace(attention=SimpleNamespace(supports_graphs=True))
+    engine = SimpleNamespace(attention=SimpleNamespace(supports_graphs=True), adapters=None)
     drafter = Drafter()
 
     def __init__(self) -> None:

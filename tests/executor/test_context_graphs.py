@@ -73,7 +73,9 @@ def replays(harness: Harness) -> dict[int, int]:
     """By number of rows."""
     graphs = harness.parts.runner.context_graphs
     assert graphs is not None
-    dummies: dict[int, Any] = {size: captured.graph for size, captured in graphs._graphs.items()}
+    dummies: dict[int, Any] = {
+        size: captured.graph for (size, _), captured in graphs._graphs.items()
+    }
     return {size: stand_in.replays for size, stand_in in dummies.items() if stand_in.replays}
 
 
@@ -386,7 +388,7 @@ def test_few_operations_are_done_before_a_prompts_graph_is_launched_and_slots_ar
     def fail(*_: Any) -> None:
         raise Launched
 
-    graph: Any = runner.context_graphs._graphs[256].graph
+    graph: Any = runner.context_graphs._graphs[256, False].graph
     monkeypatch.setattr(graph, "replay", fail)
     monkeypatch.setattr(PlainInPlace, "plan", lambda plan, rows: plan)
     for written_after in (SamplingState, type(harness.parts.slots)):

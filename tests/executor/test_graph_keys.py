@@ -291,7 +291,7 @@ def test_a_round_is_renewed_before_every_replay_and_runs_for_the_slots_that_were
 class FakeRunner:
     """Stands in for a round runner on a CUDA device."""
 
-    engine = SimpleNamespace(attention=SimpleNamespace(supports_graphs=True))
+    engine = SimpleNamespace(attention=SimpleNamespace(supports_graphs=True), adapters=None)
 
     def __init__(self, events: list[Any]) -> None:
         self._events = events

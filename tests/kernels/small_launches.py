@@ -34,6 +34,12 @@ from tllm_spec.kernels.experts import routing as moe_routing
 from tllm_spec.kernels.experts.routing import moe_combine
 from tllm_spec.kernels.gemm import fp8_numbers as dequantise
 from tllm_spec.kernels.gemm import int4_weights
+from tllm_spec.kernels.gemm.adapter_gemm import (
+    TILE_ROWS,
+    AdapterWeights,
+    add_adapters,
+    output_blocks,
+)
 from tllm_spec.kernels.gemm.norms import NormWeight, rms_norm, silu_and_mul
 from tllm_spec.kernels.parallel.rank_sum import (
     BLOCK_WORDS,
@@ -264,6 +270,19 @@ def states() -> None:
         gated_norm(float32(BATCH, *heads[::2]), gates, empty(heads[2], dtype=dtype), 1e-6)
 
 
+def adapters() -> None:
+    """The fused projection of an 8B Llama, and one of a rank with inputs of no whole chunk."""
+    for dtype, num_rows, (sizes, inputs), step in product(
+        FLOATS, (1, 64, 512), (((4096, 1024, 1024), HIDDEN), ((HIDDEN,), 1000)), (16, 64)
+    ):
+        a = empty(4, len(sizes) * step, inputs, dtype=dtype)
+        b, ranks = empty(4, sum(sizes), step, dtype=dtype), int32(4, len(sizes))
+        weights = AdapterWeights(a, b, ranks, output_blocks(sizes, META), sizes)
+        x, total = (empty(num_rows, size, dtype=dtype) for size in (inputs, sum(sizes)))
+        rows = moe_permute.moe_permute(int32(num_rows, 1), 4, TILE_ROWS, 0)
+        add_adapters(x, weights, rows, total)
+
+
 CALLS: dict[str, Callable[[], None]] = {
     "choices": choices,
     "trees": trees,
@@ -273,4 +292,5 @@ CALLS: dict[str, Callable[[], None]] = {
     "scaled_weights": scaled_weights,
     "sums": sums,
     "states": states,
+    "adapters": adapters,
 }

@@ -45,7 +45,7 @@ OVER_CODES = tuple(f"{name} over codes" for name in ATTENTION)
 CODES = tuple(f"scaled_{form}_experts" for form in ("codes", "blocks", "tiles"))
 TILED = (*GEMMS, *CODES, *LINEARS, *ATTENTION, *OVER_CODES)
 SMALL = ("choices", "trees", "chains", "layers", "mixtures", "scaled_weights", "sums", "states")
-SMALL += ("prompts",)
+SMALL += ("prompts", "adapters")
 
 
 def launches(name: str, capability: int) -> list[Launch]:

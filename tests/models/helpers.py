@@ -24,7 +24,7 @@ from tllm_spec.attention.interface import (
 )
 from tllm_spec.attention.recurrent import RecurrentGeometry, RecurrentMemory, RecurrentRows
 from tllm_spec.attention.vanilla import VanillaAttention
-from tllm_spec.distributed.communicator import SINGLE_RANK
+from tllm_spec.distributed.communicator import SINGLE_RANK, Mapping
 from tllm_spec.kernels.states.delta_blocks import BLOCK_ROWS
 from tllm_spec.models.draft_head import DraftHead
 from tllm_spec.models.llama import CausalLM
@@ -124,8 +124,14 @@ def pages_for(texts: list[list[int]]) -> int:
 class PagedRunner:
     """Runs forwards of requests, which are numbers; pages are allocated in a shuffled order."""
 
-    def __init__(self, model: CausalLM, num_pages: int = 64, page_size: int = 4) -> None:
-        self.model = model
+    def __init__(
+        self,
+        model: CausalLM,
+        num_pages: int = 64,
+        page_size: int = 4,
+        mapping: Mapping = SINGLE_RANK,
+    ) -> None:
+        self.model, self.mapping = model, mapping
         self.page_size = page_size
         self.num_pages = num_pages
         self.use_layers_of(model)
@@ -135,7 +141,7 @@ class PagedRunner:
 
     def use_layers_of(self, model: CausalLM | DraftHead) -> None:
         """Makes a pool and a VANILLA backend for each of its layer groups."""
-        groups = model.config.layer_groups(SINGLE_RANK)
+        groups = model.config.layer_groups(self.mapping)
         self.pools = [
             KVPool(
                 group.geometry,
@@ -149,7 +155,7 @@ class PagedRunner:
         self._geometries = [group.geometry for group in groups]
         self.memory: RecurrentMemory | None = None
         if (delta := model.config.delta) is not None:
-            shape = delta.shape(SINGLE_RANK)
+            shape = delta.shape(self.mapping)
             geometry = RecurrentGeometry(len(delta.layers), shape, WIDEST, BLOCK_ROWS)
             self.memory = RecurrentMemory(geometry, NUM_SLOTS, model.dtype, model.device)
         self.use(partial(create_backend, VanillaAttention))

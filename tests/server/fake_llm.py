@@ -24,6 +24,7 @@ STATE = {
     "num_requests_waiting": 4,
     "num_preemptions": 5,
     "ranks": [{"device": "cuda:0"}],
+    "adapters": {"max": 2, "running": ["a", "b"], "waiting": ["c"]},
     "kv_cache": {"num_pages": 10, "page_size": 32, "free": 1, "cached": 3, "used": 6},
     "totals": {
         "requests_by_finish_reason": {"stop": 7, "cancelled": 8},
@@ -75,6 +76,7 @@ class FakeLLM:
         self.sampling: list[SamplingParams] = []
         self.prompts: list[list[int]] = []
         self.callers: list[tuple[tuple[str, ...], str | None]] = []
+        self.adapters: list[str | None] = []  # of the requests
         self.max_seq_len = MAX_LEN + 1
         self.answer = answer_text
         self.compiling: Callable[[SamplingParams], None] = lambda params: None
@@ -127,6 +129,7 @@ class FakeLLM:
         self.prompts.append(token_ids)
         self.sampling.append(params)
         self.callers.append((options.client, options.cache_salt))
+        self.adapters.append(options.adapter)
         self.running.add(request_id)
 
         def abort() -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import httpx
 
 from tests.server.fake_llm import MODEL, FakeLLM
+from tllm_spec.server.adapters import Adapters
 from tllm_spec.server.app import OpenAIServer
 from tllm_spec.server.http_server import HttpServer, Tls
 from tllm_spec.server.options import ServerOptions
@@ -22,6 +23,7 @@ class Host:
     llm: FakeLLM
     options: ServerOptions
     tls: Tls | None = None
+    adapters: Adapters | None = None
     ended: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self) -> None:
@@ -43,7 +45,7 @@ class Host:
 
     async def _serve(self) -> None:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
-        server = OpenAIServer(self.llm, MODEL, self.options)
+        server = OpenAIServer(self.llm, MODEL, self.options, adapters=self.adapters)
         self.http = HttpServer(server.app(), self.options, self.tls)
         self._started.set()
         await self.http.serve(self.listener, self._stop, server.close)
@@ -52,9 +54,11 @@ class Host:
 
 
 @contextmanager
-def hosted(llm: FakeLLM, options: ServerOptions | None = None) -> Iterator[str]:
+def hosted(
+    llm: FakeLLM, options: ServerOptions | None = None, adapters: Adapters | None = None
+) -> Iterator[str]:
     """Yields the server's address."""
-    host = Host(llm, options or ServerOptions(shutdown_timeout=5))
+    host = Host(llm, options or ServerOptions(shutdown_timeout=5), adapters=adapters)
     try:
         yield host.url
     finally:

@@ -20,7 +20,8 @@ from tllm_spec import SamplingParams
 from tllm_spec.executor.draft_weights import DraftWeights
 from tllm_spec.server.engine_client import WORK_SECONDS
 from tllm_spec.server.engine_process import with_served_draft
-from tllm_spec.server.replicas import InForce, Replicas, Served
+from tllm_spec.server.in_force import ServedWeights, weights_in_force
+from tllm_spec.server.replicas import Replicas
 from tllm_spec.text.tokenizer import load_tokenizer
 
 FIRST = "zoo:llama-draft"
@@ -46,9 +47,9 @@ class Fleet:
     def served(self) -> list[tuple[str, int]]:
         return [(each.folder, each.version) for each in self.weights]
 
-    def in_force(self) -> Served | None:
+    def in_force(self) -> ServedWeights | None:
         """Waits for the end of a swap."""
-        with InForce(self.paths[0], "draft").held() as served:
+        with weights_in_force(self.paths[0], "draft").held() as served:
             return served
 
     def sums(self) -> list[float]:
@@ -150,8 +151,8 @@ def test_engines_that_have_swapped_go_back_when_another_one_fails(
 def test_a_front_that_connects_ends_what_a_killed_front_had_begun(fleet: Fleet) -> None:
     swap, before = fleet.engines[0].process._draft_swap, fleet.sums()
     swap.stage(fleet.other, force=True)
-    with InForce(fleet.paths[0], "draft").held():
-        InForce(fleet.paths[0], "draft").write(Served(FIRST, 0, None, 1))
+    with weights_in_force(fleet.paths[0], "draft").held():
+        weights_in_force(fleet.paths[0], "draft").write(ServedWeights(FIRST, 0, None, 1))
     swap.commit(False, 1)  # and the front is killed
 
     async def connect(replicas: Replicas) -> None:

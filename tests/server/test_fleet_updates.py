@@ -12,7 +12,8 @@ from tests.server.engine_thread import ARGS, PROMPT
 from tests.server.test_draft_swaps import PARAMS, Fleet
 from tllm_spec.executor.target_weights import TargetWeights
 from tllm_spec.server.engine_process import with_served_target
-from tllm_spec.server.replicas import InForce, Replicas, Served
+from tllm_spec.server.in_force import ServedWeights, weights_in_force
+from tllm_spec.server.replicas import Replicas
 
 FIRST = "zoo:llama"
 
@@ -97,9 +98,9 @@ def test_an_engine_that_connects_is_brought_to_what_is_in_force(
         fleet.update(fleet.other)
     assert fleet.versions == [(FIRST, "default")] * 2 and fleet.texts() == before
     monkeypatch.undo()
-    in_force = InForce(fleet.paths[0], "target")
+    in_force = weights_in_force(fleet.paths[0], "target")
     with in_force.held():
-        in_force.write(Served(fleet.other, "b", FIRST, 1))
+        in_force.write(ServedWeights(fleet.other, "b", FIRST, 1))
     assert fleet.texts() != before  # before it gets a request
     assert fleet.versions == [(fleet.other, "b")] * 2
 

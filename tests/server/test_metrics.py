@@ -68,6 +68,7 @@ def test_metrics_have_every_figure_of_the_engines_state(client: TestClient, path
         ("tllm_spec_request_failure_total", "error"): 0,
         ("tllm_spec_request_failure_total", "timeout"): 0,
         ("tllm_spec_info", __version__): 1,
+        ("tllm_spec_lora_requests_info", "2", "a,b", "c"): 1,
         ("tllm_spec_kv_cache_info", "10", "32"): 1,
         ("trtllm_spec_decode_num_draft_tokens_total",): STATS.num_drafted_tokens,
         ("trtllm_spec_decode_num_accepted_tokens_total",): STATS.num_accepted_tokens,

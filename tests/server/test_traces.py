@@ -29,7 +29,7 @@ class Traced:
         self, options: ServerOptions | None = None, exporter: InMemorySpanExporter | None = None
     ) -> None:
         self._exporter = exporter or InMemorySpanExporter()
-        traces = Traces(MODEL, self._exporter)
+        traces = Traces(self._exporter)
         server = OpenAIServer(FakeLLM(), MODEL, options, traces=traces)
         self.client = TestClient(server.app())
         self.client.__enter__()

@@ -156,7 +156,11 @@ class BatchInvariantLatent(TritonLatent):
             queries = q[rows]
             absorbed = q.new_empty(*queries.shape[:2], geometry.latent_dim)
             head_gemm(queries[..., : geometry.nope_dim], keys, absorbed, batch_invariant=True)
+            if inputs.adapters is not None:
+                inputs.adapters.queries(queries[..., : geometry.nope_dim], rows, absorbed)
             own_scales = geometry.scale, self._workspace, self.pool.scales[layer]
             mixed = batch_invariant_latent(absorbed, queries, pages, tables, tiles, *own_scales)
             head_gemm(mixed, values.mT, output[rows], batch_invariant=True)
+            if inputs.adapters is not None:
+                inputs.adapters.values(mixed, rows, output[rows])
         return output.flatten(1)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -45,6 +46,19 @@ from tllm_spec.kernels.slots.round_rows import RoundRows
 MAX_CHOSEN_KEYS = 1 << 20
 
 
+class UpAdapters(Protocol):
+    """What rows' adapters add to the projections of latents, if any row has one."""
+
+    def expanded(self, latents: torch.Tensor, part: ExpandedPart, total: torch.Tensor) -> None:
+        """Add to keys and values of all heads, as `latent_prefill.Adds`."""
+
+    def queries(self, q: torch.Tensor, rows: slice, total: torch.Tensor) -> None:
+        """Add to queries for latents `[T, H, R]`, of the rows' queries `[T, H, N]`."""
+
+    def values(self, mixed: torch.Tensor, rows: slice, total: torch.Tensor) -> None:
+        """Add to values `[T, H, V]`, of weighted latents `[T, H, R]`."""
+
+
 @dataclass(frozen=True)
 class LatentInputs:
     """What a layer gives its attention."""
@@ -58,6 +72,8 @@ class LatentInputs:
     """[H, N + V, R], contiguous: each head's projections of the latent to key and value."""
     chosen: ChosenKeys | None = None
     """The keys of rows that do not attend to all."""
+    adapters: UpAdapters | None = None
+    """None: there are none."""
 
 
 Windows = tuple[LatentTables | None, torch.Tensor | None, torch.Tensor | None]
@@ -116,8 +132,10 @@ class LatentBackend(AttentionBackend):
         self.write(layer, inputs.latent, inputs.norm, rotary, plan, inputs.q)
         geometry, q, scales = self.geometry, inputs.q, self.pool.scales[layer]
         output = q.new_empty(len(q), geometry.num_heads, geometry.value_dim)
+        adapters = inputs.adapters
+        adds = None if adapters is None else adapters.expanded
         expanded_attention(
-            q, self._layers[layer], inputs.up, plan.contexts, geometry.scale, output, scales
+            q, self._layers[layer], inputs.up, plan.contexts, geometry.scale, output, scales, adds
         )
         if plan.windows is not None:
             windows = slice(plan.first, None)
@@ -135,11 +153,17 @@ class LatentBackend(AttentionBackend):
     ) -> None:
         """Writes the rows of `output` `[T, H, V]`. attend: as `latent_attention`, for absorbed and
         other queries."""
-        geometry, own = self.geometry, inputs.q[rows]
+        geometry, adapters, own = self.geometry, inputs.adapters, inputs.q[rows]
         keys, values = inputs.up.split_with_sizes((geometry.nope_dim, geometry.value_dim), 1)
         absorbed = own.new_empty(geometry.num_heads, len(own), geometry.latent_dim)
-        head_gemm(own[..., : geometry.nope_dim], keys, absorbed.transpose(0, 1))
-        head_gemm(attend(absorbed, own).transpose(0, 1), values.mT, output[rows])
+        plain = own[..., : geometry.nope_dim]
+        head_gemm(plain, keys, absorbed.transpose(0, 1))
+        if adapters is not None:
+            adapters.queries(plain, rows, absorbed.transpose(0, 1))
+        mixed = attend(absorbed, own).transpose(0, 1)
+        head_gemm(mixed, values.mT, output[rows])
+        if adapters is not None:
+            adapters.values(mixed, rows, output[rows])
 
     def _run_chosen(
         self, layer: int, q_latent: torch.Tensor, q: torch.Tensor, keys: ChosenKeys

@@ -27,6 +27,7 @@ from tllm_spec.server_info import plain
 
 # What flags without a value begin with, of those that there is nothing for here.
 SWITCHES = ("enable_", "disable_", "allow_", "no_", "use_", "grpc")
+SEVERAL = {"lora_modules", "lora_paths", "lora_target_modules"}  # flags that take several words
 LLM_FLAGS = "llm_flags"  # what a command gets them as
 
 
@@ -71,6 +72,8 @@ class LlmCommand(click.Command):
                 unknown.append(f"--{name} is not a known flag{_similar(name, own)}")
             else:
                 value = _value(found, words, text if equals else None)
+                if name in SEVERAL:
+                    value = _with_more(value, words)
                 if reason := found.refused:
                     flags.refusals.append(f"--{name} is refused: {reason}; leave it out")
                 else:
@@ -145,6 +148,14 @@ def _value(flag: _Found, words: list[str], text: str | None) -> object:
         if text.startswith(("{", "[")):
             raise click.BadParameter(f"--{flag.name}: {shown(text)} is not JSON or YAML") from None
         return text
+
+
+def _with_more(value: object, words: list[str]) -> object:
+    """A flag's value and those of the words that follow, which it takes."""
+    values = [value]
+    while words and not words[0].startswith("-"):
+        values.append(read_value(words.pop(0)))
+    return value if len(values) == 1 else values
 
 
 def _mistakes(arguments: dict[str, Any]) -> list[str]:

@@ -124,6 +124,7 @@ def main(
         flags = read_flags(llm_flags)
         args = read_args(model, flags, extra_llm_api_options)
         checked = options_of(server, host)
+        _check_lora(args, checked)
         if server["print_config"]:
             return _print_config(context, [*SERVE_NAMES, *server], args, flags.arguments)
         _check_mpirun(args.tensor_parallel_size)
@@ -205,6 +206,14 @@ def serve(settings: ChildSettings, listener: socket.socket, num_fronts: int) -> 
     supervisor.catch_signals()
     logger.info("loading %s", settings.served_model_name)
     return asyncio.run(supervisor.run())
+
+
+def _check_lora(args: LlmArgs, options: ServerOptions) -> None:
+    """Raises ValueError for adapters of an engine that has none."""
+    given = {"--lora_root": options.lora_root, "--lora_clients": options.lora_clients}
+    if args.lora_config is None and any(given.values()):
+        names = " and ".join(name for name, value in given.items() if value)
+        raise ValueError(f"{names}: lora_config (--enable_lora) is needed")
 
 
 def _check_mpirun(tensor_parallel_size: int) -> None:

@@ -16,7 +16,8 @@ import click
 from tllm_spec.chat_formats.names import AUTO, REASONING, TOOLS, plain_name
 from tllm_spec.cli import version as options
 from tllm_spec.cli.version import Decorator, flag, together
-from tllm_spec.server.options import ANY, Keys, ServerOptions, hosts_of, read_keys
+from tllm_spec.config.option_checks import ADAPTER_NAME
+from tllm_spec.server.options import ANY, Keys, ServerOptions, has_key, hosts_of, read_keys
 
 KEY_VARIABLE = "TLLM_SPEC_API_KEY"
 MIB = 1 << 20
@@ -200,6 +201,24 @@ server_options = together(
         "Folder of checkpoints that may replace the model's weights.",
     ),
     option("--weights_key", str, "Name of the key in --api_key @FILE that may do these."),
+    option(
+        "--lora_root",
+        click.Path(exists=True, file_okay=False),
+        "Folder of LoRA adapters that POST /v1/load_lora_adapter may load while requests run; "
+        "needs --lora_key or --lora_auto_load. [default: none may be]",
+    ),
+    option("--lora_key", str, "Name of the key in --api_key @FILE that may load and unload them."),
+    flag(
+        "--lora_auto_load",
+        "A request whose model is the name of a folder in --lora_root loads it, once.",
+    ),
+    option(
+        "--lora_clients",
+        str,
+        "LoRA adapters that belong to one client, as ADAPTER=KEYNAME, separated by commas. "
+        "[default: every client may use each]",
+        callback=_names,
+    ),
     option("--ssl_certfile", str, "Certificate in PEM format: the server speaks HTTPS."),
     option("--ssl_keyfile", str, "Private key of the certificate. [default: in --ssl_certfile]"),
     option("--ssl_keyfile_password", str, "Password of the private key."),
@@ -241,6 +260,7 @@ def options_of(given: Mapping[str, Any], host: str) -> ServerOptions:
     _check_operator(given, keys, "weights_root", "weights_key")
     if given["allow_weight_updates"] != (given["weights_key"] is not None):
         raise ValueError("--allow_weight_updates, --weights_root and --weights_key need each other")
+    _check_lora(given, keys)
     names = {each.name for each in fields(ServerOptions)}
     own = {name: value for name, value in given.items() if name in names}
     own |= {
@@ -251,9 +271,26 @@ def options_of(given: Mapping[str, Any], host: str) -> ServerOptions:
         "allowed_origins": _checked(
             given, "allowed_origins", ORIGIN.fullmatch, "https://chat.example"
         ),
+        "lora_clients": dict(each.split("=", 1) for each in given["lora_clients"]),
         "trusted_proxies": _checked(given, "trusted_proxies", _is_network, "10.0.0.0/8"),
     }
     return ServerOptions(**own)
+
+
+def _check_lora(given: Mapping[str, Any], keys: Keys) -> None:
+    """Raises ValueError for folders that nobody may load, and for clients without a key."""
+    auto, root = given["lora_auto_load"], given["lora_root"]
+    if auto and root is None:
+        raise ValueError("--lora_auto_load needs --lora_root")
+    if not auto or given["lora_key"] is not None:
+        _check_operator(given, keys, "lora_root", "lora_key")
+    for each in given["lora_clients"]:
+        adapter, _, client = each.partition("=")
+        if not ADAPTER_NAME.fullmatch(adapter) or not has_key(keys, client):
+            raise ValueError(
+                f"--lora_clients {each}: ADAPTER=KEYNAME is needed, with the name of a key in "
+                "--api_key @FILE"
+            )
 
 
 def _check_operator(given: Mapping[str, Any], keys: Keys, root: str, key: str) -> None:
@@ -261,7 +298,7 @@ def _check_operator(given: Mapping[str, Any], keys: Keys, root: str, key: str) -
     name = given[key]
     if (given[root] is None) != (name is None):
         raise ValueError(f"--{root} and --{key} need each other")
-    if name is not None and (not isinstance(keys, Mapping) or name not in keys):
+    if name is not None and not has_key(keys, name):
         raise ValueError(
             f"--{key} {name} is not the name of a key; --api_key @FILE with a line "
             f"`{name}: key` is needed"

@@ -1,15 +1,24 @@
-"""The options of the KV cache and its events, of CUDA graphs and of the scheduler."""
+"""The options of the KV cache and its events, of CUDA graphs, of the scheduler and of LoRA."""
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import Enum
+from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt, Strict, field_validator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    NonNegativeInt,
+    PositiveInt,
+    Strict,
+    field_validator,
+)
 
-from tllm_spec.config.config_base import ConfigModel, check
+from tllm_spec.config.config_base import ConfigModel, PathText, check
 from tllm_spec.config.neighbours import (
     CUDA_GRAPH_IGNORED,
     CUDA_GRAPH_RENAMED,
@@ -20,6 +29,7 @@ from tllm_spec.config.neighbours import (
     Ignored,
     Renamed,
 )
+from tllm_spec.config.option_checks import ADAPTER_NAME, check_adapter_name
 
 # The options of KV events, named as in vLLM.
 
@@ -259,3 +269,92 @@ class SchedulerConfig(ConfigModel):
     @classmethod
     def _value_of_enum(cls, policy: object) -> object:
         return policy.value if isinstance(policy, Enum) else policy
+
+
+# LoRA adapters: options named as in TensorRT-LLM.
+
+
+# TensorRT-LLM's names of linear layers.
+TARGET_MODULES = {
+    "attn_q": "q_proj",
+    "attn_k": "k_proj",
+    "attn_v": "v_proj",
+    "attn_dense": "o_proj",
+    "mlp_h_to_4h": "gate_proj",
+    "mlp_gate": "up_proj",
+    "mlp_4h_to_h": "down_proj",
+}
+
+
+ENTRY_KEYS = {"name", "path"}, {"lora_name", "lora_path"}  # of vLLM's and SGLang's JSON
+
+
+def _as_tuple(value: object) -> object:
+    return (value,) if isinstance(value, (str, os.PathLike)) else value
+
+
+def _named_folders(given: object) -> object:
+    """Folders by name, of folders, of `NAME=FOLDER` or of the neighbours' JSON."""
+    entries = _as_tuple(given)
+    if isinstance(given, Mapping):
+        is_entry = any(keys <= {*given} for keys in ENTRY_KEYS)
+        entries = (given,) if is_entry else tuple(given.items())
+    if not isinstance(entries, Sequence):
+        return given
+    named: dict[object, object] = {}
+    for each in entries:
+        name, folder = each if isinstance(each, tuple) else _named_folder(each)
+        check_adapter_name(name)
+        if named.setdefault(name, folder) != folder:
+            raise ValueError(f"two folders are named {name!r}; NAME=FOLDER names a folder")
+    return named
+
+
+def _named_folder(entry: object) -> tuple[object, object]:
+    if isinstance(entry, Mapping):
+        name, folder = (entry.get(key, entry.get(f"lora_{key}")) for key in ("name", "path"))
+        return name, folder
+    text = os.fspath(entry) if isinstance(entry, os.PathLike) else entry
+    if not isinstance(text, str):
+        return text, text
+    name, equals, folder = text.partition("=")
+    return (name, folder) if equals and ADAPTER_NAME.fullmatch(name) else (Path(text).name, text)
+
+
+class LoraConfig(ConfigModel):
+    """LoRA adapters of the target. Their memory is reserved at the start."""
+
+    lora_dir: Annotated[Mapping[str, PathText], BeforeValidator(_named_folders)] = {}
+    """Folders of adapters, in PEFT's format, that are loaded at the start, by name. In a list the
+    name is the last part of the path, or that of `NAME=FOLDER`."""
+    max_lora_rank: PositiveInt = 64
+    """Largest rank of an adapter."""
+    max_loras: Annotated[int, Field(ge=1, le=1024)] = 4
+    """Adapters that one round may have, which are on the device. Requests with others wait, and the
+    adapter that was not used for the longest time goes back to host memory."""
+    max_cpu_loras: PositiveInt | None = None
+    """Adapters that are loaded, at most; all of them are in host memory. One more takes the place
+    of one that a request's own path has loaded and that is not in use. null: no limit."""
+    lora_target_modules: Annotated[
+        Annotated[tuple[str, ...], Strict(False)] | None, BeforeValidator(_as_tuple)
+    ] = None
+    """Layers that may have adapters, such as `q_proj`, or by TensorRT-LLM's names, such as
+    `attn_q`. null: all linear layers."""
+
+    @field_validator("lora_target_modules")
+    @classmethod
+    def _name_as_checkpoints_do(cls, names: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        if names is None or names in (("all",), ("all-linear",)):
+            return None
+        if not names:
+            raise ValueError("it has no entry; null means all linear layers")
+        return tuple(TARGET_MODULES.get(name, name) for name in names)
+
+    @check
+    def _check_numbers(self) -> Iterator[str]:
+        most = self.max_cpu_loras
+        if most is not None and most < max(self.max_loras, len(self.lora_dir)):
+            yield (
+                f"max_cpu_loras = {most} must be at least max_loras = {self.max_loras} and the "
+                f"{len(self.lora_dir)} folders of lora_dir: host memory has every loaded adapter"
+            )

@@ -23,7 +23,7 @@ from pydantic import (
 from tllm_spec.config.config_base import ConfigModel, PathText, check, check_keys
 from tllm_spec.config.engine_config import CudaGraphConfig as CudaGraphConfig
 from tllm_spec.config.engine_config import KvCacheConfig as KvCacheConfig
-from tllm_spec.config.engine_config import SchedulerConfig
+from tllm_spec.config.engine_config import LoraConfig, SchedulerConfig
 from tllm_spec.config.neighbours import (
     AUTO,
     LLM_IGNORED,
@@ -159,6 +159,8 @@ class LlmArgs(ConfigModel):
     prefill_cuda_graph_backend: Literal["auto", "disabled"] = "auto"
     """`auto` captures the prefill of short prompts, too, where attention can be captured
     (FLASHINFER on Hopper)."""
+    lora_config: LoraConfig | None = None
+    """LoRA adapters, which requests choose by name. null: none are served."""
     speculative_config: SpeculativeConfig | None = None
     """How drafts are made. null: plain decoding. `auto`: as `decoding_type: AUTO`."""
 

@@ -147,10 +147,16 @@ LLM_RENAMED: Mapping[str, Renamed] = {
     "load_format": Renamed("load_format", _by_name({"safetensors": "auto"})),
     "block_size": Renamed("kv_cache_config.tokens_per_block"),
     "enable_prefix_caching": Renamed(_REUSE),
+    "enable_lora": Renamed("lora_config", _by_name({True: {}, False: None})),
     "enforce_eager": Renamed("cuda_graph_config", _by_name({True: None, False: {}})),
     "gpu_memory_utilization": Renamed("kv_cache_config.gpu_memory_utilization"),
     "kv_events_config": Renamed("kv_cache_config.kv_events_config"),
+    "lora_modules": Renamed("lora_config.lora_dir"),
+    "lora_target_modules": Renamed("lora_config.lora_target_modules"),
     "mamba_ssm_cache_dtype": Renamed("kv_cache_config.mamba_ssm_cache_dtype"),
+    "max_cpu_loras": Renamed("lora_config.max_cpu_loras"),
+    "max_lora_rank": Renamed("lora_config.max_lora_rank"),
+    "max_loras": Renamed("lora_config.max_loras"),
     "max_model_len": Renamed("max_seq_len"),
     "max_num_batched_tokens": Renamed("max_num_tokens"),
     "max_num_seqs": Renamed("max_batch_size"),
@@ -169,10 +175,13 @@ LLM_RENAMED: Mapping[str, Renamed] = {
     "enable_deterministic_inference": Renamed("deterministic"),
     "enable_memory_saver": Renamed("enable_sleep_mode"),
     "grammar_backend": Renamed("guided_decoding_backend"),
+    "lora_paths": Renamed("lora_config.lora_dir"),
     **dict.fromkeys(
         ("mem_fraction", "mem_fraction_static"), Renamed("kv_cache_config.mem_fraction_static")
     ),
     "mamba_ssm_dtype": Renamed("kv_cache_config.mamba_ssm_cache_dtype"),
+    "max_loaded_loras": Renamed("lora_config.max_cpu_loras"),
+    "max_loras_per_batch": Renamed("lora_config.max_loras"),
     "max_running_requests": Renamed("max_batch_size"),
     "max_total_tokens": Renamed("kv_cache_config.max_tokens"),
     "page_size": Renamed("kv_cache_config.tokens_per_block"),
@@ -253,7 +262,11 @@ LLM_IGNORED: Ignored = {
     "generation_config": ("trtllm",),
     "hf_revision": ("main",),
     "limit_mm_per_prompt": ({"audio": 0, "image": 0, "video": 0},),
+    "lora_backend": (frozenset(("csgmv", "triton", "triton_v2")),),
+    "lora_dtype": ("auto",),
+    "lora_eviction_policy": ("lru",),
     "max_beam_width": (1,),
+    "max_lora_chunk_size": (int,),
     "moe_backend": (_KERNELS_OF_EXPERTS,),
     "moe_cluster_parallel_size": (-1, 1),
     "moe_config": (_MOE,),
@@ -270,7 +283,7 @@ LLM_IGNORED: Ignored = {
         (
             *("batched_logits_processor", "build_config", "calib_config"),
             *("checkpoint_loader", "extended_runtime_perf_knob_config"),
-            *("kv_cache_compression_config", "kv_connector_config", "lora_config"),
+            *("kv_cache_compression_config", "kv_connector_config"),
             *("mpi_session", "multimodal_config", "orchestrator_type", "peft_cache_config"),
             *("postprocess_tokenizer_dir", "prometheus_metrics_config", "quantization"),
             *("ray_placement_config", "request_stats_max_iterations"),
@@ -282,7 +295,7 @@ LLM_IGNORED: Ignored = {
         (
             *("enable_attention_dp", "enable_build_cache", "enable_log_requests"),
             *("enable_early_first_token_response", "enable_iter_req_stats"),
-            *("enable_layerwise_nvtx_marker", "enable_lm_head_tp_in_adp", "enable_lora"),
+            *("enable_layerwise_nvtx_marker", "enable_lm_head_tp_in_adp"),
             *("enable_trtllm_sampler", "force_dynamic_quantization"),
             *("gather_generation_logits", "mm_encoder_only", "normalize_log_probs"),
             *("telemetry",),
@@ -296,6 +309,7 @@ LLM_IGNORED: Ignored = {
             *("enable_metrics", "enable_torch_compile", "per_request_spec_decode_metrics"),
             *("enable_in_graph_sampling", "enable_min_latency", "enable_mixed_sampler"),
             *("fail_fast_on_attention_window_too_large", "mixed_sampler"),
+            *("fully_sharded_loras", "specialize_active_lora"),
             *("torch_compile_enabled", "torch_compile_piecewise_cuda_graph"),
             "trust_remote_code",
             # TensorRT-LLM's oldest quickstart writes these as false, its defaults.
@@ -379,7 +393,7 @@ SPECULATIVE_IGNORED: Ignored = {
 GENERATE_IGNORED: Ignored = dict.fromkeys(
     (
         *("conversation_params", "disaggregated_params", "kv_cache_retention_config"),
-        *("lora_request", "prompt_adapter_request", "scheduling_params", "trace_headers"),
+        *("prompt_adapter_request", "scheduling_params", "trace_headers"),
     ),
     (),
 )
@@ -404,8 +418,8 @@ _LAYERS_SAY = "config.json says which tokens a layer sees"
 # Why there is no such option. A name of several words stands for all names that have these words,
 # one after the other; the first that fits is taken.
 ABSENT: Mapping[str, str] = {
-    "lora": "LoRA is not served",
-    "peft": "LoRA is not served",
+    "lora_path": "a request names a loaded adapter; POST /v1/load_lora_adapter loads a folder",
+    "peft": "use lora_config.max_loras and lora_config.max_cpu_loras",
     **dict.fromkeys(("beam", "early_stopping", "length_penalty"), _NO_BEAMS),
     "attention_dp": _SHARED,
     "dp_attention": _SHARED,

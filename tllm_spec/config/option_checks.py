@@ -49,12 +49,16 @@ def with_our_names(options: Mapping[str, Any], renamed: Mapping[str, Renamed]) -
     ValueError, a line for each option that two names give different values."""
     named = {name: each for name, each in options.items() if row_of(name, renamed) is None}
     rows = [(name, row) for name in options if (row := row_of(name, renamed)) is not None]
+    values = {name: row.value(options[name]) for name, row in rows}
     lines: list[str] = []
     off: set[str] = set()
-    for name, row in sorted(rows, key=lambda each: "." in each[1].path):
-        value = row.value(options[name])
+    for name, row in sorted(rows, key=lambda each: (values[each[0]] == {}, "." in each[1].path)):
+        value = values[name]
         head, _, nested = row.path.partition(".")
-        if options[name] is None or value == {} != options[name] or head in off:
+        if options[name] is None or head in off:
+            continue
+        if value == {} != options[name]:  # on, as far as others do not say how
+            named.setdefault(head, {})
             continue
         off |= {head} if value is None else set()
         place, last = named, head
@@ -220,6 +224,17 @@ def check_text(text: str, name: str = "prompt") -> None:
 
 
 LARGEST = sys.float_info.max
+
+
+ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
+
+
+def check_adapter_name(name: object) -> None:
+    if not isinstance(name, str) or ADAPTER_NAME.fullmatch(name) is None:
+        raise ValueError(
+            f"lora_name = {shown(name)}: 1 to 128 letters, digits and any of '._:-' are needed, "
+            "the first a letter or a digit"
+        )
 
 
 def check_bool(name: str, value: object) -> None:

@@ -43,7 +43,7 @@ def checkpoint_names(path: Path) -> list[str]:
     if is_gguf(path):
         return gguf_names(path)
     if (path / SINGLE).is_file():
-        with _opened(path / SINGLE) as checkpoint:
+        with opened(path / SINGLE) as checkpoint:
             return list(checkpoint.keys())
     return list(_weight_map(path)) if (path / INDEX).is_file() else []
 
@@ -77,7 +77,7 @@ def _places(path: Path) -> Iterator[tuple[Any, str]]:
     weight_map = {} if files == [path / SINGLE] else _weight_map(path)
     for file in files:
         shard = str(file.relative_to(path))
-        with _opened(file) as checkpoint:
+        with opened(file) as checkpoint:
             for name in checkpoint.keys():  # noqa: SIM118 (not a dict: it has no iterator)
                 if weight_map.get(name, shard) == shard:
                     yield checkpoint, name
@@ -105,7 +105,7 @@ def _is_below(shard: str) -> bool:
 
 
 @contextmanager
-def _opened(file: Path) -> Iterator[Any]:
+def opened(file: Path) -> Iterator[Any]:
     try:
         with safe_open(file, framework="pt") as checkpoint:
             yield checkpoint

@@ -14,7 +14,7 @@ import torch
 
 from tllm_spec.attention.indexed import chosen_keys
 from tllm_spec.attention.interface import ForwardContext
-from tllm_spec.attention.latent import LatentInputs
+from tllm_spec.attention.latent import LatentInputs, UpAdapters
 from tllm_spec.config.option_checks import shown
 from tllm_spec.kernels.attention.latent_write import LatentNorm
 from tllm_spec.kernels.attention.rotary_write import Rotary
@@ -258,7 +258,9 @@ def _rows(num_heads: int, plain: int, rotated: int) -> torch.Tensor:
 
 class LatentUp(Module):
     """The projections of the latent to this rank's heads' keys and values, `[H * (N + V), R]`,
-    row-major: attention reads views of it."""
+    row-major: attention reads views of it, and adds what `adapters` do."""
+
+    adapters: UpAdapters | None = None
 
     def __init__(self, config: MLAConfig, num_heads: int, placement: Placement) -> None:
         super().__init__()
@@ -328,8 +330,9 @@ class LatentAttention(Module):
         q, latent = self._project(hidden, norm)
         if self.indexer is not None:
             self.indexer.forward(hidden, q, self.q_a_layernorm, rotary, context)
-        heads, up = self._queries(q, rotary), self.kv_b_proj.heads
-        inputs = LatentInputs(heads, latent, self.norm, up, chosen_keys(context))
+        heads, up = self._queries(q, rotary), self.kv_b_proj
+        own = heads, latent, self.norm, up.heads
+        inputs = LatentInputs(*own, chosen_keys(context), up.adapters)
         backend, plan = context.groups[0]
         return backend.run(self.layer, inputs, rotary, plan)
 

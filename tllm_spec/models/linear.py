@@ -306,7 +306,9 @@ def tune_linears(
     FP8 use the library without. Waits for the device. Rank 0 chooses for all ranks, so that a layer
     that all have puts out the same bits on each."""
     layers = [layer for model in models for layer in model.modules() if isinstance(layer, Linear)]
-    in_fp8 = [layer for layer in layers if isinstance(layer.weight_format, QuantisedActivations)]
+    in_fp8 = [
+        layer for layer in layers if isinstance(layer.weight_format.base, QuantisedActivations)
+    ]
     layers = [layer for layer in layers if _is_worth_it(layer)]
     if device.type != "cuda" or not layers + in_fp8:
         return
@@ -317,8 +319,8 @@ def tune_linears(
     start, lt = monotonic(), CublasLt(library, device)
     gemms = Fp8Gemms(lt)
     for layer in in_fp8:
-        assert isinstance(layer.weight_format, QuantisedActivations)
-        layer.weight_format.use_library(gemms)
+        assert isinstance(layer.weight_format.base, QuantisedActivations)
+        layer.weight_format.base.use_library(gemms)
     name = torch.cuda.get_device_name(device)
     path = table_path(cache_folder(), name, lt.version, torch.__version__)
     table = read_table(path, ALGORITHM_BYTES)
@@ -329,8 +331,8 @@ def tune_linears(
     table = msgpack.unpackb(choices)
     tuned = TunedGemms(lt, table)
     for layer in layers:
-        assert isinstance(layer.weight_format, CudaWeight)
-        layer.weight_format.tuned_gemms = tuned
+        assert isinstance(layer.weight_format.base, CudaWeight)
+        layer.weight_format.base.tuned_gemms = tuned
     if num_measured:
         torch.cuda.empty_cache()
         write_table(path, table)
@@ -350,7 +352,7 @@ def renew_derived(model: nn.Module) -> None:
 def _is_worth_it(layer: Linear) -> bool:
     weight = layer.weight
     return (
-        isinstance(layer.weight_format, CudaWeight)
+        isinstance(layer.weight_format.base, CudaWeight)
         and weight.dtype in DATA_TYPES
         and weight.numel() * weight.element_size() >= MIN_WEIGHT_BYTES
     )

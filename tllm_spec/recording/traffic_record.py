@@ -88,6 +88,7 @@ class TrafficRecord(ConfigModel):
     # None and empty: the target's weights could not be updated.
     weight_version: str | None = None  # of the last token
     weight_versions: list[WeightSpan] = Field(default_factory=list)
+    adapter: str | None = None  # its LoRA adapter's name and content, as "NAME@HASH"
 
     _place: str = PrivateAttr("")
 

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -25,6 +24,7 @@ from tllm_spec.request_errors import PauseMode
 from tllm_spec.request_handle import RequestHandle
 from tllm_spec.sampling_params import DEFAULT_OPTIONS, SamplingParams
 from tllm_spec.server import messages_api, responses_api
+from tllm_spec.server.adapters import Adapters
 from tllm_spec.server.admission import (
     ENGINE_DOWN,
     SAME,
@@ -38,7 +38,7 @@ from tllm_spec.server.blocks import BlockAnswer
 from tllm_spec.server.bodies import StrictBodyRoute, made_of_body
 from tllm_spec.server.chat_answer import AnswerFormats, ChatAnswer, ParsedText
 from tllm_spec.server.chat_message import NamedChoice
-from tllm_spec.server.guard import CLIENT_CLOSED_REQUEST, Guard
+from tllm_spec.server.guard import CLIENT_CLOSED_REQUEST, Guard, check_key, folder_below
 from tllm_spec.server.histograms import Histograms, perf_record
 from tllm_spec.server.messages_api import CountTokensRequest, MessageAnswer, MessagesRequest
 from tllm_spec.server.metrics import EngineMetrics
@@ -60,6 +60,7 @@ from tllm_spec.server.protocol import (
 from tllm_spec.server.refusals import MESSAGES_PATH, RequestRefused, add_error_handlers
 from tllm_spec.server.replicas import Engine
 from tllm_spec.server.responses_api import ResponseAnswer, ResponsesRequest
+from tllm_spec.server.served_models import ServedModels
 from tllm_spec.server.streaming import (
     EventStream,
     Running,
@@ -91,17 +92,18 @@ class OpenAIServer:
         traces: Traces | None = None,
         draining: asyncio.Event | None = None,
         replica: str | None = None,
+        adapters: Adapters | None = None,
     ) -> None:
-        """draining: set when the server is about to end. replica: as of `EngineMetrics`."""
+        """draining: set when the server is about to end. replica: as of `EngineMetrics`. adapters:
+        with `lora_config`."""
         if llm.tokenizer is None:
             raise ValueError(
                 "skip_tokenizer_init = True cannot be served over HTTP: answers are text"
             )
         self._llm = llm
         self._tokenizer: Any = llm.tokenizer
-        self._model = served_model_name
         self._options = options or ServerOptions()
-        self._created = int(time.time())  # noqa: TID251  # a date
+        self._models = ServedModels(served_model_name, llm, self._options, adapters)
         self._histograms = histograms or Histograms()
         vllm_model = served_model_name if self._options.vllm_metrics else None
         self._metrics = EngineMetrics(llm.server_info, self._histograms, vllm_model, replica)
@@ -135,8 +137,7 @@ class OpenAIServer:
             get(path, self.metrics, response_class=PlainTextResponse)
         get("/iteration_stats", self.iteration_stats)
         get("/perf_metrics", self.perf_metrics)
-        get("/v1/models", self.models)
-        get("/v1/models/{model:path}", self.model)
+        self._models.add_to(app)
         post = partial(app.add_api_route, methods=["POST"], response_model=None)
         post("/v1/completions", self.completions)
         post("/v1/chat/completions", self.chat)
@@ -156,7 +157,8 @@ class OpenAIServer:
             get("/is_sleeping", self.is_sleeping)
             post("/update_weights_from_disk", self.update_from_folder)
             post("/update_weights_from_tensor", self.update_from_tensors)
-        pages = Pages(self._llm, self._model, self._histograms, self._options.api_key is not None)
+        has_key = self._options.api_key is not None
+        pages = Pages(self._llm, self._models.name, self._histograms, has_key)
         pages.add_to(app)
         app.add_middleware(Guard, options=self._options)
         if self._options.allowed_origins:  # around the guard: a preflight has no key
@@ -206,7 +208,7 @@ class OpenAIServer:
         """Options and state of the engine. Not async, so that FastAPI runs it in a thread: it waits
         for the end of a round."""
         with engine_running():
-            return {"served_model_name": self._model, **self._llm.server_info()}
+            return {"served_model_name": self._models.name, **self._llm.server_info()}
 
     def metrics(self) -> Response:
         """Metrics for Prometheus. Runs in a thread, as `server_info`."""
@@ -228,17 +230,6 @@ class OpenAIServer:
         self._perf_records.clear()
         return taken
 
-    async def models(self) -> dict[str, Any]:
-        """A list with the served model."""
-        return {"object": "list", "data": [await self.model(self._model)]}
-
-    async def model(self, model: str) -> dict[str, Any]:
-        """The served model, by its name."""
-        self._check_name(model)
-        described = {"id": model, "object": "model", "created": self._created}
-        length = max_model_len(self._llm.args, self._llm.max_seq_len)
-        return {**described, "owned_by": "tllm_spec", "max_model_len": length}
-
     async def completions(self, body: CompletionRequest, request: Request) -> Response:
         """`/v1/completions`: continues each prompt of the body."""
         params = await self._params_of(body, request)
@@ -258,14 +249,14 @@ class OpenAIServer:
             names=body.client_names,
         )
         request.state.release_body()
-        answer = completion_answer(body, self._model, self._tokenizer, params)
+        answer = completion_answer(body, request.state.model, self._tokenizer, params)
         return await self._respond(body, request, answer, handles)
 
     async def chat(self, body: ChatCompletionRequest, request: Request) -> Response:
         """`/v1/chat/completions`: answers the conversation in the body."""
         handles, params, new_text = await self._start_chat(body, request, body.client_names)
         answer = ChatAnswer(
-            self._model,
+            request.state.model,
             self._tokenizer,
             *(params.n, params.logprobs, params.prompt_logprobs),
             new_text=new_text,
@@ -292,7 +283,6 @@ class OpenAIServer:
         names: Mapping[str, str],
     ) -> Response:
         """names: as in `bad_request`."""
-        self._check_name(body.model)
         with bad_request(names):
             chat = await made_of_body(request, body.to_chat)
         handles, _, new_text = await self._start_chat(chat, request, names)
@@ -302,7 +292,7 @@ class OpenAIServer:
 
     async def count_tokens(self, body: CountTokensRequest, request: Request) -> dict[str, Any]:
         """`/v1/messages/count_tokens`: the length of the conversation's prompt."""
-        self._check_name(body.model)
+        await self._models.choose(request, body.model)
 
         def count() -> int:
             return len(self._chat_prompts.token_ids(body.to_chat().conversation))
@@ -312,14 +302,14 @@ class OpenAIServer:
 
     async def tokenize(self, body: TokenizeRequest, request: Request) -> dict[str, Any]:
         """The token ids of a text or of a conversation."""
-        self._check_name(body.model or self._model)
+        await self._models.choose(request, body.model)
         size, work = request.state.body_size, partial(self._tokenized, body)
         is_chat = body.messages is not None
         return await self._admission.tokenised(size, work, is_chat=is_chat)
 
     async def detokenize(self, body: DetokenizeRequest, request: Request) -> dict[str, Any]:
         """The text of token ids."""
-        self._check_name(body.model or self._model)
+        await self._models.choose(request, body.model)
         size = request.state.body_size
         return await self._admission.tokenised(size, lambda: self._detokenized(body.tokens))
 
@@ -348,10 +338,10 @@ class OpenAIServer:
     def swap_draft_weights(self, body: DraftModelRequest, request: Request) -> dict[str, Any]:
         """`/v1/draft_model`, for the operator's key only: waits until the weights are served. Not
         async: it runs in a thread."""
-        _check_key(request, self._options.draft_model_key, "swap draft weights")
+        check_key(request, self._options.draft_model_key, "swap draft weights")
         with bad_request(), engine_running():
             root = Path(self._options.draft_model_root or "")
-            folder = _folder_below(root, body.folder, "folder", "--draft_model_root")
+            folder = folder_below(root, body.folder, "folder", "--draft_model_root")
             told = self._llm.load_draft_weights(
                 str(folder), keep_cache=body.keep_cache, force=body.force
             )
@@ -359,14 +349,14 @@ class OpenAIServer:
 
     def pause(self, request: Request, mode: PauseMode = "abort") -> dict[str, Any]:
         """`/pause`, for the operator's key only: waits until no round runs, in a thread."""
-        _check_key(request, self._options.weights_key, "pause the engine")
+        check_key(request, self._options.weights_key, "pause the engine")
         with bad_request(), engine_running():
             self._llm.pause(mode)
         return self.is_paused()
 
     def resume(self, request: Request) -> dict[str, Any]:
         """`/resume`, likewise."""
-        _check_key(request, self._options.weights_key, "resume the engine")
+        check_key(request, self._options.weights_key, "resume the engine")
         with engine_running():
             self._llm.resume()
         return self.is_paused()
@@ -378,7 +368,7 @@ class OpenAIServer:
     def update_from_folder(self, body: FolderUpdateRequest, request: Request) -> dict[str, Any]:
         """`/update_weights_from_disk`, likewise: waits until the weights are served."""
         path = Path(self._options.weights_root or ""), body.model_path
-        find = partial(_folder_below, *path, "model_path", "--weights_root")
+        find = partial(folder_below, *path, "model_path", "--weights_root")
         return self._update(body, request, lambda: str(find()), f"weights of {body.model_path}")
 
     def update_from_tensors(self, body: TensorUpdateRequest, request: Request) -> dict[str, Any]:
@@ -388,7 +378,7 @@ class OpenAIServer:
     def _update(
         self, body: WeightUpdateRequest, request: Request, source: Callable[[], Any], what: str
     ) -> dict[str, Any]:
-        _check_key(request, self._options.weights_key, "update weights")
+        check_key(request, self._options.weights_key, "update weights")
         with bad_request(), engine_running():
             own = body.weight_version, body.part, body.running
             told = self._llm.update_weights(source(), *own)
@@ -397,7 +387,7 @@ class OpenAIServer:
 
     def sleep(self, request: Request, level: int = 1) -> dict[str, Any]:
         """`/sleep`, likewise: waits until the memory is free."""
-        _check_key(request, self._options.weights_key, "let the engine sleep")
+        check_key(request, self._options.weights_key, "let the engine sleep")
         with bad_request(), engine_running():
             return {"is_sleeping": True, "memory": self._llm.sleep(level)}
 
@@ -405,7 +395,7 @@ class OpenAIServer:
         self, request: Request, tags: Annotated[list[str] | None, Query()] = None
     ) -> dict[str, Any]:
         """`/wake_up`, likewise. tags: each may name several, with commas."""
-        _check_key(request, self._options.weights_key, "wake the engine")
+        check_key(request, self._options.weights_key, "wake the engine")
         wanted = None if tags is None else [tag for each in tags for tag in each.split(",")]
         with bad_request(), engine_running():
             return {"memory": self._llm.wake_up(wanted)} | self.is_sleeping()
@@ -422,7 +412,7 @@ class OpenAIServer:
         names: Mapping[str, str] = SAME,
     ) -> SamplingParams:
         self._check_healthy()
-        self._check_name(body.model)
+        await self._models.choose(request, body.model, body.lora_request)
         with bad_request(names):
             return await made_of_body(request, body.to_sampling_params)
 
@@ -462,11 +452,6 @@ class OpenAIServer:
         if not self._llm.is_healthy:
             raise RequestRefused(503, ENGINE_DOWN)
 
-    def _check_name(self, model: str) -> None:
-        if model != self._model:
-            message = f"model = {model!r} is not served here; the model is {self._model!r}"
-            raise RequestRefused(404, message, code="model_not_found")
-
     async def _respond(
         self,
         body: ClientRequest,
@@ -496,17 +481,3 @@ class OpenAIServer:
             self._histograms.add(output, is_streamed)
         if self._traces is not None:
             self._traces.add(request, is_streamed, output)
-
-
-def _check_key(request: Request, name: str | None, what: str) -> None:
-    if request.scope["state"]["client"] != f"key {name}":
-        raise RequestRefused(403, f"this key may not {what}")
-
-
-def _folder_below(root: Path, name: str, key: str, option: str) -> Path:
-    """Symbolic links are followed before it is compared with the root. Raises ValueError."""
-    root = root.resolve()
-    folder = root if "\0" in name else (root / name).resolve()
-    if folder == root or root not in folder.parents or not folder.is_dir():
-        raise ValueError(f"{key} = {name!r} is not a folder below {option}")
-    return folder

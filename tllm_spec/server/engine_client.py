@@ -8,11 +8,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field, replace
 from itertools import count
-from typing import Any
+from typing import Any, TypeVar
 
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.executor.request import Response, StopChecker, StopMatch
@@ -97,7 +97,7 @@ logger = logging.getLogger(__name__)
 # earlier, and to load weights, replay requests with them, and end requests before a pause.
 LONG_STEPS = (
     *("stage", "whole", "update", "update_shared", "pause", "sleep", "wake_up"),
-    *("stage_update", "commit_update", "keep_update"),
+    *("stage_update", "commit_update", "keep_update", "stage_adapter", "keep_adapters"),
 )
 WORK_SECONDS = {"compile": 60.0, **dict.fromkeys(LONG_STEPS, 600.0)}
 QUESTIONS_PAUSE = 0.25  # of the time-out, between an answer and the next question
@@ -442,3 +442,12 @@ class EngineClient:
         for answer in self._asked.values():
             answer.set_exception(RuntimeError(reason))
         self._asked.clear()
+
+
+Answer = TypeVar("Answer")
+
+
+def in_all(engines: Sequence[EngineClient], step: Callable[[EngineClient], Answer]) -> list[Answer]:
+    """At the same time. Raises what the first of them raises, once all have ended."""
+    with ThreadPoolExecutor(max(1, len(engines))) as threads:
+        return list(threads.map(step, engines))

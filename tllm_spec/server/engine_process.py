@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import asdict
 from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING, Any
@@ -24,11 +25,18 @@ import msgpack
 from tllm_spec.config.engine_config import KVEventsConfig
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.executor.py_executor import Load
+from tllm_spec.lora_request import AdapterInfo
 from tllm_spec.outputs import FIRST_VERSION
 from tllm_spec.request_errors import described
 from tllm_spec.server.child import FAILED, Control, freeze_heap, memory_note
 from tllm_spec.server.engine_port import EnginePort
-from tllm_spec.server.replicas import InForce
+from tllm_spec.server.in_force import (
+    InForce,
+    ServedAdapter,
+    ServedAdapters,
+    adapters_in_force,
+    weights_in_force,
+)
 from tllm_spec.server.wire import Link
 
 if TYPE_CHECKING:
@@ -164,6 +172,7 @@ class EngineProcess:
         draft_version: int | None = None,
         weight_version: str | None = None,
     ) -> None:
+        from tllm_spec.adapter_loading import AdapterLoading
         from tllm_spec.draft_swap import DraftSwap
         from tllm_spec.executor.worker import Worker
         from tllm_spec.grammars import Grammars
@@ -188,6 +197,7 @@ class EngineProcess:
         swap = self._draft_swap = DraftSwap(args, built.executor, self._worker)
         weights, stats = built.executor.parts.draft_weights, built.executor.parts.iteration_stats
         self._update = TargetUpdate(args, built.executor, self._worker, swap.forced)
+        self.adapters = AdapterLoading(built.executor, self._worker)
         self._port = EnginePort(
             built,
             self._grammars,
@@ -226,6 +236,8 @@ class EngineProcess:
             "wake_up": update.wake_up,
             "pause": self._pause,
             "resume": self._resume,
+            "stage_adapter": self._stage_adapter,
+            "keep_adapters": self.adapters.keep,
         }
 
     def run(self) -> str | None:
@@ -253,6 +265,9 @@ class EngineProcess:
                 "part = 'draft': of several engines, POST /v1/draft_model swaps drafts"
             )
         return self._update.stage(folder, version, part, running)
+
+    def _stage_adapter(self, name: str, folder: str, root: str) -> dict[str, Any]:
+        return asdict(self.adapters.stage(name, folder, root))
 
     def _pause(self, mode: str) -> dict[str, Any]:
         self._port.set_pause(mode)
@@ -308,7 +323,7 @@ def with_served_draft(args: LlmArgs, engine_paths: Sequence[str]) -> tuple[LlmAr
     been swapped; None for an only engine."""
     if len(engine_paths) == 1:
         return args, None
-    served = InForce(engine_paths[0], "draft").read()
+    served = weights_in_force(engine_paths[0], "draft").read()
     if served is None:
         return args, 0
     from tllm_spec.draft_swap import with_draft_weights
@@ -319,11 +334,33 @@ def with_served_draft(args: LlmArgs, engine_paths: Sequence[str]) -> tuple[LlmAr
 def with_served_target(args: LlmArgs, engine_paths: Sequence[str]) -> tuple[LlmArgs, str | None]:
     """The arguments with the target's weights that the other engines have after an update, and
     their version; None before."""
-    served = InForce(engine_paths[0], "target").read()
+    served = weights_in_force(engine_paths[0], "target").read()
     if served is None or served.version == FIRST_VERSION:
         return args, None
     own = {"model": served.folder, "tokenizer": args.tokenizer or args.model, "load_format": "auto"}
     return args.model_copy(update=own), str(served.version)
+
+
+def with_served_adapters(args: LlmArgs, served: ServedAdapters | None) -> LlmArgs:
+    """The arguments with the adapters that the other engines have."""
+    if served is None or args.lora_config is None:
+        return args
+    folders = {each.name: each.folder for each in served.values()}
+    config = args.lora_config.model_copy(update={"lora_dir": folders})
+    return args.model_copy(update={"lora_config": config})
+
+
+def publish_adapters(infos: Sequence[AdapterInfo], in_force: InForce[ServedAdapters]) -> None:
+    """Says what an engine has that is about to serve, if it is the first one. Raises ValueError if
+    it has not read what the others have."""
+    from tllm_spec.adapter_loading import check_unchanged
+
+    with in_force.held() as served:
+        if served is None:
+            in_force.write({each.name: ServedAdapter(**asdict(each)) for each in infos})
+        for info in infos:
+            if served is not None and info.name in served:
+                check_unchanged(info, served[info.name].content_hash)
 
 
 def main() -> int:
@@ -336,8 +373,12 @@ def main() -> int:
         args = args_of_engine(args, settings.number, len(settings.engine_paths))
         args, draft_version = with_served_draft(args, settings.engine_paths)
         args, weight_version = with_served_target(args, settings.engine_paths)
+        in_force = adapters_in_force(settings.engine_paths[0])
+        args = with_served_adapters(args, in_force.read())
         joining = partial(control.send, "joining")
         engine = EngineProcess(args, listener, joining, draft_version, weight_version)
+        if args.lora_config is not None:
+            publish_adapters(engine.adapters.infos, in_force)
     except ValueError as error:
         control.send("failed", str(error))
         return FAILED

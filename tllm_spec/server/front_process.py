@@ -20,10 +20,12 @@ from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.server.child import FAILED, ChildSettings, Control, freeze_heap
 from tllm_spec.server.histograms import Histograms
 from tllm_spec.server.http_server import HttpServer, Tls
+from tllm_spec.server.in_force import adapters_in_force
 from tllm_spec.server.options import ServerOptions
 from tllm_spec.zoo.registry import is_gguf
 
 if TYPE_CHECKING:
+    from tllm_spec.server.adapters import Adapters
     from tllm_spec.server.engine_client import EngineClient
     from tllm_spec.server.replicas import Replicas
 
@@ -45,10 +47,13 @@ async def serve(settings: ChildSettings, control: Control, listener: socket.sock
     adopt_transformers_logs()
     options = ServerOptions(**settings.server)
     client = await _client(args, settings.engine_paths, options.engine_timeout, stop)
+    adapters = None
+    if args.lora_config is not None:
+        adapters = await _adapters(client, settings.engine_paths)
     histograms = Histograms(Path(settings.engine_paths[0]).parent)
     model, endpoint = settings.served_model_name, options.otlp_traces_endpoint
-    traces = Traces(model, otlp_exporter(endpoint)) if endpoint else None
-    server = OpenAIServer(client, model, options, histograms, traces, draining)
+    traces = Traces(otlp_exporter(endpoint)) if endpoint else None
+    server = OpenAIServer(client, model, options, histograms, traces, draining, adapters=adapters)
     http = HttpServer(server.app(), options, Tls(**settings.tls) if settings.tls else None)
     freeze_heap()
     control.loaded(
@@ -84,6 +89,17 @@ async def _client(
     # With an engine that lives, the supervisor starts another front then.
     connection.closed.add_done_callback(lambda _: loop.call_later(LOST_SECONDS, stop.set))
     return EngineClient(args, tokenizer, connection, await connection.limits, timeout)
+
+
+async def _adapters(client: EngineClient | Replicas, paths: Sequence[str]) -> Adapters:
+    from tllm_spec.server.adapters import Adapters
+    from tllm_spec.server.replicas import Replicas
+
+    if isinstance(client, Replicas):
+        return client.adapters
+    adapters = Adapters(adapters_in_force(paths[0]), lambda: [client])
+    await asyncio.to_thread(adapters.settle, client)
+    return adapters
 
 
 def _leave_torch_out() -> None:

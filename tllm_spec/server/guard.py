@@ -11,8 +11,11 @@ from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from hashlib import sha256
 from ipaddress import IPv4Address, ip_address, ip_network
+from pathlib import Path
 from time import monotonic
 from typing import Any
+
+from fastapi import Request
 
 from tllm_spec.server.bodies import Bodies, Disconnected, Message, Receive
 from tllm_spec.server.options import ClientKeys, ServerOptions
@@ -181,7 +184,28 @@ def _log_access(scope: Any, status: int, seconds: float) -> None:
         "request_id": state["request_id"],
     }
     text = "%(client)s %(method)s %(path)r %(status)s in %(seconds).3f s"
+    if adapter := state.get("adapter"):
+        entry["adapter"] = adapter
+        text += ", adapter %(adapter)s"
     if tokens := state.get("tokens"):
         entry["prompt_tokens"], entry["output_tokens"] = tokens()
         text += ", %(prompt_tokens)d + %(output_tokens)d tokens"
     access_log.log(level, f"{text} [%(request_id)s]", entry, extra={"fields": entry})
+
+
+# What an operator's request passes.
+
+
+def check_key(request: Request, name: str | None, what: str) -> None:
+    """name: of the only key that may do it."""
+    if name is None or request.scope["state"]["client"] != f"key {name}":
+        raise RequestRefused(403, f"this key may not {what}")
+
+
+def folder_below(root: Path, name: str, key: str, option: str) -> Path:
+    """Symbolic links are followed before it is compared with the root. Raises ValueError."""
+    root = root.resolve()
+    folder = root if "\0" in name else (root / name).resolve()
+    if folder == root or root not in folder.parents or not folder.is_dir():
+        raise ValueError(f"{key} = {name!r} is not a folder below {option}")
+    return folder

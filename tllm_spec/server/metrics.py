@@ -41,6 +41,7 @@ ALIASES: Mapping[str, str] = {
     "trtllm_spec_decode_num_accepted_tokens": "spec_decode_num_accepted_tokens",
     "trtllm_spec_decode_accepted_tokens": "spec_decode_num_accepted_tokens_per_pos",
     "tllm_spec_kv_cache": "cache_config",
+    "tllm_spec_lora_requests": "lora_requests",
     "tllm_spec_preemptions": "num_preemptions",
     "tllm_spec_prompt_tokens": "prompt_tokens",
     "tllm_spec_generated_tokens": "generation_tokens",
@@ -52,6 +53,9 @@ LABELS: Mapping[str, str] = {
     "token_position": "position",
     "page_size": "block_size",
     "num_pages": "num_gpu_blocks",
+    "max_adapters": "max_lora",
+    "running_adapters": "running_lora_adapters",
+    "waiting_adapters": "waiting_lora_adapters",
 }
 
 
@@ -219,6 +223,10 @@ def _of_engine(state: Mapping[str, Any]) -> Iterator[Metric]:
     weights = state.get("draft_weights") or {"by_version": {}}  # where they cannot be swapped
     yield from _counters(BY_VERSION, "draft_version", weights["by_version"])
     yield from _pages(state["kv_cache"], totals)
+    if (adapters := state.get("adapters")) is not None:
+        names = {f"{key}_adapters": ",".join(adapters[key]) for key in ("running", "waiting")}
+        labels = {"max_adapters": str(adapters["max"]), **names}
+        yield InfoMetricFamily("tllm_spec_lora_requests", "LoRA adapters of requests", labels)
 
 
 def _at(state: Any, path: tuple[str, ...]) -> float:

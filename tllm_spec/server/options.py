@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hmac import compare_digest
 from pathlib import Path
 
@@ -50,6 +50,10 @@ class ServerOptions:
     allow_weight_updates: bool = False
     weights_root: str | None = None  # folder of the target's weights that may be loaded
     weights_key: str | None = None  # name of the key that may do so, pause and sleep
+    lora_root: str | None = None  # folder of the adapters that may be loaded
+    lora_key: str | None = None  # name of the key that may do so
+    lora_auto_load: bool = False  # a request may, which names a folder of lora_root
+    lora_clients: Mapping[str, str] = field(default_factory=dict)  # by adapter, whose it is
 
 
 def hosts_of(address: str, allowed: Sequence[str] = ()) -> Sequence[str] | None:
@@ -70,6 +74,11 @@ FILE_MARK = "@"
 NAME = re.compile(r"[\w.-]{1,64}")
 
 Keys = str | Mapping[str, str] | None
+
+
+def has_key(keys: Keys, name: str) -> bool:
+    """Whether a client of this name has a key."""
+    return isinstance(keys, Mapping) and name in keys
 
 
 class ClientKeys:

@@ -109,7 +109,6 @@ GENERATION_IGNORED: Ignored = {
     **IGNORED,
     "detokenize": (True,),
     "disaggregated_params": (),
-    "lora_request": (),
     "priority": (0,),
     "return_hidden_states": (False,),
     "return_tokens_as_token_ids": (False,),
@@ -211,6 +210,14 @@ class StreamOptions(BodyModel):
     ignored: ClassVar[Ignored] = {"include_obfuscation": (False,)}
 
 
+class AdapterChoice(BodyModel):
+    """TensorRT-LLM's `lora_request`. A request may name a loaded adapter, but no folder."""
+
+    lora_name: str
+
+    ignored: ClassVar[Ignored] = {"lora_int_id": (int,), "lora_path": ("",)}
+
+
 class ClientRequest(BodyModel):
     """What any body that asks for text says of its client, and how it is answered. metadata and
     prompt_cache_key are for the client's records and have no effect."""
@@ -225,6 +232,7 @@ class ClientRequest(BodyModel):
     safety_identifier: str | None = None  # OpenAI's newer name of the user
     cache_salt: Annotated[str | None, Field(min_length=1)] = None
     store: bool | None = None  # whether --record_traffic may record it
+    lora_request: AdapterChoice | None = None
 
     def as_chat(self, **own: Any) -> ChatCompletionRequest:
         """A chat request of the same client, with the same options of any body."""
@@ -241,7 +249,11 @@ class ClientRequest(BodyModel):
         if state["separate_cache"] or own is not None:
             salt = digest(f"{client if state['separate_cache'] else ''}\n{own or ''}")
         return RequestOptions(
-            streaming=self.stream, client=(client, user), cache_salt=salt, store=self.store
+            streaming=self.stream,
+            client=(client, user),
+            cache_salt=salt,
+            store=self.store,
+            adapter=state["adapter"],
         )
 
 

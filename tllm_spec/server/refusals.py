@@ -96,6 +96,10 @@ def overloaded(status: int, message: str) -> RequestRefused:
 ROUTES_NOT_SERVED: Mapping[str, str] = {
     "/kv_cache_events": NO_KV_EVENTS,
     "/v1/embeddings": "answers are text",
+    **dict.fromkeys(
+        (f"{prefix}/{verb}_lora_adapter" for prefix in ("", "/v1") for verb in ("load", "unload")),
+        "--lora_root and --lora_key say who may load which adapters",
+    ),
 }
 
 

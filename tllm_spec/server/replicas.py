@@ -5,18 +5,14 @@ been started again. All of them replace their weights, or none."""
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgpack
 
@@ -24,11 +20,13 @@ from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.executor.request_wire import RequestLimits
 from tllm_spec.executor.resources.radix import block_hashes
 from tllm_spec.intake import Intake, Prompt
+from tllm_spec.lora_request import CacheSalt, salt_of
 from tllm_spec.outputs import FIRST_VERSION
-from tllm_spec.recording.traffic_folder import take_lock
 from tllm_spec.request_handle import RequestHandle
 from tllm_spec.sampling_params import DEFAULT_OPTIONS, RequestOptions, SamplingParams
-from tllm_spec.server.engine_client import SHUT_DOWN, EngineClient, EngineConnection
+from tllm_spec.server.adapters import Adapters
+from tllm_spec.server.engine_client import SHUT_DOWN, Answer, EngineClient, EngineConnection, in_all
+from tllm_spec.server.in_force import Part, ServedWeights, adapters_in_force, weights_in_force
 from tllm_spec.shared_tensors import SharedTensors
 from tllm_spec.text.tokenizer import Tokenizer
 
@@ -38,58 +36,11 @@ if TYPE_CHECKING:
 # Replaces the weights of several engines, of the draft network or of the target: in all of them, or
 # in none. Requests go on meanwhile; each runs with the weights that its engine has.
 #
-# What is served is written before and after the engines do it (`InForce`). So whatever ends in the
+# What is served is written before and after the engines do it (`in_force`). So whatever ends in the
 # middle, an engine or the front that asks, all engines come back to what is written.
 
 
-# Which weights the engines of a server have after they were replaced. It is a file next to their
-# sockets: any front may write it, and an engine that is started again reads it.
-
-
-LOCK_SECONDS = 600.0  # that a swap waits for another one
-Part: TypeAlias = Literal["draft", "target"]
-
-
-@dataclass(frozen=True)
-class Served:
-    """version: of these weights. before: the folder that the last swap replaced; None if that swap
-    was one back to older weights. last: the latest number that a swap has had, also one that
-    failed: no version has two folders."""
-
-    folder: str
-    version: int | str
-    before: str | None
-    last: int
-
-
-class InForce:
-    """engine_path: an engine's socket. Methods raise OSError when its folder has been removed."""
-
-    def __init__(self, engine_path: str, part: Part) -> None:
-        self._path = Path(engine_path).with_name(f"{part}_weights.json")
-
-    @contextmanager
-    def held(self) -> Iterator[Served | None]:
-        """As `read`. Waits until no other thread or process holds it, so there is one swap at a
-        time. Raises TimeoutError, which is an OSError, when that takes too long."""
-        with self._path.with_suffix(".lock").open("a") as lock:
-            take_lock(lock.fileno(), LOCK_SECONDS)
-            yield self.read()
-
-    def read(self) -> Served | None:
-        """What is served; None before the first swap."""
-        return Served(**json.loads(self._path.read_text())) if self._path.exists() else None
-
-    def write(self, served: Served) -> None:
-        """Only while it is held."""
-        new = self._path.with_suffix(".new")
-        new.write_text(json.dumps(asdict(served)))
-        os.replace(new, self._path)
-
-
 logger = logging.getLogger(__name__)
-
-Answer = TypeVar("Answer")
 
 
 class Swaps:
@@ -99,18 +50,18 @@ class Swaps:
     def __init__(
         self,
         part: Part,
-        first: Served,
+        first: ServedWeights,
         keep: str,
         engine_paths: Sequence[str],
         running: Callable[[], Sequence[EngineClient]],
     ) -> None:
         self._part, self._first, self._keep_step = part, first, keep
-        self._in_force = InForce(engine_paths[0], part)
+        self._in_force = weights_in_force(engine_paths[0], part)
         self._num_engines = len(engine_paths)
         self._running = running
 
     @contextmanager
-    def held(self) -> Iterator[Served]:
+    def held(self) -> Iterator[ServedWeights]:
         """What is served. Raises RuntimeError if nothing can be replaced."""
         try:
             with self._in_force.held() as served:
@@ -132,8 +83,8 @@ class Swaps:
 
     def _replace(
         self,
-        served: Served,
-        new: Served,
+        served: ServedWeights,
+        new: ServedWeights,
         stage: Callable[[EngineClient], dict[str, Any]],
         commit: Callable[[EngineClient], dict[str, Any]],
     ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -144,16 +95,16 @@ class Swaps:
             why = f"{self._part} weights are replaced in all engines or in none"
             raise RuntimeError(f"an engine is being started; {why}")
         try:
-            staged = _in_all(engines, stage)
+            staged = in_all(engines, stage)
             self._in_force.write(replace(served, last=new.last))
-            committed = _in_all(engines, commit)
+            committed = in_all(engines, commit)
             self._in_force.write(new)
         except (RuntimeError, ValueError, OSError):
-            _in_all(engines, partial(self._keep, served))
+            in_all(engines, partial(self._keep, served))
             raise
         return staged, committed
 
-    def _keep(self, served: Served, engine: EngineClient) -> None:
+    def _keep(self, served: ServedWeights, engine: EngineClient) -> None:
         try:
             engine.swap_step(self._keep_step, served.folder, served.version)
         except (RuntimeError, ValueError) as error:
@@ -168,7 +119,7 @@ class DraftSwaps(Swaps):
     def __init__(
         self, first: str, engine_paths: Sequence[str], running: Callable[[], Sequence[EngineClient]]
     ) -> None:
-        super().__init__("draft", Served(first, 0, None, 0), "keep", engine_paths, running)
+        super().__init__("draft", ServedWeights(first, 0, None, 0), "keep", engine_paths, running)
 
     def swap(self, folder: str, *, keep_cache: bool, force: bool) -> dict[str, Any]:
         """As `LLM.load_draft_weights`. Raises RuntimeError, too, as `_replace` does."""
@@ -186,13 +137,19 @@ class DraftSwaps(Swaps):
             logger.error("the engines keep the draft weights of %s: %s", folder, error)
 
     def _swap(
-        self, served: Served, folder: str, before: str | None, *, keep_cache: bool, force: bool
+        self,
+        served: ServedWeights,
+        folder: str,
+        before: str | None,
+        *,
+        keep_cache: bool,
+        force: bool,
     ) -> dict[str, Any]:
-        """before: as of `Served`, after the swap."""
+        """before: as of `ServedWeights`, after the swap."""
         version, first = served.last + 1, self._running()[:1]
         (told, *_), _ = self._replace(
             served,
-            Served(folder, version, before, version),
+            ServedWeights(folder, version, before, version),
             lambda engine: engine.swap_step("stage", folder, force or engine not in first),
             lambda engine: engine.swap_step("commit", keep_cache, version),
         )
@@ -205,7 +162,7 @@ class TargetUpdates(Swaps):
     def __init__(
         self, first: str, engine_paths: Sequence[str], running: Callable[[], Sequence[EngineClient]]
     ) -> None:
-        served = Served(first, FIRST_VERSION, None, 0)
+        served = ServedWeights(first, FIRST_VERSION, None, 0)
         super().__init__("target", served, "keep_update", engine_paths, running)
 
     def update(self, folder: str, version: str | None, part: str, running: str) -> dict[str, Any]:
@@ -213,7 +170,7 @@ class TargetUpdates(Swaps):
         begin = monotonic()
         with self.held() as served:
             number = served.last + 1
-            new = Served(folder, version or str(number), served.folder, number)
+            new = ServedWeights(folder, version or str(number), served.folder, number)
             _, told = self._replace(
                 served,
                 new,
@@ -223,14 +180,6 @@ class TargetUpdates(Swaps):
         stopped = max(each["stopped_seconds"] for each in told)
         staged = monotonic() - begin - stopped
         return {"version": new.version, "staged_seconds": staged, "stopped_seconds": stopped}
-
-
-def _in_all(
-    engines: Sequence[EngineClient], step: Callable[[EngineClient], Answer]
-) -> list[Answer]:
-    """At the same time. Raises what the first of them raises, once all have ended."""
-    with ThreadPoolExecutor(max(1, len(engines))) as threads:
-        return list(threads.map(step, engines))
 
 
 # Which of several engines gets a request: the one that has most of its prompt in the prefix cache.
@@ -262,7 +211,7 @@ class PrefixRouter:
         """Forgets the cache of an engine that has ended."""
         self._cached[engine].clear()
 
-    def hashes(self, tokens: Sequence[int], salt: str | None) -> list[int]:
+    def hashes(self, tokens: Sequence[int], salt: CacheSalt) -> list[int]:
         """Hashes the prompt's pages, for `choose`."""
         return block_hashes(tokens, self._page_size, salt)
 
@@ -319,8 +268,9 @@ class Replicas:
         self._router = PrefixRouter(len(paths), args.kv_cache_config.tokens_per_block)
         self._clients: dict[int, EngineClient] = {}
         first = str(getattr(args.speculative_config, "speculative_model", ""))
-        self._swaps = DraftSwaps(first, paths, self._engines)
-        self._updates = TargetUpdates(args.model, paths, self._engines)
+        self._swaps = DraftSwaps(first, paths, self.running_engines)
+        self._updates = TargetUpdates(args.model, paths, self.running_engines)
+        self.adapters = Adapters(adapters_in_force(paths[0]), self.running_engines)
         self._first = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._is_shut_down = False
@@ -340,11 +290,11 @@ class Replicas:
     @property
     def pause_mode(self) -> str | None:
         """The engines', which pause together."""
-        return next((each.pause_mode for each in self._engines() if each.pause_mode), None)
+        return next((each.pause_mode for each in self.running_engines() if each.pause_mode), None)
 
     @property
     def is_healthy(self) -> bool:
-        return any(client.is_healthy for client in self._clients.values())
+        return any(client.is_healthy for client in self._running().values())
 
     @property
     def num_unfinished(self) -> int:
@@ -372,7 +322,10 @@ class Replicas:
         """As `LLM.submit`."""
         made = self._intake.submission(inputs, params, options)
         engines = self._routable()
-        hashes = self._router.hashes(made.token_ids, options.cache_salt)
+        served = {} if options.adapter is None else self.adapters.served()
+        adapter = served.get(options.adapter or "")
+        salt = salt_of(options.cache_salt, adapter.version if adapter else None)
+        hashes = self._router.hashes(made.token_ids, salt)
         unfinished = {number: each.num_unfinished_tokens for number, each in engines.items()}
         return engines[self._router.choose(hashes, unfinished)].start(made)
 
@@ -401,24 +354,24 @@ class Replicas:
 
     def pause(self, mode: str) -> None:
         """As `LLM.pause`, of all engines."""
-        _in_all(self._engines(), lambda engine: engine.pause(mode))
+        in_all(self.running_engines(), lambda engine: engine.pause(mode))
 
     def resume(self) -> None:
         """As `LLM.resume`."""
-        _in_all(self._engines(), EngineClient.resume)
+        in_all(self.running_engines(), EngineClient.resume)
 
     def sleep(self, level: int) -> list[dict[str, Any]]:
         """As `LLM.sleep`, of all engines."""
-        return _in_all(self._engines(), lambda engine: engine.sleep(level))
+        return in_all(self.running_engines(), lambda engine: engine.sleep(level))
 
     def wake_up(self, tags: Sequence[str] | None) -> list[dict[str, Any]]:
         """As `LLM.wake_up`."""
-        return _in_all(self._engines(), lambda engine: engine.wake_up(tags))
+        return in_all(self.running_engines(), lambda engine: engine.wake_up(tags))
 
     @property
     def is_sleeping(self) -> bool:
         """Whether something of an engine is asleep. Waits for the engines."""
-        return any(_in_all(self._engines(), lambda engine: engine.is_sleeping))
+        return any(in_all(self.running_engines(), lambda engine: engine.is_sleeping))
 
     def get_stats(self) -> list[dict[str, Any]]:
         """As `LLM.get_stats`, for one engine after the other."""
@@ -432,7 +385,7 @@ class Replicas:
         for client in self._clients.values():
             client.shutdown()
 
-    def _engines(self) -> list[EngineClient]:
+    def running_engines(self) -> list[EngineClient]:
         return list(self._running().values())
 
     def _running(self) -> dict[int, EngineClient]:
@@ -468,7 +421,7 @@ class Replicas:
             await asyncio.sleep(RETRY_SECONDS)
 
     async def _use(self, number: int, connection: EngineConnection, limits: RequestLimits) -> None:
-        """An engine gets requests once it has the target's weights in force."""
+        """An engine gets requests once it has the weights and adapters in force."""
         if not hasattr(self, "_intake"):
             self.max_seq_len = limits.max_seq_len
             self._intake = Intake(self.args, self._tokenizer, limits)
@@ -489,9 +442,12 @@ class Replicas:
         await asyncio.to_thread(self._updates.settle, client)
         if (mode := self.pause_mode) is not None:
             await asyncio.to_thread(client.pause, mode)
-        self._clients[number] = client
+        joins = partial(self._clients.__setitem__, number, client)
+        if self.args.lora_config is None:
+            joins()
+        else:
+            await asyncio.to_thread(self.adapters.settle, client, joins)
         _in_thread(self._swaps.settle, client)
-        self._first.set()
 
 
 def _in_thread(function: Callable[..., None], *arguments: Any) -> None:

@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from tllm_spec.lora_request import NOT_LOADED
 from tllm_spec.outputs import RequestOutput
 from tllm_spec.request_errors import NO_GUIDED_TOKEN, SLOW_GRAMMAR
 from tllm_spec.server.answers import Answer, usage_of
@@ -78,7 +79,8 @@ class Running:
                         )
                     if result.error is not None:
                         is_own = result.error in (NO_GUIDED_TOKEN, SLOW_GRAMMAR)
-                        raise RequestRefused(400 if is_own else 500, result.error)
+                        status = 404 if result.error.endswith(NOT_LOADED) else 500
+                        raise RequestRefused(400 if is_own else status, result.error)
                     yield i, result
         finally:
             timer.cancel()

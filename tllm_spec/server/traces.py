@@ -36,12 +36,11 @@ def otlp_exporter(endpoint: str) -> SpanExporter:
 class Traces:
     """Makes a span for each request of the engine. The thread drops what it cannot send in time."""
 
-    def __init__(self, model: str, exporter: SpanExporter) -> None:
+    def __init__(self, exporter: SpanExporter) -> None:
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-        self._model = model
         service = {"service.name": os.environ.get("OTEL_SERVICE_NAME", SERVICE)}
         self._provider = TracerProvider(resource=Resource.create(service))
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
@@ -62,7 +61,7 @@ class Traces:
         given: dict[str, Any] = {
             "gen_ai.operation.name": operation,
             "gen_ai.provider.name": SERVICE,
-            "gen_ai.request.model": self._model,
+            "gen_ai.request.model": request.state.model,
             "gen_ai.request.id": request.state.request_id,
             "gen_ai.response.finish_reasons": [reason or "cancelled" for reason in reasons],
             "gen_ai.usage.input_tokens": len(output.prompt_token_ids),
@@ -78,7 +77,7 @@ class Traces:
             given["tllm_spec.acceptance_length"] = stats.acceptance_length
             given["tllm_spec.draft_acceptance_rate"] = stats.draft_acceptance_rate
         span = self._tracer.start_span(
-            f"{operation} {self._model}",
+            f"{operation} {request.state.model}",
             TraceContextTextMapPropagator().extract(request.headers),
             SpanKind.SERVER,
             {name: value for name, value in given.items() if value is not None},

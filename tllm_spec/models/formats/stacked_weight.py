@@ -89,7 +89,8 @@ class StackedWeight:
         form = self.form
         if not isinstance(form, QuantisedActivations):
             return down(x, self.operands_for(x, rows), rows)
-        experts = None if form.input_scale is None else rows.experts_of_rows(self.shape[0])
+        has_own_scales = form.input_scale is not None and form.input_scale.ndim
+        experts = rows.experts_of_rows(self.shape[0]) if has_own_scales else None
         codes, code_scales = form.quantised(x, experts=experts)
         return down(codes, self.operands, rows, code_scales=code_scales, dtype=form.dtype)
 

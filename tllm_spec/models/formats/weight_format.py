@@ -50,6 +50,11 @@ class WeightFormat(ABC):
     bias: nn.Parameter | None
 
     @property
+    def base(self) -> "WeightFormat":
+        """The format of the layer's own weight, to whose results another may add (adapters)."""
+        return self
+
+    @property
     def shape(self) -> tuple[int, int]:
         """Outputs and inputs of this rank's layer."""
         out_features, in_features = self.weight.shape

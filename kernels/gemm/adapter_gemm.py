@@ -1,0 +1,210 @@
+"""Low-rank adapters of a linear layer (LoRA, arXiv 2106.09685): `y += B A x` with the matrices of
+each row's adapter, which lie in slots. Two Triton kernels if Triton is available, otherwise the
+plain-torch reference, which is the definition.
+
+Rows are sorted by slot, in blocks of one slot each. The first kernel shrinks: all parts of a fused
+layer, whose inputs are cut into chunks of CHUNK, with float32 sums. The second adds the chunks in
+order and expands. So a row's bits do not depend on the other rows, nor on how many there are."""
+
+from dataclasses import dataclass
+
+import torch
+
+from tllm_spec.kernels.dispatch import has_kernels, tl, triton, with_kernel
+from tllm_spec.kernels.experts.grouped_gemm import hit_experts
+from tllm_spec.kernels.experts.permute import ExpertRows, moe_permute
+from tllm_spec.kernels.launch import begin, programmatic_launch
+
+RANK_STEP = 16  # of a slot's rank; tensor cores multiply as many at a time
+TILE_ROWS = 16
+CHUNK, BLOCK_IN = 1024, 128
+BLOCK_OUT = 256
+
+
+@dataclass(frozen=True)
+class AdapterWeights:
+    """The low-rank matrices of a layer in S slots. Its outputs are P parts, one after another."""
+
+    a: torch.Tensor
+    """`[S, P * R, K]` of the type of x, contiguous; R is a multiple of RANK_STEP. The rows of a
+    part after the rank, up to the next multiple, are 0."""
+    b: torch.Tensor
+    """`[S, N, R]`, times the scale; any stride between slots."""
+    ranks: torch.Tensor
+    """`[S, P]` int32, contiguous: how many of R each part uses; 0: it has no adapter."""
+    blocks: torch.Tensor
+    """`[num_blocks, 3]` int32: part, first output and end of up to BLOCK_OUT outputs. See
+    `output_blocks`."""
+    sizes: tuple[int, ...]
+    """Outputs of each part."""
+    share_a: int = 1
+    share_b: int = 1
+    """Neighbouring slots that have one matrix. The ranks are of the larger number."""
+
+    @property
+    def step(self) -> int:
+        """R."""
+        return self.b.shape[2]
+
+
+def padded_rank(rank: int) -> int:
+    """The next multiple of RANK_STEP."""
+    return -(-rank // RANK_STEP) * RANK_STEP
+
+
+def output_blocks(sizes: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """`AdapterWeights.blocks` for parts of these sizes."""
+    blocks, first = [], 0
+    for part, size in enumerate(sizes):
+        end = first + size
+        blocks += [
+            (part, start, min(start + BLOCK_OUT, end)) for start in range(first, end, BLOCK_OUT)
+        ]
+        first = end
+    return torch.tensor(blocks, dtype=torch.int32, device=device)
+
+
+def sorted_by_slot(slots: torch.Tensor, num_slots: int) -> ExpertRows:
+    """The rows with slots `[T]` int32, contiguous; those of -1, which have none, are in no
+    block."""
+    block_rows = TILE_ROWS if has_kernels(slots.device) else max(len(slots), 1)
+    return moe_permute(slots.unsqueeze(1), num_slots, block_rows, 0)
+
+
+@with_kernel("add_adapters_triton")
+def add_adapters(
+    x: torch.Tensor, weights: AdapterWeights, rows: ExpertRows, total: torch.Tensor
+) -> None:
+    """Add `B A x` to `total` in place. `A x` is summed in float32 and rounded to the type of x, the
+    rest is rounded once.
+
+    Args:
+        x: `[T, K]`, any stride between rows.
+        weights: of all slots.
+        rows: `sorted_by_slot`. Those without a slot keep their bits.
+        total: `[T, N]`, any stride between rows.
+    """
+    step, number = weights.step, max(weights.share_a, weights.share_b)
+    for slot, begins, ends in hit_experts(rows):
+        mine = rows.order[begins:ends].long()
+        own, ranks, first = x[mine].float(), weights.ranks[slot // number].tolist(), 0
+        for part, (rank, size) in enumerate(zip(ranks, weights.sizes, strict=True)):
+            outputs, first = slice(first, first + size), first + size
+            if rank:
+                a = weights.a[slot // weights.share_a, part * step : part * step + rank].float()
+                b = weights.b[slot // weights.share_b, outputs, :rank].float()
+                delta = own.mm(a.t()).to(x.dtype).float().mm(b.t())
+                total[mine, outputs] = (total[mine, outputs].float() + delta).to(total.dtype)
+
+
+def add_adapters_triton(
+    x: torch.Tensor, weights: AdapterWeights, rows: ExpertRows, total: torch.Tensor
+) -> None:
+    """See `add_adapters`."""
+    (num_rows, inputs), (_, features, step) = x.shape, weights.b.shape
+    if not num_rows:
+        return
+    assert weights.a.is_contiguous() and weights.b[0].is_contiguous()
+    assert x.stride(1) == total.stride(1) == 1 and total.shape == (num_rows, features)
+    parts, chunks = len(weights.sizes), -(-inputs // CHUNK)
+    sums = torch.empty((chunks, num_rows, parts * step), dtype=torch.float32, device=x.device)
+    room = rows.blocks.shape[1]
+    own = weights.ranks, rows.order, rows.blocks, rows.num_blocks, room, num_rows
+    options = {
+        "PARTS": parts,
+        "STEP": step,
+        "TILE_ROWS": TILE_ROWS,
+        "RANK_STEP": RANK_STEP,
+        "SHARE_A": weights.share_a,
+        "SHARE_B": weights.share_b,
+        "WIDEN": x.device.type == "cpu",  # the interpreter cannot multiply bfloat16
+        **programmatic_launch(x.device, 4),
+    }
+    shrink_kernel[(room, parts * step // RANK_STEP, chunks)](
+        *(x, x.stride(0), weights.a, sums, *own),
+        IN=inputs,
+        CHUNK=CHUNK,
+        BLOCK_IN=BLOCK_IN,
+        num_stages=4,
+        **options,
+    )
+    expand_kernel[(room, len(weights.blocks))](
+        *(sums, weights.b, weights.b.stride(0), weights.blocks, total, total.stride(0), *own),
+        CHUNKS=chunks,
+        BLOCK_OUT=BLOCK_OUT,
+        **options,
+    )
+
+
+@triton.jit(do_not_specialize=["room", "num_rows"])
+def shrink_kernel(
+    x: tl.tensor, x_stride: tl.tensor, a: tl.tensor, sums: tl.tensor, ranks: tl.tensor,
+    order: tl.tensor, blocks: tl.tensor, num_blocks: tl.tensor, room: tl.tensor,
+    num_rows: tl.tensor, IN: tl.constexpr, CHUNK: tl.constexpr, BLOCK_IN: tl.constexpr,
+    PARTS: tl.constexpr, STEP: tl.constexpr, TILE_ROWS: tl.constexpr, RANK_STEP: tl.constexpr,
+    SHARE_A: tl.constexpr, SHARE_B: tl.constexpr, WIDEN: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
+    """Grid (blocks of rows, RANK_STEP ranks of a part, chunks of inputs)."""
+    begin(PDL)
+    block, rank, chunk = tl.program_id(0), tl.program_id(1) * RANK_STEP, tl.program_id(2)
+    if block < tl.load(num_blocks):
+        slot, end = tl.load(blocks + block), tl.load(blocks + 2 * room + block)
+        places = tl.load(blocks + room + block) + tl.arange(0, TILE_ROWS)
+        used = tl.load(ranks + slot // max(SHARE_A, SHARE_B) * PARTS + rank // STEP)
+        if rank % STEP < used:
+            real = places < end
+            rows = tl.load(order + places, mask=real, other=0).to(tl.int64)
+            columns = rank + tl.arange(0, RANK_STEP)
+            a_rows = a + ((slot // SHARE_A).to(tl.int64) * PARTS * STEP + columns) * IN
+            dot_type: tl.constexpr = tl.float32 if WIDEN else x.dtype.element_ty
+            total = tl.zeros([TILE_ROWS, RANK_STEP], tl.float32)
+            for start in tl.range(chunk * CHUNK, tl.minimum((chunk + 1) * CHUNK, IN), BLOCK_IN):
+                k = start + tl.arange(0, BLOCK_IN)
+                x_mask = real[:, None] & (k < IN)[None, :]
+                values = tl.load(x + rows[:, None] * x_stride + k[None, :], mask=x_mask, other=0.0)
+                weights = tl.load(a_rows[None, :] + k[:, None], mask=(k < IN)[:, None], other=0.0)
+                total = tl.dot(
+                    values.to(dot_type), weights.to(dot_type), total, input_precision="ieee"
+                )
+            targets = (chunk * num_rows + places).to(tl.int64)[:, None] * (PARTS * STEP)
+            tl.store(sums + targets + columns[None, :], total, mask=real[:, None])
+
+
+@triton.jit(do_not_specialize=["room", "num_rows"])
+def expand_kernel(
+    sums: tl.tensor, b: tl.tensor, b_stride: tl.tensor, outputs: tl.tensor, total: tl.tensor,
+    total_stride: tl.tensor, ranks: tl.tensor, order: tl.tensor, blocks: tl.tensor,
+    num_blocks: tl.tensor, room: tl.tensor, num_rows: tl.tensor, CHUNKS: tl.constexpr,
+    BLOCK_OUT: tl.constexpr, PARTS: tl.constexpr, STEP: tl.constexpr, TILE_ROWS: tl.constexpr,
+    RANK_STEP: tl.constexpr, SHARE_A: tl.constexpr, SHARE_B: tl.constexpr, WIDEN: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:  # fmt: skip
+    """Grid (blocks of rows, blocks of outputs)."""
+    begin(PDL)
+    block, own = tl.program_id(0), outputs + tl.program_id(1) * 3
+    if block < tl.load(num_blocks):
+        part, last = tl.load(own), tl.load(own + 2)
+        outs = tl.load(own + 1) + tl.arange(0, BLOCK_OUT)
+        slot, end = tl.load(blocks + block), tl.load(blocks + 2 * room + block)
+        places = tl.load(blocks + room + block) + tl.arange(0, TILE_ROWS)
+        rank = tl.load(ranks + slot // max(SHARE_A, SHARE_B) * PARTS + part)
+        if rank > 0:
+            real, inside = places < end, (outs < last)[None, :]
+            rows = tl.load(order + places, mask=real, other=0).to(tl.int64)
+            targets = total + rows[:, None] * total_stride + outs[None, :]
+            kept = real[:, None] & inside
+            before = tl.load(targets, mask=kept, other=0.0).to(tl.float32)
+            b_rows = b + (slot // SHARE_B).to(tl.int64) * b_stride + outs * STEP
+            dot_type: tl.constexpr = tl.float32 if WIDEN else total.dtype.element_ty
+            added = tl.zeros([TILE_ROWS, BLOCK_OUT], tl.float32)
+            for start in tl.range(0, rank, RANK_STEP):
+                r = start + tl.arange(0, RANK_STEP)
+                weights = tl.load(b_rows[None, :] + r[:, None], mask=inside, other=0.0)
+                sources = places.to(tl.int64)[:, None] * (PARTS * STEP) + (part * STEP + r)[None, :]
+                shrunk = tl.zeros([TILE_ROWS, RANK_STEP], tl.float32)
+                for chunk in tl.static_range(CHUNKS):
+                    offset = num_rows.to(tl.int64) * (chunk * PARTS * STEP)
+                    shrunk += tl.load(sums + offset + sources, mask=real[:, None], other=0.0)
+                shrunk = shrunk.to(total.dtype.element_ty).to(dot_type)
+                added = tl.dot(shrunk, weights.to(dot_type), added, input_precision="ieee")
+            tl.store(targets, (before + added).to(total.dtype.element_ty), mask=kept)

@@ -1,0 +1,47 @@
+"""Adapters are cut over the ranks as their layers are, and all ranks load the same ones."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.adapters.folders import linear_shapes, random_pairs, write_adapter
+from tests.adapters.tiny_adapters import write_adapters
+from tests.distributed.worlds import environment, run_world
+from tests.models.helpers import save_checkpoint
+
+pytest.importorskip("mpi4py")
+MODULE = ["-m", "tests.distributed.adapter_world"]
+
+
+@pytest.mark.slow
+def test_two_ranks_have_the_texts_of_one(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    save_checkpoint(model, "Llama")
+    adapters = write_adapters(tmp_path / "adapters", model)
+    others = write_adapters(tmp_path / "others", model, seed=1)
+    [(name, (outputs, inputs)), *_] = linear_shapes(
+        load_file(model / "model.safetensors"), "q_proj"
+    ).items()
+    broken = write_adapter(tmp_path / "broken", random_pairs({name: (outputs, inputs + 8)}))
+    folders = [str(each) for each in (model, adapters, others, broken)]
+    alone = subprocess.run(
+        [sys.executable, *MODULE, "1", *folders],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=environment(),
+    )
+    world = run_world(2, [*MODULE, "2", *folders])
+    assert world.returncode == 0, world.output
+    expected = [line for line in alone.stdout.splitlines() if line.startswith(("texts", "refused"))]
+    assert [line for line in world.output.splitlines() if line in expected] == expected
+    assert "refused the adapter does not fit" in world.output
+    texts = json.loads(expected[-1].partition(" ")[2].partition(" adapters")[0])
+    assert len(set(map(tuple, texts))) == 5 and texts[4] == texts[1]
+    assert expected[-1].endswith("adapters ['a', 'c']")

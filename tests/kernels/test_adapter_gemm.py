@@ -1,0 +1,122 @@
+"""Low-rank adapters: the kernels against the reference, and a row's bits in any batch."""
+
+from itertools import product
+
+import pytest
+import torch
+
+from tests.kernels.cuda_graphs import captured_graph
+from tests.kernels.interpreter import on_each_kernel_device
+from tllm_spec.kernels.experts.permute import ExpertRows
+from tllm_spec.kernels.gemm.adapter_gemm import (
+    AdapterWeights,
+    add_adapters,
+    output_blocks,
+    padded_rank,
+    sorted_by_slot,
+)
+
+SIZES, INPUTS, RANKS = (96, 40, 136), 592, (20, 0, 7)
+NUM_SLOTS = 3
+
+
+def problem(
+    device: str, dtype: torch.dtype, inputs: int = INPUTS, seed: int = 0
+) -> tuple[AdapterWeights, torch.Tensor, torch.Tensor]:
+    """The weights, and 200 rows of x and of the total. Slot 1 has all ranks, slot 2 none."""
+    generator, step = torch.Generator().manual_seed(seed), padded_rank(max(RANKS))
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(device, dtype)
+
+    a = normal(NUM_SLOTS, len(SIZES) * step, inputs).mul_(inputs**-0.5)
+    b, ranks = normal(NUM_SLOTS, sum(SIZES), step), torch.zeros(NUM_SLOTS, len(SIZES))
+    ranks[0], ranks[1] = torch.tensor(RANKS), step
+    for slot, part in product(range(NUM_SLOTS), range(len(SIZES))):
+        rank = int(ranks[slot, part])
+        a[slot, part * step + rank : part * step + padded_rank(rank)] = 0
+    blocks = output_blocks(SIZES, torch.device(device))
+    weights = AdapterWeights(a, b, ranks.to(device, torch.int32), blocks, SIZES)
+    return weights, normal(200, inputs), normal(200, sum(SIZES))
+
+
+def slots_of(num_rows: int, device: str) -> torch.Tensor:
+    """Those of neighbours differ at places that are no multiples of a program's rows."""
+    return torch.tensor([(row // 3) % 4 - 1 for row in range(num_rows)]).to(device, torch.int32)
+
+
+def added(
+    weights: AdapterWeights, x: torch.Tensor, slots: torch.Tensor, total: torch.Tensor
+) -> torch.Tensor:
+    result = total.clone()
+    add_adapters(x, weights, by_slot(weights, slots), result)
+    return result
+
+
+def by_slot(weights: AdapterWeights, slots: torch.Tensor) -> ExpertRows:
+    number = len(weights.ranks) * max(weights.share_a, weights.share_b)
+    return sorted_by_slot(slots, number)
+
+
+@on_each_kernel_device
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("num_rows", [1, 7, 40, 200])
+def test_the_kernels_add_what_the_reference_adds(
+    num_rows: int, dtype: torch.dtype, device: str
+) -> None:
+    weights, x, total = problem(device, dtype)
+    x, total, slots = x[:num_rows], total[:num_rows], slots_of(num_rows, device)
+    slots[0] = 0
+    expected = total.clone()
+    add_adapters.reference(x, weights, by_slot(weights, slots), expected)
+    found, rounding = added(weights, x, slots, total), torch.finfo(dtype).eps
+    # The sums of A x may round to a neighbour.
+    torch.testing.assert_close(found, expected, rtol=2 * rounding, atol=256 * rounding)
+    none = (slots < 0) | (slots == 2)
+    assert torch.equal(found[none], total[none])
+    assert torch.equal(found[:, 96:136][slots == 0], total[:, 96:136][slots == 0])
+    assert ((found != total)[:, 136:].float().mean(1)[~none] > 0.5).all()
+
+
+@on_each_kernel_device
+def test_a_rows_bits_depend_on_no_other_row_and_on_no_number_of_rows(device: str) -> None:
+    weights, x, total = problem(device, torch.float16)
+    slots = slots_of(80, device)
+    whole = added(weights, x[:80], slots, total[:80])
+    for rows in ([79], [5, 3, 4], [17, 0, 8, 7, 6, *range(20, 60)]):
+        own = torch.tensor(rows, device=device)
+        assert torch.equal(added(weights, x[own], slots[own], total[own]), whole[own])
+
+
+@on_each_kernel_device
+@pytest.mark.parametrize("shared", ["a", "b"])
+def test_neighbouring_slots_may_share_a_matrix(shared: str, device: str) -> None:
+    """Slots 2 n and 2 n + 1 do, and have one rank."""
+    weights, x, total = problem(device, torch.float32)
+    x, total, slots = x[:9], total[:9], slots_of(9, device)
+    pairs = torch.where(slots < 0, slots, 2 * slots + torch.arange(9, device=device) % 2).int()
+    a, b = weights.a, weights.b.repeat_interleave(2, 0)
+    if shared == "b":
+        a, b = weights.a.repeat_interleave(2, 0), weights.b
+    strided = torch.empty(len(b), b.shape[1] + 3, b.shape[2], device=device)[:, 3:].copy_(b)
+    numbers = {f"share_{shared}": 2}
+    own = AdapterWeights(a, strided, weights.ranks, weights.blocks, SIZES, **numbers)
+    assert torch.equal(added(own, x, pairs, total), added(weights, x, slots, total))
+
+
+@on_each_kernel_device
+def test_no_rows_launch_nothing(device: str) -> None:
+    weights, x, total = problem(device, torch.float32)
+    add_adapters(x[:0], weights, by_slot(weights, slots_of(3, device)), total[:0])
+
+
+@pytest.mark.gpu
+def test_a_captured_graph_reads_slots_and_matrices_of_its_replay() -> None:
+    weights, x, total = problem("cuda", torch.bfloat16)
+    slots = slots_of(200, "cuda")
+    graph, found = captured_graph(lambda: added(weights, x, slots, total))
+    slots.copy_(slots.roll(7))
+    weights.ranks[2] = weights.step
+    expected = added(weights, x, slots, total)
+    graph.replay()
+    assert torch.equal(found, expected)

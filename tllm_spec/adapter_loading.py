@@ -1,0 +1,138 @@
+"""Loads and unloads LoRA adapters of a running engine: `LLM.load_adapter`, `LLM.unload_adapter`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+from tllm_spec.adapters.adapter_folder import Adapter
+from tllm_spec.config.option_checks import check_adapter_name, shown
+from tllm_spec.executor.py_executor import PyExecutor
+from tllm_spec.executor.resources.adapter_slots import AdapterSlots, info_of
+from tllm_spec.executor.worker import Worker
+from tllm_spec.lora_request import AdapterInfo, LoRARequest, UnknownAdapter
+
+Result = TypeVar("Result")
+
+NOT_SERVED = "this engine serves no LoRA adapters; lora_config = {} serves them"
+
+
+def check_unchanged(info: AdapterInfo, content_hash: str) -> None:
+    """Raises ValueError where a folder does not have what was loaded from it."""
+    if info.content_hash != content_hash:
+        raise ValueError(
+            f"lora_name = {info.name!r}: {info.folder} has changed since it was loaded, and other "
+            "engines serve what it had; bring it back, or load it again"
+        )
+
+
+class AdapterLoading:
+    """Adapters of one engine, from any thread but the executor's. `load` is `stage` and `commit`:
+    several engines stage in all of them, then commit in all or in none."""
+
+    def __init__(self, executor: PyExecutor, worker: Worker) -> None:
+        self._executor, self._worker = executor, worker
+        # By name, with folder and root; not committed.
+        self._staged: dict[str, tuple[Adapter, str, str | None]] = {}
+
+    @property
+    def infos(self) -> tuple[AdapterInfo, ...]:
+        """What is served now."""
+        slots = self._executor.parts.adapters
+        return () if slots is None else tuple(slots.infos.values())
+
+    def load(
+        self, name: str, folder: str, *, replace: bool = False, from_request: bool = False
+    ) -> AdapterInfo:
+        """As `LLM.load_adapter`. from_request: it may make room for others when it is not in
+        use."""
+        self.stage(name, folder)
+        return self.commit(name, replace=replace, from_request=from_request)
+
+    def stage(self, name: str, folder: str, root: str | None = None) -> AdapterInfo:
+        """Reads and checks an adapter while rounds run. Nothing else changes. root: the folder that
+        its files must lie in, after links are followed; None: anywhere. Raises ValueError for one
+        that cannot be served."""
+        check_adapter_name(name)
+        adapter = self._slots().read(folder, root)
+        self._staged[name] = adapter, folder, root
+        return info_of(name, folder, adapter)
+
+    def commit(self, name: str, **options: bool) -> AdapterInfo:
+        """Serves what is staged under the name. options: those of `AdapterSlots.add`. Raises
+        ValueError as it does."""
+        slots, (adapter, folder, root) = self._slots(), self._staged.pop(name)
+        if not self._executor.parts.ranks[1:]:
+            return self._call(partial(slots.add, name, folder, adapter, **options))
+
+        def load_together() -> AdapterInfo:
+            told = {"name": name, "folder": folder, "root": root, **options}
+            self._executor.parts.queue.announce("load_adapter", **told)
+            return slots.load_together(name, folder, root, **options)
+
+        return self._call(load_together)
+
+    def keep(self, served: Sequence[tuple[str, str, str]]) -> dict[str, Any]:
+        """Loads what the engine lacks of these names, folders and content hashes, unloads all
+        others, and drops what is staged and none of them. Raises ValueError for a folder that has
+        something else than its hash says."""
+        has = {info.name: info.content_hash for info in self.infos}
+        for name in has.keys() - {name for name, _, _ in served}:
+            self.unload(name)
+        try:
+            for name, folder, content_hash in served:
+                if has.get(name) != content_hash:
+                    self._stage_again(name, folder, content_hash)
+                    self.commit(name, replace=True)
+        finally:
+            self._staged.clear()
+        return {}
+
+    def _stage_again(self, name: str, folder: str, content_hash: str) -> None:
+        staged = self._staged.get(name)
+        if staged is None or staged[0].content_hash != content_hash:
+            check_unchanged(self.stage(name, folder), content_hash)
+
+    def unload(self, name: str) -> None:
+        """As `LLM.unload_adapter`."""
+        slots = self._slots()
+
+        def remove() -> None:
+            self._executor.parts.queue.announce("unload_adapter", name=name)
+            slots.remove(name)
+
+        self._call(remove)
+
+    def _call(self, change: Callable[[], Result]) -> Result:
+        """Between two rounds, once requests that were submitted before have begun: they keep what
+        was served then."""
+        self._worker.call(lambda: None)
+        return self._worker.call(change)
+
+    def name_of(self, request: LoRARequest | None) -> str | None:
+        """The name of a request's adapter, which is loaded from the request's path at its first
+        use. Raises ValueError for what cannot be served, UnknownAdapter for a name that is not
+        loaded."""
+        if request is None:
+            return None
+        if not isinstance(request, LoRARequest):
+            raise ValueError(f"lora_request = {shown(request)}: a LoRARequest or None is needed")
+        name, folder = request.lora_name, os.fspath(request.lora_path)
+        info = self._slots().infos.get(name)
+        if info is None and not folder:
+            raise UnknownAdapter(name)
+        if info is None:
+            self.load(name, folder, from_request=True)
+        elif folder and os.path.realpath(folder) != os.path.realpath(info.folder):
+            raise ValueError(
+                f"lora_path = {folder!r}: {name!r} is loaded from {info.folder}; leave the path "
+                "out, or replace the adapter by load_adapter"
+            )
+        return name
+
+    def _slots(self) -> AdapterSlots:
+        if (slots := self._executor.parts.adapters) is None:
+            raise ValueError(NOT_SERVED)
+        return slots

@@ -1,0 +1,101 @@
+"""Loads and unloads LoRA adapters in all engines of a server, or in none, while requests run. A
+request keeps the version that it began with.
+
+What is served is written once all engines have it (`in_force`). So whatever ends in the middle, an
+engine or the front that asks, all engines come back to what is written."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from tllm_spec.server.engine_client import EngineClient, in_all
+from tllm_spec.server.in_force import InForce, ServedAdapter, ServedAdapters
+
+logger = logging.getLogger(__name__)
+
+
+class Adapters:
+    """running: the engines that run. Its methods wait for them."""
+
+    def __init__(
+        self, in_force: InForce[ServedAdapters], running: Callable[[], Sequence[EngineClient]]
+    ) -> None:
+        self._in_force, self._running = in_force, running
+
+    def served(self) -> ServedAdapters:
+        """By name. Does not wait."""
+        return self._in_force.read() or {}
+
+    def load(self, wanted: ServedAdapter, root: str, *, replaces: bool) -> ServedAdapter:
+        """Loads an adapter, whose files must lie below the root. replaces: it may have the name of
+        a loaded one, whose client it keeps unless it names another. Raises ValueError for a name in
+        use and for a folder that does not fit, RuntimeError if an engine does not answer. Then
+        nothing has changed."""
+        with self._held() as served:
+            old = served.get(wanted.name)
+            if old is not None and not replaces:
+                raise ValueError(
+                    f"lora_name = {wanted.name!r} is in use; load_inplace = true replaces it"
+                )
+            engines = self._running()
+            try:
+                told = in_all(engines, partial(_stage, wanted, root))
+                if not told or any(each != told[0] for each in told):
+                    raise RuntimeError("the engines have not read the same adapter")
+                client = wanted.client or (old.client if old else None)
+                own = {name: told[0][name] for name in ("content_hash", "rank")}
+                made = replace(wanted, client=client, **own)
+                after = {**served, wanted.name: made}
+                in_all(engines, partial(_keep, after))
+                self._in_force.write(after)
+            except (RuntimeError, ValueError, OSError):
+                in_all(engines, partial(_keep_if_possible, served))
+                raise
+        return made
+
+    def unload(self, name: str) -> None:
+        """Requests that run keep it until they end. Raises LookupError for a name that is not
+        loaded."""
+        with self._held() as served:
+            left = {other: each for other, each in served.items() if other != name}
+            if len(left) == len(served):
+                raise LookupError(name)
+            self._in_force.write(left)
+            in_all(self._running(), partial(_keep_if_possible, left))
+
+    def settle(self, engine: EngineClient, joined: Callable[[], None] = lambda: None) -> None:
+        """Brings an engine that has connected to what is served: a front may have ended in the
+        middle of a change. joined: called before the next change."""
+        with self._held() as served:
+            _keep_if_possible(served, engine)
+            joined()
+
+    @contextmanager
+    def _held(self) -> Iterator[ServedAdapters]:
+        try:
+            with self._in_force.held() as served:
+                yield served or {}
+        except OSError as error:
+            raise RuntimeError(f"adapters are not changed: {error}") from error
+
+
+def _stage(wanted: ServedAdapter, root: str, engine: EngineClient) -> dict[str, Any]:
+    return engine.swap_step("stage_adapter", wanted.name, wanted.folder, root)
+
+
+def _keep(served: ServedAdapters, engine: EngineClient) -> dict[str, Any]:
+    entries = [[each.name, each.folder, each.content_hash] for each in served.values()]
+    return engine.swap_step("keep_adapters", entries)
+
+
+def _keep_if_possible(served: ServedAdapters, engine: EngineClient) -> None:
+    try:
+        _keep(served, engine)
+    except (RuntimeError, ValueError) as error:
+        if engine.is_running:  # otherwise it reads what is served when it is started again
+            logger.error("an engine may have other adapters than the others: %s", error)
