@@ -279,7 +279,7 @@ class EngineProcess:
         self._port.set_pause(None)
         return {}
 
-    def _update_shared(self, shared: Mapping[str, Any], *options: str) -> dict[str, Any]:
+    def _update_shared(self, shared: Mapping[str, Any], *options: Any) -> dict[str, Any]:
         from tllm_spec.shared_tensors import SharedTensors
 
         return self._update.update(SharedTensors(**shared).tensors(), *options)
