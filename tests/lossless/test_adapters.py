@@ -30,7 +30,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "in turn": {"disable_overlap_scheduler": True},
     "chunks": {"enable_chunked_prefill": True, "max_num_tokens": 170},
     "preemption": {
-        "kv_cache_config": {"tokens_per_block": 4, "max_tokens": 120},
+        "kv_cache_config": {"tokens_per_block": 4, "max_tokens": 96},
         "scheduler_config": PREEMPTS,
     },
     "one slot": {"lora_config": LORA | {"max_loras": 1}},
