@@ -36,6 +36,7 @@ from tllm_spec.executor.resources.kv_cache import ROUNDS_AHEAD
 from tllm_spec.executor.speculative.draft_length.adaptive import rows_with_contexts
 from tllm_spec.executor.speculative.modes import draft_plan_of
 from tllm_spec.grammar.guided_decoding import compiler_name
+from tllm_spec.lora_request import name_of_version
 from tllm_spec.models.registry import model_config
 from tllm_spec.outputs import SpeculativeStats
 from tllm_spec.progress import progress
@@ -113,6 +114,8 @@ def replay(
     requests = [request_of(number, each, built.limits) for number, each in enumerate(records)]
     built.executor.enter_thread()
     engine = built.executor.parts.runner.engine
+    if isinstance(engine, ReplayedEngine) and _use_adapters(built, requests, records, states):
+        simulated.append("some requests had a LoRA adapter that lora_dir does not have")
     if not isinstance(engine, ReplayedEngine):
         run_to_end(built, requests, "replay")
     else:
@@ -139,6 +142,27 @@ def run_to_end(built: BuiltExecutor, requests: Sequence[LlmRequest], title: str 
     for request in requests:
         if request.error is not None:
             raise ValueError(f"a recorded request cannot be replayed: {request.error}")
+
+
+def _use_adapters(
+    built: BuiltExecutor,
+    requests: Sequence[LlmRequest],
+    records: Sequence[TrafficRecord],
+    states: Mapping[str, Path],
+) -> bool:
+    """Gives the requests their adapters, with which a target's hidden states are read. Returns
+    whether some are not loaded, and the states were not recorded."""
+    slots = built.executor.parts.adapters
+    infos = () if slots is None else slots.infos.values()
+    loaded, are_missing = {info.version for info in infos}, False
+    for request, record in zip(requests, records, strict=True):
+        if record.adapter is None:
+            continue
+        if record.adapter in loaded:
+            request.adapter = name_of_version(record.adapter)
+        else:
+            are_missing |= record.id not in states
+    return are_missing
 
 
 def _find_states(
@@ -224,7 +248,12 @@ def _target_of(args: LlmArgs) -> Iterator[LlmArgs]:
         }
         (Path(folder) / "config.json").write_text(json.dumps(STAND_IN | own))
         yield args.model_copy(
-            update={"model": folder, "load_format": "dummy", "deterministic": False}
+            update={
+                "model": folder,
+                "load_format": "dummy",
+                "deterministic": False,
+                "lora_config": None,
+            }
         )
 
 
