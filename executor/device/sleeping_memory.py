@@ -141,7 +141,7 @@ class SleepingMemory:
 
     @property
     def kept_bytes(self) -> int:
-        """Of host memory that keeps what sleeping tags had."""
+        """Host memory that keeps what sleeping tags had."""
         return sum(each.bytes.nbytes for kept in self._kept.values() for each in kept)
 
     def take(self, tag: str, num_bytes: int) -> torch.Tensor:

@@ -59,7 +59,7 @@ def expected(model: str) -> str:
 
 def check_sleep(served: "Served", choices: Any) -> None:
     ask, is_sleeping = served.ask, partial(served.client.get, "/is_sleeping")
-    for path in ("/sleep", "/wake_up"):
+    for path in ("/pause", "/resume", "/sleep", "/wake_up"):
         assert ask(path, OTHER_KEY).status_code == 403
     assert ask("/sleep?level=1").json()["memory"]["freed_bytes"] > 0
     with ThreadPoolExecutor(1) as thread:
