@@ -18,14 +18,13 @@ from tllm_spec.attention.choice import backend_name
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.distributed.communicator import SINGLE, Communicator
 from tllm_spec.executor.building.draft_backend import check_draft_backend
-from tllm_spec.executor.building.engines import (
-    Engines,
-    build_engines,
+from tllm_spec.executor.building.engines import Engines, build_engines
+from tllm_spec.executor.building.plan import BuildPlan
+from tllm_spec.executor.building.replaceable import (
     replaceable_target,
     replaceable_weights,
     sleep_of,
 )
-from tllm_spec.executor.building.plan import BuildPlan
 from tllm_spec.executor.building.rounds import (
     capture_graphs,
     graph_sizes,

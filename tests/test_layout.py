@@ -20,10 +20,10 @@ LINKED = ("executor", "kernels")
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60
 # Functions of the product, and their files, that one `LLM.generate` runs through.
-MAX_WALKS = {"plain": (299, 48), "EAGLE-3": (344, 56), "EAGLE-3 tree + SA": (382, 63)}
+MAX_WALKS = {"plain": (301, 48), "EAGLE-3": (346, 56), "EAGLE-3 tree + SA": (384, 63)}
 # Of the product; lines of code are those without blank lines, comments and docstrings.
-MAX_COUNTS = {"files": 317, "classes": 688, "lines": 73_304, "lines of code": 51_793}
-MAX_TEST_LINES = 78_934
+MAX_COUNTS = {"files": 339, "classes": 752, "lines": 78_808, "lines of code": 55_922}
+MAX_TEST_LINES = 82_821
 MIN_DOCUMENTED = 0.78  # of the product's public functions: those with a docstring; it only rises
 MAX_FRAMES, MAX_FRAME_FILES = 7, 5  # from `PyExecutor.step` to the target's forward
 # The worker's main and calls of users' programs: only these may turn any fault into an answer.

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import count
@@ -14,13 +15,14 @@ from numbers import Integral
 from typing import Any, NamedTuple
 
 from tllm_spec.config.llm_args import LlmArgs
-from tllm_spec.config.option_checks import check_text, shown
+from tllm_spec.config.neighbours import Ignored
+from tllm_spec.config.option_checks import check_text, refusals, shown
 from tllm_spec.executor.request import DecodingRules, LlmRequest, StopOptions, samples_of
 from tllm_spec.executor.request_wire import RequestLimits
 from tllm_spec.grammar.guided_decoding import GrammarSource
 from tllm_spec.grammar.thinking_budget import TextRules
 from tllm_spec.grammars import ReasoningRules, end_ids_of
-from tllm_spec.request_errors import ContextLengthExceeded
+from tllm_spec.request_errors import ContextLengthExceeded, RequestError
 from tllm_spec.request_handle import RequestHandle
 from tllm_spec.sampling_params import DEFAULT_OPTIONS, RequestOptions, SamplingParams
 from tllm_spec.text.chat_prompt import ChatPrompts, Conversation
@@ -287,3 +289,39 @@ def _sample_seed(seed: int, index: int) -> int:
     from the golden ratio, spreads small indices over 64 bits."""
     mixed = (seed + index * 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
     return mixed - (1 << 64) if mixed >= 1 << 63 else mixed
+
+
+def refuse_not_served(
+    arguments: Mapping[str, Any], known: Ignored, function: str = "generate"
+) -> None:
+    """Raises TypeError for an unknown argument, and ValueError for one that is not served and has a
+    value. A list of None, one for each prompt, counts as None."""
+    if unknown := arguments.keys() - known.keys():
+        raise TypeError(f"{function}() got an unexpected keyword argument {min(unknown)!r}")
+    given = {
+        name: value
+        for name, value in arguments.items()
+        if not isinstance(value, (list, tuple)) or any(each is not None for each in value)
+    }
+    if refused := refusals(given, known):
+        raise ValueError("\n".join(refused.values()))
+
+
+@contextmanager
+def mistakes_as_request_errors() -> Iterator[None]:
+    """A ValueError becomes a RequestError."""
+    try:
+        yield
+    except RequestError:
+        raise
+    except ValueError as error:
+        raise RequestError(str(error)) from error
+
+
+def one_each(name: str, value: Any, number: int) -> list[Any]:
+    """The same value for all prompts, or the caller's list of them."""
+    if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
+        return [value] * number
+    if len(value) != number:
+        raise ValueError(f"{name} has {len(value)} entries for {number} prompts")
+    return list(value)

@@ -7,17 +7,15 @@ import logging
 import os
 import secrets
 import socket
-import time
 import weakref
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
 
 from tllm_spec.adapter_loading import AdapterLoading
 from tllm_spec.config.engine_config import NO_KV_EVENTS
 from tllm_spec.config.llm_args import LlmArgs
-from tllm_spec.config.neighbours import CHAT_IGNORED, GENERATE_IGNORED, Ignored
-from tllm_spec.config.option_checks import LogprobsMode, refusals
+from tllm_spec.config.neighbours import CHAT_IGNORED, GENERATE_IGNORED
+from tllm_spec.config.option_checks import LogprobsMode
 from tllm_spec.distributed.communicator import Communicator
 from tllm_spec.draft_swap import DraftSwap
 from tllm_spec.executor.request import Response
@@ -25,12 +23,19 @@ from tllm_spec.executor.request_queue import RequestQueue
 from tllm_spec.executor.weight_swap import Part
 from tllm_spec.executor.worker import Worker
 from tllm_spec.grammars import Grammars
-from tllm_spec.intake import Intake, Params, Prompt, is_single
+from tllm_spec.intake import (
+    Intake,
+    Params,
+    Prompt,
+    is_single,
+    mistakes_as_request_errors,
+    one_each,
+    refuse_not_served,
+)
 from tllm_spec.lora_request import AdapterInfo, LoRARequest
 from tllm_spec.models.automatic import with_drafter
 from tllm_spec.models.registry import model_config
 from tllm_spec.outputs import RequestOutput
-from tllm_spec.progress import progress
 from tllm_spec.ranks import build_together, join_ranks
 from tllm_spec.request_errors import (
     PAUSE_MODES,
@@ -39,7 +44,7 @@ from tllm_spec.request_errors import (
     PauseMode,
     RequestError,
 )
-from tllm_spec.request_handle import RequestHandle, Results
+from tllm_spec.request_handle import RequestHandle, Results, wait_for_all
 from tllm_spec.sampling_params import RequestOptions, SamplingParams, SpeculationParams
 from tllm_spec.server_info import server_info
 from tllm_spec.shared_tensors import SharedTensors
@@ -115,7 +120,7 @@ class LLM:
         loaded at its first use.
 
         TensorRT-LLM's `disaggregated_params` and so on must be None."""
-        _refuse_not_served(not_served, GENERATE_IGNORED)
+        refuse_not_served(not_served, GENERATE_IGNORED)
         is_one = is_single(inputs)
         prompts = [cast(Prompt, inputs)] if is_one else list(cast(Sequence[Prompt], inputs))
         given = {
@@ -124,7 +129,7 @@ class LLM:
             "cache_salt": cache_salt,
             "lora_request": lora_request,
         }
-        columns = [_one_each(name, value, len(prompts)) for name, value in given.items()]
+        columns = [one_each(name, value, len(prompts)) for name, value in given.items()]
         submit = self.generate_async if is_one else self._submit_or_explain
         results: list[RequestHandle] = []
         try:
@@ -138,7 +143,7 @@ class LLM:
                 return output
             if not use_tqdm:
                 return [result.result() for result in results]
-            return _shown(results)
+            return wait_for_all(results)
         finally:  # Ctrl-C or an error may have ended the wait for them
             for result in results:
                 result.abort()
@@ -162,7 +167,7 @@ class LLM:
         text. The rest is as with `generate`.
 
         Raises RequestError for messages that the template does not accept or leaves out."""
-        _refuse_not_served(not_served, CHAT_IGNORED, "chat")
+        refuse_not_served(not_served, CHAT_IGNORED, "chat")
 
         def prompt(each: Any) -> Conversation:
             return Conversation(each, chat_template_kwargs or {}, add_generation_prompt, tools)
@@ -204,9 +209,9 @@ class LLM:
 
         Raises RequestError, which is a ValueError, for a prompt or parameters that this model
         cannot serve, RuntimeError after shutdown or when the executor has died."""
-        _refuse_not_served(not_served, GENERATE_IGNORED)
+        refuse_not_served(not_served, GENERATE_IGNORED)
         self._check_alive()
-        with _mistakes_as_request_errors():
+        with mistakes_as_request_errors():
             options = RequestOptions(
                 streaming=streaming,
                 priority=priority,
@@ -222,7 +227,7 @@ class LLM:
         self._check_alive()
         if self.pause_mode in REFUSING_MODES:
             raise EnginePaused
-        with _mistakes_as_request_errors():
+        with mistakes_as_request_errors():
             submission = self._intake.submission(inputs, params, options)
         ids = [each.request_id for each in submission.requests]
 
@@ -269,15 +274,15 @@ class LLM:
         )
         given = ([each] if is_single(each) else each for each in (prompts, completions))
         befores, owns = cast("Iterator[Sequence[Prompt]]", given)
-        pairs = [*zip(befores, _one_each("completions", owns, len(befores)), strict=True)]
+        pairs = [*zip(befores, one_each("completions", owns, len(befores)), strict=True)]
         found = [self._start_scoring(*pair, params) for pair in pairs]
-        return [_scores(handle.result(), first) for handle, first in found]
+        return [handle.result().prompt_values(first) for handle, first in found]
 
     def _start_scoring(
         self, prompt: Prompt, completion: Prompt, params: SamplingParams
     ) -> tuple[RequestHandle, int]:
         """The request that reads both, and the completion's first token."""
-        with _mistakes_as_request_errors():
+        with mistakes_as_request_errors():
             before = self._intake.token_ids(prompt, add_special_tokens=True)
             own = self._intake.token_ids(completion, add_special_tokens=False)
         options = RequestOptions(scored_from=len(before), store=False)
@@ -489,58 +494,3 @@ def _end(worker: Worker, queue: RequestQueue, results: Results, communicator: Co
         queue.cancel(request_id)
     worker.stop()
     communicator.close()
-
-
-def _shown(results: Sequence[RequestHandle]) -> list[RequestOutput]:
-    """Waits for all of them, with a bar."""
-    outputs, num_tokens, start = list[RequestOutput](), 0, time.monotonic()
-    with progress("Processed requests", len(results), "requests") as bar:
-        for result in results:
-            outputs.append(result.result())
-            num_tokens += sum(each.length for each in outputs[-1].outputs)
-            speed = num_tokens / (time.monotonic() - start)
-            bar.advance(note=f"{speed:.0f} tokens/s")
-    return outputs
-
-
-def _scores(output: RequestOutput, first: int) -> list[float]:
-    """The values of the prompt's tokens from `first` on."""
-    if output.error is not None:
-        raise RequestError(output.error)
-    entries = output.outputs[0].prompt_logprobs[first:]
-    return [next(iter(entry.values())).logprob for entry in entries if entry]
-
-
-def _refuse_not_served(
-    arguments: Mapping[str, Any], known: Ignored, function: str = "generate"
-) -> None:
-    """Raises TypeError for an unknown argument, and ValueError for one that is not served and has a
-    value. A list of None, one for each prompt, counts as None."""
-    if unknown := arguments.keys() - known.keys():
-        raise TypeError(f"{function}() got an unexpected keyword argument {min(unknown)!r}")
-    given = {
-        name: value
-        for name, value in arguments.items()
-        if not isinstance(value, (list, tuple)) or any(each is not None for each in value)
-    }
-    if refused := refusals(given, known):
-        raise ValueError("\n".join(refused.values()))
-
-
-@contextmanager
-def _mistakes_as_request_errors() -> Iterator[None]:
-    try:
-        yield
-    except RequestError:
-        raise
-    except ValueError as error:
-        raise RequestError(str(error)) from error
-
-
-def _one_each(name: str, value: Any, number: int) -> list[Any]:
-    """The same value for all prompts, or the caller's list of them."""
-    if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
-        return [value] * number
-    if len(value) != number:
-        raise ValueError(f"{name} has {len(value)} entries for {number} prompts")
-    return list(value)

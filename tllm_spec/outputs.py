@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise, zip_longest
 from typing import Literal, NamedTuple
 
+from tllm_spec.request_errors import RequestError
+
 FinishReason = Literal["stop", "length", "timeout", "cancelled", "error"]
 
 
@@ -243,3 +245,11 @@ class RequestOutput:
         figures = [each.speculative_decoding for each in self.outputs]
         known = [each for each in figures if each is not None]
         return sum(known, SpeculativeStats()) if known else None
+
+    def prompt_values(self, first: int) -> list[float]:
+        """The prompt's log probabilities, or logits, from its token `first` on. Raises RequestError
+        if the request failed."""
+        if self.error is not None:
+            raise RequestError(self.error)
+        entries = self.outputs[0].prompt_logprobs[first:]
+        return [next(iter(entry.values())).logprob for entry in entries if entry]

@@ -13,6 +13,7 @@ from typing import cast
 
 from tllm_spec.executor.request import Response
 from tllm_spec.outputs import CompletionOutput, FinishReason, Logprob, RequestMetrics, RequestOutput
+from tllm_spec.progress import progress
 from tllm_spec.sampling_params import SamplingParams
 from tllm_spec.text.stop_strings import StreamedText
 from tllm_spec.text.tokenizer import IncrementalDetokenizer, Tokenizer
@@ -274,3 +275,15 @@ def _wake(waiter: asyncio.Future[None]) -> None:
 def _set(waiter: asyncio.Future[None]) -> None:
     if not waiter.done():
         waiter.set_result(None)
+
+
+def wait_for_all(results: Sequence[RequestHandle]) -> list[RequestOutput]:
+    """Waits for all of them, with a bar."""
+    outputs, num_tokens, start = list[RequestOutput](), 0, monotonic()
+    with progress("Processed requests", len(results), "requests") as bar:
+        for result in results:
+            outputs.append(result.result())
+            num_tokens += sum(each.length for each in outputs[-1].outputs)
+            speed = num_tokens / (monotonic() - start)
+            bar.advance(note=f"{speed:.0f} tokens/s")
+    return outputs

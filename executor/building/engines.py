@@ -22,9 +22,8 @@ from tllm_spec.executor.building.draft_backend import check_pool, load_head_netw
 from tllm_spec.executor.building.kv_formats import check_kv_cache, draft_format, target_format
 from tllm_spec.executor.building.memory import check_free_memory, reserved_bytes
 from tllm_spec.executor.building.plan import BuildPlan
-from tllm_spec.executor.device.device_choice import on_device, pick_dtype
+from tllm_spec.executor.device.device_choice import pick_dtype
 from tllm_spec.executor.device.transfer import HostCopies
-from tllm_spec.executor.draft_weights import DraftWeights
 from tllm_spec.executor.engine.memory_plan import (
     DUMMY_PAGES,
     GroupPlan,
@@ -43,7 +42,7 @@ from tllm_spec.executor.resources.host_pages import HostPages
 from tllm_spec.executor.resources.interface import BlockTable, PageGroup, Snapshots
 from tllm_spec.executor.resources.kv_cache import KVCacheManager, KVGroup
 from tllm_spec.executor.resources.paged_cache import PagedCache
-from tllm_spec.executor.sleep import DRAFT, KV, TARGET, Sleep
+from tllm_spec.executor.sleep import DRAFT, KV, TARGET
 from tllm_spec.executor.speculative.drafting.draft_net import (
     DraftNet,
     ExternalHeadNet,
@@ -52,22 +51,18 @@ from tllm_spec.executor.speculative.drafting.draft_net import (
 from tllm_spec.executor.speculative.drafting.heads import DraftPlan, draft_folder
 from tllm_spec.executor.speculative.drafting.loaded_draft import (
     LoadedDraft,
-    check_draft,
     keep_tokens,
     load_head,
 )
 from tllm_spec.executor.speculative.drafting.model_drafter import DraftKVManager
-from tllm_spec.executor.target_weights import TargetWeights
-from tllm_spec.executor.weight_swap import Part, tensors_of
+from tllm_spec.executor.weight_swap import tensors_of
 from tllm_spec.kernels.attention.visible_keys import KeySpan
-from tllm_spec.models.checkpoint import checkpoint_names
 from tllm_spec.models.draft_head import HeadSource
 from tllm_spec.models.gemma4_assistant import Gemma4Assistant
 from tllm_spec.models.llama import CausalLM
 from tllm_spec.models.mtp import NextnModules
 from tllm_spec.models.registry import LoadFormat, load_model, model_config
 from tllm_spec.models.token_map import DraftTokens
-from tllm_spec.text.tokenizer import Tokenizer
 from tllm_spec.zoo.registry import resolve_model
 
 logger = logging.getLogger(__name__)
@@ -107,7 +102,7 @@ def build_engines(plan: BuildPlan, tokens: DraftTokens | None) -> Engines:
     adapters = _adapter_slots(plan, target)
     logger.info("weights took %.1f s", monotonic() - start)
     _place(plan, TARGET, target)
-    _place(plan, DRAFT, _weights_of(draft))
+    _place(plan, DRAFT, weights_of(draft))
     plan.begin("memory")
     recorded = _recorded_states(plan, target, draft)
     models: list[ServedModel] = [target, *([draft.model] if draft else [])]
@@ -377,7 +372,7 @@ def _recurrent_memory(plan: BuildPlan, target: CausalLM) -> RecurrentMemory | No
     return memory
 
 
-def _weights_of(draft: LoadedDraft | None) -> object:
+def weights_of(draft: LoadedDraft | None) -> object:
     """Those in torch; None: there are none."""
     return None if draft is None or isinstance(draft.model, ExternalDraft) else draft.model
 
@@ -443,75 +438,3 @@ def _manager(
     )
     groups = [KVGroup(own.pools, own.rows.table) for own in memory]
     return kind(cache, groups, plan.span_room, **options)
-
-
-# Which weights of an engine can be replaced while it runs.
-
-
-def replaceable_weights(
-    plan: BuildPlan, engines: Engines, tokenizer: Tokenizer | None
-) -> DraftWeights | None:
-    """tokenizer: the target's. Returns None where the weights cannot be replaced: there are none,
-    they are the target's, or they are outside torch."""
-    draft, target = engines.draft, engines.target.model
-    if draft is None or draft.plan.path is None or draft.plan.backend != "torch":
-        return None
-    of_draft = draft.plan
-
-    def load(folder: str) -> Any:
-        new = of_draft.from_folder(folder)
-        tokens = check_draft(new, tokenizer, plan.config)
-        with on_device(plan.device):
-            return load_draft(plan.staged(), target, new, tokens).model
-
-    manager = engines.draft_kv or engines.kv
-    return DraftWeights(load, draft.model, manager.cache, draft.plan.path, plan.communicator)
-
-
-def replaceable_target(
-    plan: BuildPlan, engines: Engines, tokens: DraftTokens | None
-) -> TargetWeights | None:
-    """tokens: that are drafted; None: all. MTP modules of the target's checkpoint are replaced with
-    it. Other heads keep their weights, and what they borrow is replaced in place. None where a head
-    has copies of the target's tensors."""
-    draft, target = engines.draft, engines.target.model
-    head = draft if draft is not None and draft.plan.is_head else None
-    has_modules = head is not None and head.plan.path is None
-    if head is not None and (
-        head.plan.backend != "torch" or (tokens is not None and not has_modules)
-    ):
-        return None
-
-    def load(folder: str, part: Part) -> list[Any]:
-        updated = plan.staged(folder)
-        with on_device(plan.device):
-            new = target if part == "draft" else load_target(updated)
-            if head is None or not has_modules:
-                return [new]
-            if part == "target" and not _writes_modules(folder, new):
-                return [new, head.model]
-            return [new, load_draft(updated, new, head.plan, tokens).model]
-
-    models: list[Any] = [target, head.model] if head is not None and has_modules else [target]
-    caches = [engines.kv.cache, *([engines.draft_kv.cache] if engines.draft_kv else [])]
-    logger.info(
-        "an update of the weights takes %d MiB of host memory while it is staged",
-        sum(each.nbytes for model in models for each in model.parameters()) >> 20,
-    )
-    return TargetWeights(load, models, caches, plan.args.model, plan.communicator)
-
-
-def sleep_of(plan: BuildPlan, engines: Engines) -> Sleep:
-    target = engines.target
-    placed = {TARGET: target.model, DRAFT: _weights_of(engines.draft), KV: target.attention.memory}
-    caches = [engines.kv.cache, *([engines.draft_kv.cache] if engines.draft_kv else [])]
-    return Sleep(plan.memory, placed, caches)
-
-
-def _writes_modules(folder: str, target: CausalLM) -> bool:
-    """Whether the checkpoint has MTP modules: those that train a target may write none."""
-    prefix = target.nextn_prefix(target.config.num_layers)
-    if any(name.startswith(prefix) for name in checkpoint_names(resolve_model(folder))):
-        return True
-    logger.warning("%s has no MTP modules: those of the checkpoint before stay", folder)
-    return False

@@ -9,10 +9,9 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from fastapi import FastAPI, Query, Request
+from fastapi import FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -20,7 +19,6 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from tllm_spec.chat_formats.pieces import PlainText
 from tllm_spec.intake import max_model_len
 from tllm_spec.outputs import RequestOutput
-from tllm_spec.request_errors import PauseMode
 from tllm_spec.request_handle import RequestHandle
 from tllm_spec.sampling_params import DEFAULT_OPTIONS, SamplingParams
 from tllm_spec.server import messages_api, responses_api
@@ -38,7 +36,7 @@ from tllm_spec.server.blocks import BlockAnswer
 from tllm_spec.server.bodies import StrictBodyRoute, made_of_body
 from tllm_spec.server.chat_answer import AnswerFormats, ChatAnswer, ParsedText
 from tllm_spec.server.chat_message import NamedChoice
-from tllm_spec.server.guard import CLIENT_CLOSED_REQUEST, Guard, check_key, folder_below
+from tllm_spec.server.guard import CLIENT_CLOSED_REQUEST, Guard
 from tllm_spec.server.histograms import Histograms, perf_record
 from tllm_spec.server.messages_api import CountTokensRequest, MessageAnswer, MessagesRequest
 from tllm_spec.server.metrics import EngineMetrics
@@ -49,13 +47,9 @@ from tllm_spec.server.protocol import (
     ClientRequest,
     CompletionRequest,
     DetokenizeRequest,
-    DraftModelRequest,
-    FolderUpdateRequest,
     GenerationRequest,
     StreamOptions,
-    TensorUpdateRequest,
     TokenizeRequest,
-    WeightUpdateRequest,
 )
 from tllm_spec.server.refusals import MESSAGES_PATH, RequestRefused, add_error_handlers
 from tllm_spec.server.replicas import Engine
@@ -69,6 +63,7 @@ from tllm_spec.server.streaming import (
     unless_disconnected,
 )
 from tllm_spec.server.traces import Traces
+from tllm_spec.server.weight_routes import WeightRoutes
 from tllm_spec.text.chat_prompt import ChatPrompts
 from tllm_spec.text.reasoning import Section
 from tllm_spec.version import __version__
@@ -146,17 +141,7 @@ class OpenAIServer:
         post(f"{MESSAGES_PATH}/count_tokens", self.count_tokens)
         post("/tokenize", self.tokenize)
         post("/detokenize", self.detokenize)
-        if self._options.draft_model_root is not None:
-            post("/v1/draft_model", self.swap_draft_weights)
-        if self._options.allow_weight_updates:
-            post("/pause", self.pause)
-            post("/resume", self.resume)
-            get("/is_paused", self.is_paused)
-            post("/sleep", self.sleep)
-            post("/wake_up", self.wake_up)
-            get("/is_sleeping", self.is_sleeping)
-            post("/update_weights_from_disk", self.update_from_folder)
-            post("/update_weights_from_tensor", self.update_from_tensors)
+        WeightRoutes(self._llm, self._options).add_to(app)
         has_key = self._options.api_key is not None
         pages = Pages(self._llm, self._models.name, self._histograms, has_key)
         pages.add_to(app)
@@ -334,76 +319,6 @@ class OpenAIServer:
             tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
         return {"prompt": text}
-
-    def swap_draft_weights(self, body: DraftModelRequest, request: Request) -> dict[str, Any]:
-        """`/v1/draft_model`, for the operator's key only: waits until the weights are served. Not
-        async: it runs in a thread."""
-        check_key(request, self._options.draft_model_key, "swap draft weights")
-        with bad_request(), engine_running():
-            root = Path(self._options.draft_model_root or "")
-            folder = folder_below(root, body.folder, "folder", "--draft_model_root")
-            told = self._llm.load_draft_weights(
-                str(folder), keep_cache=body.keep_cache, force=body.force
-            )
-        return told | {"folder": body.folder}
-
-    def pause(self, request: Request, mode: PauseMode = "abort") -> dict[str, Any]:
-        """`/pause`, for the operator's key only: waits until no round runs, in a thread."""
-        check_key(request, self._options.weights_key, "pause the engine")
-        with bad_request(), engine_running():
-            self._llm.pause(mode)
-        return self.is_paused()
-
-    def resume(self, request: Request) -> dict[str, Any]:
-        """`/resume`, likewise."""
-        check_key(request, self._options.weights_key, "resume the engine")
-        with engine_running():
-            self._llm.resume()
-        return self.is_paused()
-
-    def is_paused(self) -> dict[str, Any]:
-        """Whether no rounds run before `/resume`."""
-        return {"is_paused": self._llm.pause_mode is not None}
-
-    def update_from_folder(self, body: FolderUpdateRequest, request: Request) -> dict[str, Any]:
-        """`/update_weights_from_disk`, likewise: waits until the weights are served."""
-        path = Path(self._options.weights_root or ""), body.model_path
-        find = partial(folder_below, *path, "model_path", "--weights_root")
-        return self._update(body, request, lambda: str(find()), f"weights of {body.model_path}")
-
-    def update_from_tensors(self, body: TensorUpdateRequest, request: Request) -> dict[str, Any]:
-        """`/update_weights_from_tensor`, likewise."""
-        return self._update(body, request, lambda: body, f"{len(body.named_tensors)} tensors")
-
-    def _update(
-        self, body: WeightUpdateRequest, request: Request, source: Callable[[], Any], what: str
-    ) -> dict[str, Any]:
-        check_key(request, self._options.weights_key, "update weights")
-        with bad_request(), engine_running():
-            own = body.weight_version, body.part, body.running
-            told = self._llm.update_weights(source(), *own)
-        done = {"success": True, "message": f"{what} are served"}
-        return done | {"weight_version": told.pop("version"), **told}
-
-    def sleep(self, request: Request, level: int = 1) -> dict[str, Any]:
-        """`/sleep`, likewise: waits until the memory is free."""
-        check_key(request, self._options.weights_key, "let the engine sleep")
-        with bad_request(), engine_running():
-            return {"is_sleeping": True, "memory": self._llm.sleep(level)}
-
-    def wake_up(
-        self, request: Request, tags: Annotated[list[str] | None, Query()] = None
-    ) -> dict[str, Any]:
-        """`/wake_up`, likewise. tags: each may name several, with commas."""
-        check_key(request, self._options.weights_key, "wake the engine")
-        wanted = None if tags is None else [tag for each in tags for tag in each.split(",")]
-        with bad_request(), engine_running():
-            return {"memory": self._llm.wake_up(wanted)} | self.is_sleeping()
-
-    def is_sleeping(self) -> dict[str, Any]:
-        """Whether something is asleep. Runs in a thread, as `server_info`."""
-        with engine_running():
-            return {"is_sleeping": self._llm.is_sleeping}
 
     async def _params_of(
         self,

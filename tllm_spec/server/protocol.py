@@ -26,7 +26,6 @@ from tllm_spec.server.chat_message import (
     choice_mistakes,
 )
 from tllm_spec.server.guard import digest, kept_name
-from tllm_spec.shared_tensors import SharedTensors
 from tllm_spec.text.chat_prompt import Conversation
 
 # The options of a body that say what its text must match: OpenAI's `response_format`, vLLM's
@@ -462,37 +461,6 @@ class DetokenizeRequest(BodyModel):
 
     model: str | None = None
     tokens: list[Annotated[int, Field(ge=0)]]
-
-
-class DraftModelRequest(BodyModel):
-    """Body of `/v1/draft_model`. folder: below `--draft_model_root`. keep_cache: cached prefixes
-    of the old weights go on being reused. force: also if recorded traffic shows that it is worse.
-    """
-
-    folder: str
-    keep_cache: bool = False
-    force: bool = False
-
-
-class WeightUpdateRequest(BodyModel):
-    """What bodies of updates have, as SGLang's. part, running: as of `LLM.update_weights`."""
-
-    weight_version: str | None = None
-    part: Literal["target", "draft", "all"] = "target"
-    running: Literal["retract", "keep"] = "retract"
-    flush_cache: Literal[True] = True
-    abort_all_requests: Literal[False] = False
-
-
-class FolderUpdateRequest(WeightUpdateRequest):
-    """Body of `/update_weights_from_disk`. model_path: below `--weights_root`."""
-
-    model_path: str
-    load_format: Literal["auto"] | None = None
-
-
-class TensorUpdateRequest(WeightUpdateRequest, SharedTensors):
-    """Body of `/update_weights_from_tensor`."""
 
 
 def _conversation(
