@@ -147,8 +147,8 @@ def test_each_family_with_an_adapter_equals_the_merged_model(name: str, tmp_path
     family.save(tmp_path / "base")
     tables = with_tables(model := load(tmp_path / "base"), family.targets)
     shapes = linear_shapes(load_file(tmp_path / "base/model.safetensors"), *family.modules)
-    homes = {name.removesuffix(".weight") for name in weight_table(model)}
-    pairs = random_pairs({name: shape for name, shape in shapes.items() if name in homes})
+    known = {name.removesuffix(".weight") for name in weight_table(model)}
+    pairs = random_pairs({name: shape for name, shape in shapes.items() if name in known})
     put(tables, 1, write_adapter(tmp_path / "adapter", pairs))
     found, without = logits(model, tables, [-1, 1]), logits(model, tables, [-1, -1])
     tables.rows.is_active = False

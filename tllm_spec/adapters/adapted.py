@@ -76,7 +76,7 @@ class AdapterRows:
 
 
 @dataclass(frozen=True)
-class Home:
+class PairSlot:
     """Where the adapters of one module of the checkpoint go. The module has the `outputs` of the
     layer, which are its part `index`. expert: among those that take adapters."""
 
@@ -176,7 +176,7 @@ class AdaptedWeight(WeightFormat):
 
     def reserve(
         self, takes: Callable[[str], bool], num_slots: int, step: int, model: CausalLM
-    ) -> Iterator[tuple[str, Home]]:
+    ) -> Iterator[tuple[str, PairSlot]]:
         """Makes the tensors of all slots, of ranks up to `step`, if the layer has a module that
         takes adapters. Yields such modules."""
         features, inputs = self._shape
@@ -197,11 +197,11 @@ class AdaptedWeight(WeightFormat):
             )
         for name, (_, part) in self.places.items():
             if takes(name) and name not in own:
-                yield name, Home(self, part, None)
+                yield name, PairSlot(self, part, None)
             elif takes(name):
                 expert, outputs = own[name]
                 index = firsts.index(outputs.start)
-                yield name, Home(self, part, outputs, index, expert - self.experts.start)
+                yield name, PairSlot(self, part, outputs, index, expert - self.experts.start)
 
 
 def split(rows: Rows, features: int) -> tuple[int, slice]:
@@ -354,7 +354,9 @@ class AdapterTables:
                 form.places = form.places or {path: (slice(None), Part(form.shape))}
         self._known = {name for layer in layers for name in layer.places}
         own = num_slots, padded_rank(max_rank), model
-        self._homes = dict(each for layer in layers for each in layer.reserve(self._takes, *own))
+        self._pair_slots = dict(
+            each for layer in layers for each in layer.reserve(self._takes, *own)
+        )
         self._layers = [layer for layer in layers if layer.weights is not None]
         self._copies = [copy for each in self._latents for copy in each.reserve()]
 
@@ -417,8 +419,8 @@ class AdapterTables:
             if len(pair.a) == number:
                 return f"has {found[0]} outputs and inputs: which are which is not known"
             return f"has matrices of {len(pair.a)} experts, the model has {number}"
-        if (home := self._homes.get(name)) is not None:
-            expected, most = home.part.shape, torch.finfo(self._model.dtype).max
+        if (pair_slot := self._pair_slots.get(name)) is not None:
+            expected, most = pair_slot.part.shape, torch.finfo(self._model.dtype).max
             if found != expected:
                 return f"is {found}, its layer {expected}"
             is_large = max(pair.a.abs().max(), pair.b.abs().max()) > most
@@ -474,10 +476,10 @@ class AdapterTables:
             assert layer.weights is not None
             ranks[layer] = torch.zeros(len(layer.experts), layer.weights.ranks.shape[1])
         for name, pair in self._single(adapter):
-            home = self._homes[name]
-            if home.outputs is not None:
-                home.load(slot, pair)
-                ranks[home.layer][home.expert, home.index] = len(pair.a)
+            pair_slot = self._pair_slots[name]
+            if pair_slot.outputs is not None:
+                pair_slot.load(slot, pair)
+                ranks[pair_slot.layer][pair_slot.expert, pair_slot.index] = len(pair.a)
         for layer, own in ranks.items():
             layer.ranks(slot).copy_(own)
         for latents in self._latents:
