@@ -448,6 +448,7 @@ class Replicas:
         else:
             await asyncio.to_thread(self.adapters.settle, client, joins)
         _in_thread(self._swaps.settle, client)
+        self._first.set()
 
 
 def _in_thread(function: Callable[..., None], *arguments: Any) -> None:
