@@ -51,7 +51,9 @@ class Script:
         self._tables: dict[tuple[int, int], list[tuple[SampledTokens, torch.Tensor]]] = {}
         self._round = count()
 
-    def replay(self, slots: list[int], shape: DraftShape, is_sampled: bool) -> SampledTokens:
+    def replay(
+        self, slots: list[int], shape: DraftShape, is_sampled: bool, is_adapted: bool
+    ) -> SampledTokens:
         """Instead of `CudaGraphs.replay`."""
         sampled, table = self._result(len(slots), shape.depth)
         return replace(sampled, to_host=ToHost([table]))
@@ -85,7 +87,7 @@ class ScriptedRunner(RoundRunner):
     """A round of windows takes the way of a captured graph, up to the graph itself."""
 
     def __init__(self, sampler: Sampler, script: Script, drafter: Drafter) -> None:
-        engine: Any = None
+        engine: Any = SimpleNamespace(adapters=None, is_adapted=False)
         super().__init__(engine, sampler, drafter)
         graphs: Any = SimpleNamespace(whole=script)
         self.decode.graphs = graphs

@@ -29,9 +29,9 @@ from tests.models.helpers import load
 from tests.models.tiny_dflash import SIZES, DFlashReference, write_tiny_dflash
 from tests.models.tiny_eagle3 import edit_config
 from tllm_spec.kernels.slots.choose_rows import NUM_PROBABILITIES
+from tllm_spec.models.automatic import with_drafter
 from tllm_spec.models.dflash import DFlashConfig, load_dflash_head
 from tllm_spec.models.draft_head import HeadSource
-from tllm_spec.models.draft_kind import with_decoding_type
 
 LAYERS, DRAFT_LEN = (0, 1), 3
 MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
@@ -70,7 +70,7 @@ HEADS: dict[str, dict[str, Any]] = {
 def dflash(head: Path, draft_len: int = DRAFT_LEN, **options: Any) -> dict[str, Any]:
     """The type is what the folder says."""
     own = {"speculative_model": str(head), "max_draft_len": draft_len} | options
-    return with_decoding_type({"speculative_config": own})
+    return with_drafter("", {"speculative_config": own})
 
 
 @pytest.mark.thinned

@@ -201,7 +201,10 @@ def test_the_absorbed_form_equals_the_expanded_form(window: int) -> None:
     absorbed = (problem.reference() @ values.mT).transpose(0, 1)
     for request, entries in enumerate(problem.entries):
         rows = slice(request * window, (request + 1) * window)
-        own_keys, own_values = expand(entries, up, NOPE)
+        part = ExpandedPart(
+            rows, torch.arange(len(entries)), (window,), (len(entries),), True, None
+        )
+        own_keys, own_values = expand(entries, up, NOPE, part, None)
         scores = torch.einsum("whd,lhd->hwl", problem.q[rows], own_keys) * SCALE
         seen = torch.arange(len(entries)) <= torch.arange(-window, 0)[:, None] + len(entries)
         weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)

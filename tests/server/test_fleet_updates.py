@@ -38,7 +38,7 @@ class TargetFleet(Fleet):
         """What each engine answers."""
 
         async def ask(replicas: Replicas) -> list[str]:
-            handles = [each.submit(PROMPT, PARAMS) for each in replicas._engines()]
+            handles = [each.submit(PROMPT, PARAMS) for each in replicas.running_engines()]
             return [(await handle).outputs[0].text for handle in handles]
 
         found: list[str] = self.use(ask)
@@ -118,7 +118,7 @@ def test_several_engines_pause_and_sleep_together(fleet: TargetFleet) -> None:
         texts = [(await replicas.submit(PROMPT, PARAMS)).outputs[0].text]
         await asyncio.to_thread(replicas.sleep, 1)
         assert await asyncio.to_thread(lambda: replicas.is_sleeping)
-        waiting = [each.submit(PROMPT, PARAMS) for each in replicas._engines()]
+        waiting = [each.submit(PROMPT, PARAMS) for each in replicas.running_engines()]
         await asyncio.to_thread(replicas.pause, "keep")
         await asyncio.to_thread(replicas.wake_up, ["weights", "kv_cache"])
         assert not await asyncio.to_thread(lambda: replicas.is_sleeping)

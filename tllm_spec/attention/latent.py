@@ -138,7 +138,7 @@ class LatentBackend(AttentionBackend):
             q, self._layers[layer], inputs.up, plan.contexts, geometry.scale, output, scales, adds
         )
         if plan.windows is not None:
-            windows = slice(plan.first, None)
+            windows = slice(plan.first, len(q))
             self._absorbed(inputs, windows, output, partial(self._run_windows, layer, plan=plan))
         for keys in () if inputs.chosen is None else inputs.chosen.parts(MAX_CHOSEN_KEYS):
             self._absorbed(inputs, keys.rows, output, partial(self._run_chosen, layer, keys=keys))
