@@ -187,7 +187,7 @@ def test_the_engine_with_the_smallest_cache_limits_all(monkeypatch: pytest.Monke
     connection: Any = None
     first = RequestLimits(512, (), 300, 0, None)
     for number, length in enumerate((300, 200, 250)):
-        replicas._use(number, connection, replace(first, max_seq_len=length))
+        asyncio.run(replicas._use(number, connection, replace(first, max_seq_len=length)))
     assert replicas.max_seq_len == 200
     with pytest.raises(ValueError, match="maximum context length is 200 tokens"):
         replicas.check_length([5] * 200)
