@@ -1,9 +1,11 @@
 """The bytes of streamed answers: fast ways give what the plain ones would."""
 
+import asyncio
 import json
 import logging
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import httpx
@@ -182,7 +184,8 @@ def test_a_cache_without_room_for_two_tokens_is_refused_at_the_start() -> None:
 
 
 def test_the_engine_with_the_smallest_cache_limits_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tllm_spec.server.replicas.EngineClient", lambda *arguments: None)
+    ended = SimpleNamespace(is_running=False)
+    monkeypatch.setattr("tllm_spec.server.replicas.EngineClient", lambda *arguments: ended)
     replicas = Replicas(LlmArgs.from_kwargs("zoo:llama"), load_tokenizer("zoo:llama"), ["a"], None)
     connection: Any = None
     first = RequestLimits(512, (), 300, 0, None)
