@@ -36,6 +36,7 @@ from tests.models.qwen3_next import (
 from tests.models.test_fp8_activations import check_log_probabilities
 from tests.models.test_mtp import ModuleRunner
 from tllm_spec.distributed.communicator import SINGLE_RANK
+from tllm_spec.models.moe import SparseMoE
 from tllm_spec.models.mtp import load_nextn
 from tllm_spec.models.registry import blank_model, model_config_of, weight_bytes
 from tllm_spec.models.weights import weight_table
@@ -47,14 +48,14 @@ SIZES: dict[str, Any] = {
     "hidden_size": 160,
     "intermediate_size": 288,
     "moe_intermediate_size": 160,
-    "shared_expert_intermediate_size": 160,
+    "shared_expert_intermediate_size": 96,
     "num_hidden_layers": 3,
     "layer_types": [LINEAR, FULL, LINEAR],
     "linear_key_head_dim": 24,
     "linear_value_head_dim": 40,
 }
 TENSORS = "model.safetensors"
-TOKENS = random_tokens(MAX_POSITIONS, seed=4)
+TOKENS = random_tokens(MAX_POSITIONS, seed=3)
 Quantise = Callable[..., dict[str, torch.Tensor]]
 FORMATS: dict[str, Quantise] = {
     "fp8 blocks": partial(quantise_fp8, granularity="deepseek"),
@@ -135,7 +136,7 @@ def but(*parts: str) -> Callable[[str], bool]:
 
 def saved(folder: Path, family: str, quantise: Quantise, **config: Any) -> Any:
     """Writes a quantised model; returns transformers' one with the dequantised weights."""
-    save_qwen3_next(folder, family=family, **SIZES, **config)
+    save_qwen3_next(folder, family=family, **SIZES | config)
     plain = folder / "plain"
     plain.mkdir()
     shutil.copy(folder / "config.json", plain)
@@ -144,9 +145,7 @@ def saved(folder: Path, family: str, quantise: Quantise, **config: Any) -> Any:
     return kind.from_pretrained(plain, dtype=torch.float32).eval()
 
 
-@pytest.mark.parametrize(
-    "left_out", [(), ("linear_attn",), ("in_proj_z",), ("mlp",), ("shared_expert",)]
-)
+@pytest.mark.parametrize("left_out", [(), ("linear_attn",), ("in_proj_z",), ("mlp",)])
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.thinned(3)
@@ -163,16 +162,31 @@ def test_logits_are_those_of_the_dequantised_weights(
     slots = weight_table(model)
     kept = {each for each in slots if slots[each].is_quantised}
     assert kept <= {each for each in slots if wants(each)}
-    is_ordered = "expert" if "desc_act" in name else ","
+    is_ordered = "experts." if "desc_act" in name else ","
     fused = "in_proj_" if "in_proj_z" in left_out else ","
     in_fp8 = "linear_attn" if name == "modelopt, mixed" else ","
     rest = {each for each in slots if wants(each)} - kept
     assert all(is_ordered in each or fused in each or in_fp8 in each for each in rest)
 
 
-@pytest.mark.parametrize(
-    "left_out", [(), ("linear_attn",), ("in_proj_z", "mlp"), ("shared_expert",)]
-)
+@pytest.mark.parametrize("left_out", [(), ("shared_expert",)])
+@pytest.mark.parametrize("name", ["fp8 blocks", "awq", "modelopt"])
+@pytest.mark.thinned
+def test_a_shared_expert_as_wide_as_the_others_is_one_of_them_if_it_is_quantised_as_they_are(
+    name: str, left_out: tuple[str, ...], tmp_path: Path
+) -> None:
+    quantise, wide = partial(FORMATS[name], wants=but(*left_out)), SIZES["moe_intermediate_size"]
+    own = saved(tmp_path, "Qwen3_5Moe", quantise, shared_expert_intermediate_size=wide)
+    with keeping_fp8(), keeping_int4():
+        model = load(tmp_path, fp8_activations=False)
+    layers = [layer for layer in model.modules() if isinstance(layer, SparseMoE)]
+    assert layers and all((layer.shared is None) == (not left_out) for layer in layers)
+    assert any(slot.is_quantised for name, slot in weight_table(model).items() if "experts" in name)
+    found = PagedRunner(model, num_pages=128).step({0: TOKENS})[0]
+    assert_close(found, reference_logits(own, TOKENS))
+
+
+@pytest.mark.parametrize("left_out", [(), ("linear_attn",), ("in_proj_z", "mlp")])
 @pytest.mark.parametrize("name", ["fp8 blocks", "modelopt"])
 def test_the_memory_plan_counts_what_has_16_bits_as_such(
     name: str, left_out: tuple[str, ...], tmp_path: Path
