@@ -41,10 +41,9 @@ from benchmarks.harness.expert_rounds import (
     rounds_table,
     v3,
 )
-from benchmarks.harness.loaded_rounds import A4B, E4B, QWEN3_5, Shape, rounds_of
+from benchmarks.harness.loaded_rounds import A4B, E4B, NEXT, QWEN3_5, Shape, rounds_of
 from benchmarks.harness.models import MATMUL_FLOPS, READ_BYTES_PER_S, WEIGHT_BYTES
 from benchmarks.harness.report import Options, Row, Subject, main, number, table
-from benchmarks.harness.state_rounds import qwen3_next
 from tllm_spec.distributed.communicator import SINGLE_RANK
 from tllm_spec.kernels.attention.latent_attention import (
     MAX_PARTIAL_ROWS,
@@ -206,8 +205,8 @@ SUBJECTS = (
     Subject("v3", "V3-style, plain", v3(0), rounds_table),
     Subject("mtp1", "V3-style, MTP with 1 draft", v3(1), rounds_table),
     Subject("mtp3", "V3-style, MTP with 3 drafts", v3(3), rounds_table),
-    Subject("qwen3_next", "12 layers of Qwen3-Next, plain", qwen3_next(0), multiples_table),
-    Subject("qwen3_next_mtp3", "Its MTP layer with 3 drafts", qwen3_next(3), multiples_table),
+    Subject("qwen3_next", "12 layers of Qwen3-Next, plain", *of(NEXT, 0)),
+    Subject("qwen3_next_mtp3", "Its MTP layer with 3 drafts", *of(NEXT, 3)),
     Subject("qwen3_5", "12 layers of Qwen3.5-35B-A3B in FP8, plain", *of(QWEN3_5, 0)),
     Subject("qwen3_5_mtp3", "Its MTP layer with 3 drafts", *of(QWEN3_5, 3)),
     Subject("gemma4_e4b", "Gemma 4 of E4B's shape, plain", *of(E4B, 0)),

@@ -23,7 +23,7 @@ MAX_FUNCTION_LINES = 60
 MAX_WALKS = {"plain": (301, 48), "EAGLE-3": (346, 56), "EAGLE-3 tree + SA": (384, 63)}
 # Of the product; lines of code are those without blank lines, comments and docstrings.
 MAX_COUNTS = {"files": 339, "classes": 752, "lines": 78_811, "lines of code": 55_925}
-MAX_TEST_LINES = 82844
+MAX_TEST_LINES = 82851
 MIN_DOCUMENTED = 0.78  # of the product's public functions: those with a docstring; it only rises
 MAX_FRAMES, MAX_FRAME_FILES = 7, 5  # from `PyExecutor.step` to the target's forward
 # The worker's main and calls of users' programs: only these may turn any fault into an answer.

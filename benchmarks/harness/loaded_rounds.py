@@ -2,7 +2,7 @@
 a round reads, and the cached tokens."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,8 +12,10 @@ from benchmarks.harness.dummy_models import (
     GEMMA4_26B,
     GEMMA4_E4B,
     QWEN3_5_35B,
+    QWEN3_NEXT,
     TINY_GEMMA4,
     TINY_QWEN3_5,
+    TINY_QWEN3_NEXT,
     assistant_of,
     dummy_engine,
 )
@@ -27,19 +29,23 @@ from tllm_spec.executor.speculative.drafting.network_drafter import NetworkDraft
 from tllm_spec.models.layers import Embedding
 from tllm_spec.models.moe import Experts
 
-# Times of the floor, by batch size.
-GOALS: Mapping[int, float] = {1: 1.5, 8: 1.5, 64: 1.3}
+Goals = Mapping[int, float]  # times of the floor, by batch size
+GOALS: Goals = {1: 1.5, 8: 1.5, 64: 1.3}
 
 
 @dataclass(frozen=True)
 class Shape:
-    """assistant: whether drafts are of Gemma 4's assistant; otherwise of the model's MTP layer."""
+    """has_assistant: whether drafts are of Gemma 4's assistant; otherwise of the model's MTP layer.
+    goals: by the draft length, where they are not GOALS."""
 
     full: Config
     tiny: Config
     has_assistant: bool = False
+    goals: Mapping[int, Goals] = field(default_factory=dict)
 
 
+NEXT_GOALS: dict[int, Goals] = {0: {1: 2.0, 8: 1.5, 64: 1.4}, 3: {1: 1.6, 8: 1.6, 64: 1.6}}
+NEXT = Shape(QWEN3_NEXT, TINY_QWEN3_NEXT, goals=NEXT_GOALS)
 QWEN3_5 = Shape(QWEN3_5_35B, TINY_QWEN3_5)
 E4B = Shape(GEMMA4_E4B, TINY_GEMMA4, has_assistant=True)
 A4B = Shape(GEMMA4_26B, TINY_GEMMA4, has_assistant=True)
@@ -47,6 +53,8 @@ A4B = Shape(GEMMA4_26B, TINY_GEMMA4, has_assistant=True)
 
 def rounds_of(shape: Shape, draft_len: int) -> Callable[[Options], Iterator[Row]]:
     """The rows of one draft length."""
+
+    goals = shape.goals.get(draft_len, GOALS)
 
     def run(options: Options) -> Iterator[Row]:
         is_full = options.device == "cuda"
@@ -67,7 +75,7 @@ def rounds_of(shape: Shape, draft_len: int) -> Callable[[Options], Iterator[Row]
             hit = experts_hit(engine, batch_size * (1 + draft_len))
             num_bytes = round_bytes(engine, hit, batch_size, timed.context, draft_len)
             floor = num_bytes / card(options.device).bytes_per_s * 1e3
-            what, goal = f"batch {batch_size}, {draft_len} drafts", GOALS.get(batch_size)
+            what, goal = f"batch {batch_size}, {draft_len} drafts", goals.get(batch_size)
             yield {"what": what, "value": timed.round_ms, "floor": floor, "goal": goal, "hit": hit}
         engine.stop()
         for number in () if draft_len else (1, sizes[-1]):

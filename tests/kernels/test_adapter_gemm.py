@@ -107,7 +107,9 @@ def test_neighbouring_slots_may_share_a_matrix(shared: str, device: str) -> None
 @on_each_kernel_device
 def test_no_rows_launch_nothing(device: str) -> None:
     weights, x, total = problem(device, torch.float32)
+    before = total.clone()
     add_adapters(x[:0], weights, by_slot(weights, slots_of(3, device)), total[:0])
+    assert torch.equal(total, before)
 
 
 @pytest.mark.gpu

@@ -278,7 +278,7 @@ def options_of(given: Mapping[str, Any], host: str) -> ServerOptions:
 
 
 def _check_lora(given: Mapping[str, Any], keys: Keys) -> None:
-    """Raises ValueError for folders that nobody may load, and for clients without a key."""
+    """Raises ValueError for folders that no client may load, and for clients without a key."""
     auto, root = given["lora_auto_load"], given["lora_root"]
     if auto and root is None:
         raise ValueError("--lora_auto_load needs --lora_root")
