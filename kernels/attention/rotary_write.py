@@ -1,5 +1,6 @@
 """Between the fused QKV projection and attention: norm of each head (if the model has it) and
-rotary embedding of q and k, in place, and the write of K and V into their slots of the KV pool.
+rotary embedding of q and k, in place, and the write of K and V into their slots of the KV pool. A
+norm may be of V, too.
 
 `rotary_write` is one Triton kernel if Triton is available, otherwise the plain-torch reference,
 which is the definition. It computes in float32 and rounds once; separate bfloat16 ops would round
@@ -9,6 +10,7 @@ import functools
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
 from tllm_spec.kernels.attention.kv_codes import (
     CODES,
@@ -58,6 +60,8 @@ class HeadWeights:
     weight: torch.Tensor
     """`[Hq + Hkv, D]`, contiguous."""
     eps: float
+    norms_values: bool = False
+    """Whether heads of v are normed, too, without weights."""
 
 
 @with_kernel("rotary_write_triton")
@@ -69,7 +73,8 @@ def rotary_write(
     norm: HeadWeights | None = None,
     scales: KVScales = UNSCALED,
 ) -> None:
-    """Norm and rotate q and k of `qkv` in place; write k and v into the pool.
+    """Norm and rotate q and k of `qkv` in place, and norm v if the norm says so; write k and v into
+    the pool.
 
     Args:
         qkv: `[T, Hq + 2 * Hkv, D]`, contiguous, D even; heads of q, then k, then v.
@@ -86,6 +91,7 @@ def rotary_write(
     num_rows, num_heads, head_dim = qkv.shape
     kv_heads = layer.shape[3]
     plain_rotate(qkv[:, : num_heads - kv_heads], rotary, norm)
+    plain_norm_values(qkv[:, num_heads - kv_heads :], norm)
     kv = qkv[:, num_heads - 2 * kv_heads :].view(num_rows, 2, kv_heads, head_dim)
     plain_write_kv(kv, kv_slots, layer, scales)
 
@@ -106,6 +112,12 @@ def plain_rotate(q_and_k: torch.Tensor, rotary: Rotary, norm: HeadWeights | None
         q_and_k.copy_(heads)
 
 
+def plain_norm_values(values: torch.Tensor, norm: HeadWeights | None) -> None:
+    """Norm `[T, Hkv, D]` in place, if `norm` says so."""
+    if norm is not None and norm.norms_values:
+        values.copy_(F.rms_norm(values, values.shape[2:], eps=norm.eps))
+
+
 def plain_write_kv(
     kv: torch.Tensor, kv_slots: torch.Tensor, layer: torch.Tensor, scales: KVScales = UNSCALED
 ) -> torch.Tensor:
@@ -122,9 +134,10 @@ def plain_write_kv(
 # A program takes whole heads, so it has read both elements of each rotated pair before it
 # overwrites one.
 #
-# V is copied exactly, and the pool gets the same K as `qkv`, or the codes of both. The rotation
-# may use a fused multiply-add, and the norm's sum has another order than the reference's. So
-# float32 results may differ by a few units in the last place, and 16-bit results by one.
+# V without a norm is copied exactly, and the pool gets the same K and V as `qkv`, or their codes.
+# The rotation may use a fused multiply-add, and the norm's sum has another order than the
+# reference's. So float32 results may differ by a few units in the last place, and 16-bit results
+# by one.
 
 
 # Pairs per program: in each half of the heads one 16-byte load of 2-byte elements per thread.
@@ -171,6 +184,7 @@ def rotary_write_triton(
         1 / scales.key,
         1 / scales.value,
         HAS_NORM=norm_weight is not None,
+        NORMS_VALUES=norm is not None and norm.norms_values,
         Q_HEADS=num_heads - 2 * kv_heads,
         KV_HEADS=kv_heads,
         HALF=head_dim // 2,
@@ -185,9 +199,9 @@ def rotary_write_triton(
 def rotary_write_kernel(
     qkv: tl.tensor, table: tl.tensor, positions: tl.tensor, kv_slots: tl.tensor, layer: tl.tensor,
     value_offset: tl.tensor, norm_weight: tl.tensor, eps: tl.tensor, inverse_key_scale: tl.tensor,
-    inverse_value_scale: tl.tensor, HAS_NORM: tl.constexpr, Q_HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr,
-    PDL: tl.constexpr,
+    inverse_value_scale: tl.tensor, HAS_NORM: tl.constexpr, NORMS_VALUES: tl.constexpr,
+    Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK_HEADS: tl.constexpr,
+    BLOCK_HALF: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """Grid (rows, blocks of heads). Tiles are `[heads, half of a head]`, one per half."""
     begin(PDL)
@@ -206,8 +220,8 @@ def rotary_write_kernel(
         sum_square = tl.sum(low * low, 1, keep_dims=True) + tl.sum(high * high, 1, keep_dims=True)
         inverse_rms = tl.rsqrt(sum_square / (2 * HALF) + eps)
         weights = norm_weight + heads * (2 * HALF) + dims
-        low *= inverse_rms * tl.load(weights, mask=is_rotated, other=0.0).to(tl.float32)
-        high *= inverse_rms * tl.load(weights + HALF, mask=is_rotated, other=0.0).to(tl.float32)
+        low *= inverse_rms * tl.load(weights, mask=is_rotated, other=1.0).to(tl.float32)
+        high *= inverse_rms * tl.load(weights + HALF, mask=is_rotated, other=1.0).to(tl.float32)
 
     cosines = table + position * (4 * HALF) + dims
     sines = cosines + 2 * HALF
@@ -216,10 +230,13 @@ def rotary_write_kernel(
     sin_low = tl.load(sines, mask=real_dims, other=0.0).to(tl.float32)
     sin_high = tl.load(sines + HALF, mask=real_dims, other=0.0).to(tl.float32)
     own_type: tl.constexpr = qkv.dtype.element_ty
+    is_new = is_rotated
+    if NORMS_VALUES:
+        old_low, old_high, is_new = low.to(own_type), high.to(own_type), real
     new_low = tl.where(is_rotated, (low * cos_low + high * sin_low).to(own_type), old_low)
     new_high = tl.where(is_rotated, (high * cos_high + low * sin_high).to(own_type), old_high)
-    tl.store(pointers, new_low, mask=is_rotated)
-    tl.store(pointers + HALF, new_high, mask=is_rotated)
+    tl.store(pointers, new_low, mask=is_new)
+    tl.store(pointers + HALF, new_high, mask=is_new)
 
     half = (heads >= Q_HEADS + KV_HEADS).to(tl.int64)  # 0: keys, 1: values
     kv_heads = slot * KV_HEADS + heads - Q_HEADS - half * KV_HEADS

@@ -87,7 +87,7 @@ class WindowCall:
     workspace: WindowWorkspace
     """For partial results; overwritten."""
     norm: HeadWeights | None = None
-    """RMSNorm of each head of q and k before the rotation."""
+    """RMSNorm of each head of q and k before the rotation, or of v, too."""
     scales: KVScales = UNSCALED
     """The scales of codes."""
     sinks: torch.Tensor | None = None
@@ -116,6 +116,10 @@ class WindowCall:
     def weights(self) -> tuple[torch.Tensor | None, float]:
         """Weights and eps of the norm."""
         return (None, 0.0) if self.norm is None else (self.norm.weight, self.norm.eps)
+
+    @property
+    def norms_values(self) -> bool:
+        return self.norm is not None and self.norm.norms_values
 
     def windows(self) -> WindowSizes:
         (_, all_heads, head_dim), (page_size, kv_heads) = self.qkv.shape, self.layer.shape[2:4]
@@ -170,7 +174,8 @@ def launch_window_attention(call: WindowCall) -> torch.Tensor:
     assert tables.spans is None or tables.spans.positions.is_contiguous()
     assert sinks is None or (sinks.dtype == torch.float32 and sinks.is_contiguous())
     windows, layout = call.windows(), None
-    if call.writes and tables.spans is None and serves(qkv, cos_sin, call.weights[0], layer):
+    is_plain = call.writes and tables.spans is None and not call.norms_values
+    if is_plain and serves(qkv, cos_sin, call.weights[0], layer):
         layout = layout_of(windows, workspace.num_processors, len(workspace.outputs))
     return _launch_triton(call, windows) if layout is None else _launch_cuda(call, windows, layout)
 
@@ -223,6 +228,7 @@ def _launch_triton(call: WindowCall, windows: WindowSizes) -> torch.Tensor:
         PADDED=tables.num_padding is not None,
         RAGGED=tables.rows.offsets is not None,
         HAS_NORM=call.norm is not None,
+        NORMS_VALUES=call.norms_values,
         WRITES=call.writes,
         SPLITS=splits.number > 1,
         WINDOW=windows.window,

@@ -40,6 +40,8 @@ class RouterWeights:
     num_arrived: torch.Tensor
     """int32 `[MAX_TOKENS]`: programs that have stored a token's logits; 0 before and after a
     launch."""
+    factors: torch.Tensor | None = None
+    """See `moe_routing`."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,8 @@ def route_few(hidden: torch.Tensor, norm: NormWeight, router: RouterWeights) -> 
     if router.bias is not None:
         logits += router.bias
     rule = router.rule
-    chosen = moe_routing.reference(logits.to(router.dtype), rule, router.correction_bias)
+    further = router.correction_bias, router.factors
+    chosen = moe_routing.reference(logits.to(router.dtype), rule, *further)
     flat = chosen[0].flatten()
     own = torch.arange(len(flat), dtype=torch.int32, device=flat.device)
     blocks, number = torch.stack((flat, own, own + 1)), own.new_tensor([len(flat)])
@@ -86,7 +89,8 @@ def route_few_triton(hidden: torch.Tensor, norm: NormWeight, router: RouterWeigh
     route_few_kernel[(triton.cdiv(number, EXPERTS_PER_PROGRAM), num_tokens)](
         *(hidden, norm.weight, norm.eps, router.weight, router.bias, x),
         hidden.new_empty(num_tokens, number, dtype=router.dtype),
-        *(router.correction_bias, blocks, weights, rule.scale, order, num_blocks),
+        *(router.correction_bias, router.factors),
+        *(blocks, weights, rule.scale, order, num_blocks),
         router.num_arrived,
         SIZE=size,
         BLOCK=block,
@@ -113,10 +117,10 @@ def _fetch_weights(
 @triton.jit
 def route_few_kernel(
     hidden: tl.tensor, norm: tl.tensor, eps: tl.tensor, router: tl.tensor, router_bias: tl.tensor,
-    x: tl.tensor, logits: tl.tensor, correction_bias: tl.tensor, blocks: tl.tensor,
-    weights: tl.tensor, scale: tl.tensor, order: tl.tensor, num_blocks: tl.tensor,
-    num_arrived: tl.tensor, SIZE: tl.constexpr, BLOCK: tl.constexpr, NUMBER: tl.constexpr,
-    OWN: tl.constexpr,
+    x: tl.tensor, logits: tl.tensor, correction_bias: tl.tensor, factors: tl.tensor,
+    blocks: tl.tensor, weights: tl.tensor, scale: tl.tensor, order: tl.tensor,
+    num_blocks: tl.tensor, num_arrived: tl.tensor, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    NUMBER: tl.constexpr, OWN: tl.constexpr,
     EPSILON: tl.constexpr, SOFTMAX: tl.constexpr, NORMALISES: tl.constexpr, TOP_K: tl.constexpr,
     TAKEN: tl.constexpr, TAKEN_PADDED: tl.constexpr, GATED: tl.constexpr,
     NUM_GROUPS: tl.constexpr, GROUP_SIZE: tl.constexpr, TOP_GROUPS: tl.constexpr,
@@ -141,8 +145,9 @@ def route_few_kernel(
     if tl.atomic_add(num_arrived + row, 1, sem="acq_rel") == tl.num_programs(0) - 1:
         tl.store(num_arrived + row, 0)
         choose_experts(
-            row, logits, correction_bias, blocks, weights, scale, EPSILON, SOFTMAX, NORMALISES,
-            TOP_K, TAKEN, TAKEN_PADDED, GATED, NUM_GROUPS, GROUP_SIZE, TOP_GROUPS, GROUPS, MEMBERS,
+            row, logits, correction_bias, factors, blocks, weights, scale, EPSILON, SOFTMAX,
+            NORMALISES, TOP_K, TAKEN, TAKEN_PADDED, GATED, NUM_GROUPS, GROUP_SIZE, TOP_GROUPS,
+            GROUPS, MEMBERS,
         )  # fmt: skip
         number, taken = tl.num_programs(1) * TAKEN, tl.arange(0, TAKEN_PADDED)
         places = row * TAKEN + taken

@@ -47,7 +47,10 @@ class RoutingRule:
 
 @with_kernel("moe_routing_triton")
 def moe_routing(
-    logits: torch.Tensor, rule: RoutingRule, correction_bias: torch.Tensor | None = None
+    logits: torch.Tensor,
+    rule: RoutingRule,
+    correction_bias: torch.Tensor | None = None,
+    factors: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Experts `[T, k]` int32, best first and then the shared ones, and their weights `[T, k]`
     float32. Of equal scores the expert with the lower index is better.
@@ -56,6 +59,7 @@ def moe_routing(
         logits: `[T, E]`, contiguous; `[T, E + 1]` if the rule gates the shared expert.
         rule: how to choose.
         correction_bias: `[E]` float32, added to the scores for the choice only.
+        factors: `[E]`, of the finished weights of routed experts.
     """
     scores, gates = logits.float(), None
     if rule.gates_shared:
@@ -69,6 +73,8 @@ def moe_routing(
     if rule.normalises:
         weights = weights / (weights.sum(-1, keepdim=True) + EPSILON)
     weights = weights * rule.scale
+    if factors is not None:
+        weights = weights * factors.float()[experts]
     if rule.num_shared:
         shared = torch.arange(rule.num_shared, device=logits.device) + scores.shape[1]
         experts = torch.cat((experts, shared.expand(len(experts), -1)), 1)
@@ -95,7 +101,10 @@ _ELEMENTS_PER_WARP = 512
 
 
 def moe_routing_triton(
-    logits: torch.Tensor, rule: RoutingRule, correction_bias: torch.Tensor | None = None
+    logits: torch.Tensor,
+    rule: RoutingRule,
+    correction_bias: torch.Tensor | None = None,
+    factors: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `moe_routing`."""
     num_rows, num_experts = logits.shape
@@ -109,6 +118,7 @@ def moe_routing_triton(
     moe_routing_kernel[(num_rows,)](
         logits,
         correction_bias,
+        factors,
         experts,
         weights,
         rule.scale,
@@ -184,11 +194,11 @@ def _keys(choice: tl.tensor, SIZE: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def choose_experts(
-    row: tl.tensor, logits: tl.tensor, bias: tl.tensor, experts: tl.tensor, weights: tl.tensor,
-    scale: tl.tensor, EPSILON: tl.constexpr, SOFTMAX: tl.constexpr, NORMALISES: tl.constexpr,
-    TOP_K: tl.constexpr, TAKEN: tl.constexpr, TAKEN_PADDED: tl.constexpr, GATED: tl.constexpr,
-    NUM_GROUPS: tl.constexpr, GROUP_SIZE: tl.constexpr, TOP_GROUPS: tl.constexpr,
-    GROUPS: tl.constexpr, MEMBERS: tl.constexpr,
+    row: tl.tensor, logits: tl.tensor, bias: tl.tensor, factors: tl.tensor, experts: tl.tensor,
+    weights: tl.tensor, scale: tl.tensor, EPSILON: tl.constexpr, SOFTMAX: tl.constexpr,
+    NORMALISES: tl.constexpr, TOP_K: tl.constexpr, TAKEN: tl.constexpr, TAKEN_PADDED: tl.constexpr,
+    GATED: tl.constexpr, NUM_GROUPS: tl.constexpr, GROUP_SIZE: tl.constexpr,
+    TOP_GROUPS: tl.constexpr, GROUPS: tl.constexpr, MEMBERS: tl.constexpr,
 ) -> None:  # fmt: skip
     """For one row of the logits, as `[GROUPS, MEMBERS]`, padded to powers of 2."""
     groups, members = tl.arange(0, GROUPS)[:, None], tl.arange(0, MEMBERS)[None, :]
@@ -219,8 +229,11 @@ def choose_experts(
     if NORMALISES:
         found = found / (tl.sum(found, 0) + EPSILON)
     is_shared = places >= TOP_K
+    found *= scale
+    if factors is not None:
+        found *= tl.load(factors + chosen, mask=places < TOP_K, other=0.0).to(tl.float32)
     chosen = tl.where(is_shared, NUM_GROUPS * GROUP_SIZE + places - TOP_K, chosen)
-    found = tl.where(is_shared, 1.0, found * scale)
+    found = tl.where(is_shared, 1.0, found)
     if GATED:
         gate = tl.load(logits + NUM_GROUPS * GROUP_SIZE).to(tl.float32)
         found = tl.where(is_shared, 1.0 / (1.0 + tl.exp(-gate)), found)
@@ -230,18 +243,18 @@ def choose_experts(
 
 @triton.jit
 def moe_routing_kernel(
-    logits: tl.tensor, bias: tl.tensor, experts: tl.tensor, weights: tl.tensor, scale: tl.tensor,
-    EPSILON: tl.constexpr, SOFTMAX: tl.constexpr, NORMALISES: tl.constexpr, TOP_K: tl.constexpr,
-    TAKEN: tl.constexpr, TAKEN_PADDED: tl.constexpr, GATED: tl.constexpr,
+    logits: tl.tensor, bias: tl.tensor, factors: tl.tensor, experts: tl.tensor, weights: tl.tensor,
+    scale: tl.tensor, EPSILON: tl.constexpr, SOFTMAX: tl.constexpr, NORMALISES: tl.constexpr,
+    TOP_K: tl.constexpr, TAKEN: tl.constexpr, TAKEN_PADDED: tl.constexpr, GATED: tl.constexpr,
     NUM_GROUPS: tl.constexpr, GROUP_SIZE: tl.constexpr, TOP_GROUPS: tl.constexpr,
     GROUPS: tl.constexpr, MEMBERS: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """One row per program."""
     begin(PDL)
     choose_experts(
-        tl.program_id(0).to(tl.int64), logits, bias, experts, weights, scale, EPSILON, SOFTMAX,
-        NORMALISES, TOP_K, TAKEN, TAKEN_PADDED, GATED, NUM_GROUPS, GROUP_SIZE, TOP_GROUPS, GROUPS,
-        MEMBERS,
+        tl.program_id(0).to(tl.int64), logits, bias, factors, experts, weights, scale, EPSILON,
+        SOFTMAX, NORMALISES, TOP_K, TAKEN, TAKEN_PADDED, GATED, NUM_GROUPS, GROUP_SIZE, TOP_GROUPS,
+        GROUPS, MEMBERS,
     )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from tllm_spec.kernels.dispatch import tl, triton, with_kernel
-from tllm_spec.kernels.launch import begin, programmatic_launch
+from tllm_spec.kernels.launch import begin, programmatic_launch, strided
 
 # RMSNorm of rows: a Triton kernel if Triton is available, otherwise the plain-torch reference,
 # which is the definition. For a few rows `small_m_gemm` norms its own input instead.
@@ -25,21 +25,34 @@ class NormWeight:
 
 
 @with_kernel("rms_norm_triton")
-def rms_norm(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, add_to: torch.Tensor | None = None
-) -> torch.Tensor:
-    """`x / sqrt(mean(x^2) + eps) * weight` (arXiv 1910.07467) in float32, rounded once; then added
-    to `add_to`, which is rounded again.
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """`x / sqrt(mean(x^2) + eps) * weight` (arXiv 1910.07467) in float32, rounded once.
 
-    x: `[T, H]`, any stride between rows; weight: `[H]`, of x's dtype or float32; add_to: `[T, H]`
-    of x's dtype, any stride between rows; changed in place and returned. Without it, returns
-    `[T, H]`, contiguous from the kernel."""
+    x: `[T, H]`, any stride between rows; weight: `[H]`, of x's dtype or float32. Returns `[T, H]`,
+    contiguous from the kernel."""
     size = (x.shape[-1],)
     if weight.dtype == x.dtype:
-        normed = F.rms_norm(x, size, weight, eps)
-    else:
-        normed = F.rms_norm(x.float(), size, weight, eps).to(x.dtype)
-    return normed if add_to is None else add_to.add_(normed)
+        return F.rms_norm(x, size, weight, eps)
+    return F.rms_norm(x.float(), size, weight, eps).to(x.dtype)
+
+
+@with_kernel("add_norm_triton")
+def add_norm(
+    total: torch.Tensor,
+    x: torch.Tensor,
+    norm: NormWeight,
+    factor: torch.Tensor | None = None,
+    then: NormWeight | None = None,
+) -> torch.Tensor:
+    """Adds `rms_norm` of x to `total`, in place, and rounds; multiplies by `factor`, and rounds
+    again. Returns `rms_norm` of that with `then`, or without it `total`.
+
+    total and x: `[T, H]` of one dtype, any stride between rows; factor: `[1]` of that dtype or
+    float32."""
+    total.add_(rms_norm.reference(x, norm.weight, norm.eps))
+    if factor is not None:
+        total.mul_(factor)
+    return total if then is None else rms_norm.reference(total, then.weight, then.eps)
 
 
 # It takes the same steps as F.rms_norm (float32 squares, one division by H, rsqrt, two
@@ -50,29 +63,54 @@ def rms_norm(
 _ELEMENTS_PER_WARP = 512  # two 16-byte loads of 2-byte elements per thread
 
 
-def rms_norm_triton(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, add_to: torch.Tensor | None = None
-) -> torch.Tensor:
+def rms_norm_triton(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """See `rms_norm`."""
+    output = x.new_empty(x.shape)
+    _launch(x, NormWeight(weight, eps), output, None, None, None)
+    return output
+
+
+def add_norm_triton(
+    total: torch.Tensor,
+    x: torch.Tensor,
+    norm: NormWeight,
+    factor: torch.Tensor | None = None,
+    then: NormWeight | None = None,
+) -> torch.Tensor:
+    """See `add_norm`."""
+    normed = None if then is None else x.new_empty(x.shape)
+    _launch(x, norm, normed, total, factor, then)
+    return total if normed is None else normed
+
+
+def _launch(
+    x: torch.Tensor,
+    norm: NormWeight,
+    output: torch.Tensor | None,
+    total: torch.Tensor | None,
+    factor: torch.Tensor | None,
+    then: NormWeight | None,
+) -> None:
     num_rows, size = x.shape
-    assert weight.is_contiguous() and (x.stride(1) == 1 or size == 1)
-    output = x.new_empty(num_rows, size) if add_to is None else add_to
-    assert output.shape == x.shape and (output.stride(1) == 1 or size == 1)
+    for weight in (norm, then):
+        assert weight is None or weight.weight.is_contiguous()
+    for rows in (x, total):
+        assert rows is None or (rows.shape == x.shape and (rows.stride(1) == 1 or size == 1))
     block = triton.next_power_of_2(size)
     rms_norm_kernel[(num_rows,)](
-        x,
-        x.stride(0),
-        weight,
+        *strided(x),
+        norm.weight,
+        norm.eps,
         output,
-        output.stride(0),
-        eps,
-        ADDS=add_to is not None,
+        *strided(total),
+        factor,
+        None if then is None else then.weight,
+        0.0 if then is None else then.eps,
         SIZE=size,
         BLOCK=block,
         **programmatic_launch(x.device),
         num_warps=max(1, min(block // _ELEMENTS_PER_WARP, 16)),
     )
-    return output
 
 
 @triton.jit
@@ -81,30 +119,44 @@ def norm_row(
     SIZE: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """RMSNorm of one row, in float32."""
-    weights = tl.load(weight + columns, mask=real, other=0.0).to(tl.float32)
     values = tl.load(x + columns, mask=real, other=0.0).to(tl.float32)
+    return _normed(values, weight, eps, columns, real, SIZE)
+
+
+@triton.jit
+def _normed(
+    values: tl.tensor, weight: tl.tensor, eps: tl.tensor, columns: tl.tensor, real: tl.tensor,
+    SIZE: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    weights = tl.load(weight + columns, mask=real, other=0.0).to(tl.float32)
     mean_square = tl.div_rn(tl.sum(values * values, 0), SIZE * 1.0)
     return values * tl.rsqrt(mean_square + eps) * weights
 
 
 @triton.jit
 def rms_norm_kernel(
-    x: tl.tensor, x_stride: tl.tensor, weight: tl.tensor, output: tl.tensor,
-    output_stride: tl.tensor, eps: tl.tensor, ADDS: tl.constexpr, SIZE: tl.constexpr,
-    BLOCK: tl.constexpr, PDL: tl.constexpr,
+    x: tl.tensor, x_stride: tl.tensor, weight: tl.tensor, eps: tl.tensor, output: tl.tensor,
+    total: tl.tensor, total_stride: tl.tensor, factor: tl.tensor, next_weight: tl.tensor,
+    next_eps: tl.tensor, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One row per program, in registers."""
+    """One row per program, in registers. Without `total` the output is x's norm."""
     begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
-    real = columns < SIZE
-    normed = norm_row(x + row * x_stride, weight, eps, columns, real, SIZE)
-    normed = normed.to(output.dtype.element_ty)
-    targets = output + row * output_stride + columns
-    if ADDS:
-        old = tl.load(targets, mask=real, other=0.0).to(tl.float32)
-        normed = (old + normed.to(tl.float32)).to(output.dtype.element_ty)
-    tl.store(targets, normed, mask=real)
+    real, own_type = columns < SIZE, x.dtype.element_ty
+    normed = norm_row(x + row * x_stride, weight, eps, columns, real, SIZE).to(own_type)
+    if total is not None:
+        places = total + row * total_stride + columns
+        normed = normed.to(tl.float32) + tl.load(places, mask=real, other=0.0).to(tl.float32)
+        if factor is not None:
+            normed = normed.to(own_type).to(tl.float32) * tl.load(factor).to(tl.float32)
+        normed = normed.to(own_type)
+        tl.store(places, normed, mask=real)
+        if next_weight is not None:
+            values = normed.to(tl.float32)
+            normed = _normed(values, next_weight, next_eps, columns, real, SIZE).to(own_type)
+    if output is not None:
+        tl.store(output + row * SIZE + columns, normed, mask=real)
 
 
 # The activation of SwiGLU, `silu(gate) * up`, or of GeGLU, `gelu(gate) * up`, on the output of a
@@ -117,13 +169,16 @@ Activation = Literal["silu", "gelu_pytorch_tanh"]
 
 
 @with_kernel("silu_and_mul_triton")
-def silu_and_mul(gate_up: torch.Tensor, activation: Activation = "silu") -> torch.Tensor:
+def silu_and_mul(
+    gate_up: torch.Tensor, activation: Activation = "silu", ups: torch.Tensor | None = None
+) -> torch.Tensor:
     """`[T, 2 * I]` (gates first, any stride between rows) to `[T, I]`, in float32, rounded once.
-    activation: of the gates."""
-    gate, up = gate_up.chunk(2, -1)
+    activation: of the gates. ups: `[T, I]`, any stride between rows; then `gate_up` has gates
+    only."""
+    gate, up = gate_up.chunk(2, -1) if ups is None else (gate_up, ups)
     gate = gate.float()
     gate = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
-    return gate.mul_(up).to(gate_up.dtype)
+    return (gate * up).to(gate_up.dtype)
 
 
 # The exponential and the division are the device's approximations. Together their relative error
@@ -138,14 +193,18 @@ def silu_and_mul(gate_up: torch.Tensor, activation: Activation = "silu") -> torc
 _BLOCK = 1024  # columns per program: one 16-byte load of 2-byte elements per thread and operand
 
 
-def silu_and_mul_triton(gate_up: torch.Tensor, activation: Activation = "silu") -> torch.Tensor:
+def silu_and_mul_triton(
+    gate_up: torch.Tensor, activation: Activation = "silu", ups: torch.Tensor | None = None
+) -> torch.Tensor:
     """See `silu_and_mul`."""
-    (num_rows, width), size = gate_up.shape, gate_up.shape[1] // 2
-    assert width == 2 * size and gate_up.stride(1) == 1
+    if ups is None:
+        assert gate_up.shape[1] % 2 == 0
+        ups = gate_up[:, gate_up.shape[1] // 2 :]
+    num_rows, size = ups.shape
+    assert gate_up.stride(1) == 1 and (ups.stride(1) == 1 or size == 1)
     output = gate_up.new_empty(num_rows, size)
     silu_and_mul_kernel[(num_rows, triton.cdiv(size, _BLOCK))](
-        gate_up,
-        gate_up.stride(0),
+        *strided(gate_up, ups),
         output,
         IS_GELU=activation != "silu",
         SIZE=size,
@@ -167,17 +226,17 @@ def activation_slope(gate: tl.tensor, IS_GELU: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def silu_and_mul_kernel(
-    gate_up: tl.tensor, row_stride: tl.tensor, output: tl.tensor, IS_GELU: tl.constexpr,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    gates: tl.tensor, gate_stride: tl.tensor, ups: tl.tensor, up_stride: tl.tensor,
+    output: tl.tensor, IS_GELU: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """Grid (rows, blocks of columns)."""
     begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     real = columns < SIZE
-    gates = gate_up + row * row_stride + columns
-    gate = tl.load(gates, mask=real, other=0.0).to(tl.float32)
-    up = tl.load(gates + SIZE, mask=real, other=0.0).to(tl.float32)
+    gate = tl.load(gates + row * gate_stride + columns, mask=real, other=0.0).to(tl.float32)
+    up = tl.load(ups + row * up_stride + columns, mask=real, other=0.0).to(tl.float32)
     # exp(-gate) is infinite for gates below -88; the quotient is then -0, the right limit.
     activated = gate / (1.0 + tl.exp(-activation_slope(gate, IS_GELU))) * up
     tl.store(output + row * SIZE + columns, activated.to(output.dtype.element_ty), mask=real)

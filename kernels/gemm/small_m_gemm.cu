@@ -73,12 +73,14 @@ __device__ inline void copy_scales(u32 destination, const Scale* source) {
 
 // Same layout as _Arguments in small_m_gemm.py.
 struct Gemm {
-    const u16 *x, *bias, *norm_weight, *residual;
+    const u16 *x, *bias;
+    const void* norm_weight;
+    const u16 *residual, *ups;
     const Weight* weight;
     const Scale* scales;
     u16* out;
     int out_features, in_features, x_stride, out_stride;
-    int num_tokens, num_tiles, row_groups, splits, gated;
+    int num_tokens, num_tiles, row_groups, splits, gated, is_gelu, up_stride, has_wide_norm;
     float eps;
 
     // The two rows of W of a pair: rows r and r + 8 of a group of 16, or a row of the gate and the
@@ -100,6 +102,17 @@ struct Gemm {
         out[index] = narrow(value);
     }
 
+    // As `activation_slope` in norms.py.
+    __device__ float activated(float gate) const {
+        const float cubic = 1.5957691216057308f * (gate + 0.044715f * gate * gate * gate);
+        return gate / (1.0f + __expf(-(is_gelu ? cubic : gate)));
+    }
+    // A finished sum of a row, or if `ups` are given, what it gates.
+    __device__ float finished(int row, int token, float value) const {
+        if (ups == nullptr || row >= out_features) return value;
+        return activated(value) * widen(ups[static_cast<u64>(token) * up_stride + row]);
+    }
+
     // Epilogue of a pair of rows, after all columns are summed.
     __device__ void finish(int low, int token, float first, float second) const {
         const int high = high_row(low);
@@ -109,10 +122,10 @@ struct Gemm {
             if (high < out_features) second += widen(bias[high]);
         }
         if (gated) {
-            write(low, token, first / (1.0f + __expf(-first)) * second);
+            write(low, token, activated(first) * second);
         } else {
-            write(low, token, first);
-            write(high, token, second);
+            write(low, token, finished(low, token, first));
+            write(high, token, finished(high, token, second));
         }
     }
 };
@@ -135,6 +148,27 @@ struct Part {
     }
 };
 
+// The norm's weights of a piece, which have the type of x or are float32.
+__device__ inline void load_factors(const Gemm& p, int column, float (&factors)[PIECE]) {
+    if (p.has_wide_norm) {
+        const float* source = static_cast<const float*>(p.norm_weight) + column;
+#pragma unroll
+        for (int i = 0; i < PIECE; i += 4) {
+            const float4 four = *reinterpret_cast<const float4*>(source + i);
+            factors[i] = four.x, factors[i + 1] = four.y;
+            factors[i + 2] = four.z, factors[i + 3] = four.w;
+        }
+    } else {
+        const uint4 piece = load_piece(static_cast<const u16*>(p.norm_weight) + column);
+        const u32 pairs[4] = {piece.x, piece.y, piece.z, piece.w};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const float2 both = unpack(pairs[i]);
+            factors[2 * i] = both.x, factors[2 * i + 1] = both.y;
+        }
+    }
+}
+
 // Copies columns [first, first + share) of x into shared memory, multiplied by the norm's weight.
 // Writes each warp's sums of squares to `squares`.
 __device__ inline void stage_tokens(
@@ -148,18 +182,17 @@ __device__ inline void stage_tokens(
 #pragma unroll
         for (int i = 0; i < TOKENS; ++i)
             if (i < p.num_tokens) batch[i] = load_piece(source + static_cast<u64>(i) * p.x_stride);
-        uint4 weights = make_uint4(0, 0, 0, 0);
-        if (normed) weights = load_piece(p.norm_weight + first + piece * PIECE);
-        const u32 factors[4] = {weights.x, weights.y, weights.z, weights.w};
+        float factors[PIECE] = {};
+        if (normed) load_factors(p, first + piece * PIECE, factors);
 #pragma unroll
         for (int i = 0; i < TOKENS; ++i) {
             if (i >= p.num_tokens) break;
             if (normed) {
                 u32 pairs[4] = {batch[i].x, batch[i].y, batch[i].z, batch[i].w};
                 for (int j = 0; j < 4; ++j) {
-                    const float2 both = unpack(pairs[j]), factor = unpack(factors[j]);
+                    const float2 both = unpack(pairs[j]);
                     square[i] = fmaf(both.x, both.x, fmaf(both.y, both.y, square[i]));
-                    pairs[j] = pack(both.x * factor.x, both.y * factor.y);
+                    pairs[j] = pack(both.x * factors[2 * j], both.y * factors[2 * j + 1]);
                 }
                 batch[i] = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
             }

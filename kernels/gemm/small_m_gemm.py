@@ -1,5 +1,5 @@
 """A linear layer for up to 8 rows with its prologue and epilogue in one kernel: RMSNorm of the
-input before the GEMM; bias, SiLU gate or residual addition after it.
+input before the GEMM; bias, SiLU or GELU gate, or residual addition after it.
 
 `small_m_gemm` runs one CUDA kernel, where it is supported (`serves`). Its time is that of reading
 the weights once. For more rows torch's GEMM with separate ops is faster.
@@ -16,7 +16,7 @@ import torch
 
 from tllm_spec.kernels import nvrtc
 from tllm_spec.kernels.gemm.int4_weights import check_int4
-from tllm_spec.kernels.gemm.norms import NormWeight, rms_norm, silu_and_mul
+from tllm_spec.kernels.gemm.norms import Activation, NormWeight, rms_norm, silu_and_mul
 from tllm_spec.kernels.gemm.scaled_linear import BLOCK, check_scaled, scaled_linear
 
 # The layout of a launch of small_m_gemm.cu: tiles, splits of the columns, shared memory, grid.
@@ -187,10 +187,12 @@ def small_m_gemm(
     bias: torch.Tensor | None = None,
     norm: NormWeight | None = None,
     gated: bool = False,
+    activation: Activation = "silu",
+    ups: torch.Tensor | None = None,
     add_to: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`norm(x) W^T + bias`; if gated, the SiLU of its first half times its second half; added to
-    `add_to` if given. The kernel must serve these tensors (`serves`).
+    """`norm(x) W^T + bias`; if gated, the activation of its first half times its second half; added
+    to `add_to` if given. The kernel must serve these tensors (`serves`).
 
     Args:
         x: `[T, K]`, any stride between rows.
@@ -201,16 +203,19 @@ def small_m_gemm(
         bias: `[N]`.
         norm: of x, or None.
         gated: the output is `[T, N / 2]`.
+        activation: of gates.
+        ups: `[T, N]`, any stride between rows: the output is the activation times them. Not gated.
         add_to: the residual stream, of the output's shape, any stride between rows; changed in
             place and returned.
     """
     features = weight.shape[0] // 2 if gated else weight.shape[0]
     output = x.new_empty(x.shape[0], features) if add_to is None else add_to
     assert output.shape == (x.shape[0], features)
-    if norm is not None and (x.dtype == torch.float16 or norm.weight.dtype != x.dtype):
+    assert ups is None or (ups.shape == output.shape and ups.stride(1) == 1 and not gated)
+    if norm is not None and x.dtype == torch.float16:
         # In float16 x times the norm's weight, without the division, could overflow.
         x, norm = rms_norm(x, norm.weight, norm.eps), None
-    _launch(x, weight, scales, group, bias, norm, gated, add_to, output)
+    _launch(x, weight, scales, group, bias, norm, gated, activation, ups, add_to, output)
     return output
 
 
@@ -241,16 +246,14 @@ class _Arguments(ctypes.Structure):
     _fields_ = (
         *(
             (name, ctypes.c_void_p)
-            for name in ("x", "bias", "norm_weight", "residual", "weight", "scales", "out")
+            for name in ("x", "bias", "norm_weight", "residual", "ups", "weight", "scales", "out")
         ),
         *(
             (name, ctypes.c_int)
             for name in ("out_features", "in_features", "x_stride", "out_stride")
         ),
-        *(
-            (name, ctypes.c_int)
-            for name in ("num_tokens", "num_tiles", "row_groups", "splits", "gated")
-        ),
+        *((name, ctypes.c_int) for name in ("num_tokens", "num_tiles", "row_groups", "splits")),
+        *((name, ctypes.c_int) for name in ("gated", "is_gelu", "up_stride", "has_wide_norm")),
         ("eps", ctypes.c_float),
     )
 
@@ -263,6 +266,8 @@ def _launch(
     bias: torch.Tensor | None,
     norm: NormWeight | None,
     gated: bool,
+    activation: Activation,
+    ups: torch.Tensor | None,
     add_to: torch.Tensor | None,
     output: torch.Tensor,
 ) -> None:
@@ -276,13 +281,15 @@ def _launch(
     (rows, features), device = output.shape, x.device.index or 0
     prepared = plan(device, x.dtype, rows, x.shape[1], features, gated, stored)
     norm_weight = None if norm is None else norm.weight
-    operands = (x, bias, norm_weight, add_to, weight, scales, output)
+    operands = (x, bias, norm_weight, add_to, ups, weight, scales, output)
     addresses = (None if tensor is None else tensor.data_ptr() for tensor in operands)
     tiles = prepared.tiles
     arguments = _Arguments(
         *addresses,
         *(weight.shape[0], x.shape[1], x.stride(0), output.stride(0)),
-        *(rows, tiles.number, tiles.row_groups, tiles.splits, gated),
+        *(rows, tiles.number, tiles.row_groups, tiles.splits),
+        *(gated, activation != "silu", 0 if ups is None else ups.stride(0)),
+        norm_weight is not None and norm_weight.dtype == torch.float32,
         0.0 if norm is None else norm.eps,
     )
     prepared.kernel.launch(
@@ -299,6 +306,8 @@ def plain_small_m_gemm(
     bias: torch.Tensor | None = None,
     norm: NormWeight | None = None,
     gated: bool = False,
+    activation: Activation = "silu",
+    ups: torch.Tensor | None = None,
     add_to: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Reference of `small_m_gemm`."""
@@ -308,6 +317,6 @@ def plain_small_m_gemm(
         output = torch.nn.functional.linear(x, weight, bias)
     else:
         output = scaled_linear.reference(x, weight, scales, bias, group=group)
-    if gated:
-        output = silu_and_mul.reference(output)
+    if gated or ups is not None:
+        output = silu_and_mul.reference(output, activation, ups)
     return output if add_to is None else add_to.add_(output)

@@ -22,7 +22,7 @@ from tllm_spec.kernels.gemm.adapter_gemm import (
     padded_rank,
     sorted_by_slot,
 )
-from tllm_spec.kernels.gemm.norms import silu_and_mul
+from tllm_spec.kernels.gemm.norms import Activation
 from tllm_spec.models.checkpoint import listed
 from tllm_spec.models.deepseek import LatentUp
 from tllm_spec.models.formats.stacked_weight import StackedWeight
@@ -148,8 +148,16 @@ class AdaptedWeight(WeightFormat):
             return output
         return self._added(output, x if norm is None else norm.forward(x))
 
-    def gated(self, x: torch.Tensor, norm: RMSNorm | None = None) -> torch.Tensor:
-        return silu_and_mul(self.forward(x, norm)) if self.acts else self._base.gated(x, norm)
+    def gated(
+        self,
+        x: torch.Tensor,
+        norm: RMSNorm | None = None,
+        activation: Activation = "silu",
+        ups: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        if not self.acts:
+            return self._base.gated(x, norm, activation, ups)
+        return super().gated(x, norm, activation, ups)
 
     def add_to(self, total: torch.Tensor, x: torch.Tensor) -> None:
         self._base.add_to(total, x)

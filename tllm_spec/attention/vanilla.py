@@ -28,6 +28,7 @@ from tllm_spec.kernels.attention.kv_codes import movable, times
 from tllm_spec.kernels.attention.rotary_write import (
     HeadWeights,
     Rotary,
+    plain_norm_values,
     plain_rotate,
     plain_write_kv,
 )
@@ -134,6 +135,7 @@ class VanillaAttention(HeadsBackend):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """q, and what the pool then has, as `stored`."""
         plain_rotate(qkv[:, : -self.geometry.num_kv_heads], rotary, norm)
+        plain_norm_values(qkv[:, -self.geometry.num_kv_heads :], norm)
         q, kv = self.split(qkv)
         if plan.generation is not None and plan.generation.rows.window > 1:
             # A masked key counts zero times, and zero times NaN is NaN: a draft whose keys and

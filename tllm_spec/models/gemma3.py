@@ -101,9 +101,13 @@ class Gemma3Layer(DecoderLayer):
 
     def add_branches(self, hidden: torch.Tensor, attended: torch.Tensor) -> None:
         """The norms after attention and MLP act on what they add."""
-        self.post_attention_layernorm.add_to(hidden, self.self_attn.o_proj.summed(attended))
-        added = self.mlp.forward(hidden, self.pre_feedforward_layernorm)
-        self.post_feedforward_layernorm.add_to(hidden, added)
+        normed = self._attended(hidden, attended)
+        self.post_feedforward_layernorm.add_to(hidden, self.mlp.forward(normed, None))
+
+    def _attended(self, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        """Adds what attention puts out to hidden `[R, H]` in place. Returns the MLP's input."""
+        output, then = self.self_attn.o_proj.summed(attended), self.pre_feedforward_layernorm
+        return self.post_attention_layernorm.add_to(hidden, output, then=then)
 
 
 class Gemma3Model(DecoderModel):

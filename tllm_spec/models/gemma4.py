@@ -2,24 +2,33 @@
 a factor of each layer's output, and in some sizes keys that are values, an embedding of each layer,
 layers without keys of their own, or experts next to the MLP."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from tllm_spec.attention.interface import ForwardContext
 from tllm_spec.kernels.attention.rotary_write import HeadWeights, Rotary
-from tllm_spec.kernels.experts.routing import moe_combine, moe_routing
-from tllm_spec.kernels.gemm.norms import rms_norm
+from tllm_spec.kernels.experts.permute import ExpertRows
+from tllm_spec.kernels.experts.routing import moe_combine
+from tllm_spec.kernels.gemm.norms import NormWeight, rms_norm
 from tllm_spec.kernels.slots.row_copies import gather_rows
 from tllm_spec.models.config import FULL, SLIDING, Gemma4Parts, ModelConfig, decoder_config
 from tllm_spec.models.config_file import required, with_defaults
 from tllm_spec.models.gemma3 import ACTIVATION, Gemma3Layer, Gemma3Model, Gemma3Rotary
-from tllm_spec.models.layers import Embedding, HeadNorm, Module, Placement, RMSNorm
+from tllm_spec.models.layers import (
+    Embedding,
+    HeadNorm,
+    Module,
+    Placement,
+    RMSNorm,
+    WeightSlot,
+    in_float32,
+)
 from tllm_spec.models.linear import Linear
 from tllm_spec.models.llama import Attention, CausalLM, DecoderLayer, layer_norm
-from tllm_spec.models.moe import Experts
+from tllm_spec.models.moe import Experts, Router
 from tllm_spec.models.moe_config import MoEConfig, moe_config
 from tllm_spec.models.rotary import PROPORTIONAL, RopeConfig, rope_config
 
@@ -157,13 +166,15 @@ class Gemma4Rotary(Gemma3Rotary):
 
 
 class Gemma4HeadNorm(HeadNorm):
-    """The values are normed without weights. Where the projection has none, they are its keys."""
+    """Where the projection has no values, they are its keys."""
+
+    norms_values = True
 
     def normed(self, heads: torch.Tensor) -> tuple[torch.Tensor, HeadWeights | None]:
         """heads: q, k and, unless they are the keys, v."""
-        num_kept, eps = len(self.weight), self.head_weights.eps
-        values = F.rms_norm(heads[:, self.num_heads - num_kept :], heads.shape[2:], eps=eps)
-        return torch.cat((heads[:, :num_kept], values), 1), self.head_weights
+        if heads.shape[1] == len(self.weight):
+            heads = torch.cat((heads, heads[:, self.num_heads :]), 1)
+        return heads, self.head_weights
 
 
 class Gemma4Attention(Attention):
@@ -196,21 +207,36 @@ def _attention(config: ModelConfig, layer: int, placement: Placement) -> Attenti
 
 
 class Gemma4Router(Module):
-    """Softmax of all experts, of which the best are taken; each has one more factor."""
+    """Softmax of all experts, of which the best are taken; each has one more factor. `scale`: the
+    checkpoint's divided by the root of the hidden size, as transformers computes."""
 
     def __init__(self, config: MoEConfig, eps: float, placement: Placement) -> None:
         super().__init__()
-        self.rule, self.eps = config.routing, eps
-        self.scale = placement.parameter(config.hidden_size)
+        self.rule = config.routing
+        self.scale = in_float32(placement).parameter(config.hidden_size)
+        self.norm = NormWeight(self.scale, eps)
         self.per_expert_scale = placement.parameter(config.num_experts)
-        size = config.hidden_size, config.num_experts
-        self.proj = Linear(*size, bias=False, placement=placement.wide)
+        self.proj = Router(config, placement)
 
-    def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `Router.route`, for the residual stream `[T, H]`."""
-        logits = self.proj.forward(rms_norm(x, self.scale, self.eps))
-        experts, weights = moe_routing(logits.float() * x.shape[1] ** -0.5, self.rule)
-        return experts, weights * self.per_expert_scale.float()[experts.long()]
+    def route(
+        self, hidden: torch.Tensor, x: torch.Tensor, own: Experts
+    ) -> tuple[ExpertRows, torch.Tensor]:
+        """Rows of the experts' inputs x `[T, H]`, and weights `[T, k]` float32, for the residual
+        stream hidden `[T, H]`."""
+        if self.proj.serves_few(hidden):
+            routed = self.proj.route_few(hidden, self.norm, self.per_expert_scale)
+            if len(hidden) == 1 == own.mapping.ep_size:
+                return routed.rows, routed.weights
+            experts, weights = routed.rows.experts, routed.weights
+        else:
+            normed = rms_norm(hidden, self.scale, self.norm.eps)
+            experts, weights = self.proj.route(normed, self.per_expert_scale)
+        return own.sorted(x, experts), weights
+
+    def slots(self, path: str) -> Iterator[tuple[str, WeightSlot]]:
+        for name, slot in super().slots(path):
+            is_scale = name.endswith("router.scale")
+            yield name, replace(slot, factor=len(self.scale) ** -0.5) if is_scale else slot
 
 
 class Gemma4Layer(Gemma3Layer):
@@ -230,6 +256,7 @@ class Gemma4Layer(Gemma3Layer):
             self.post_feedforward_layernorm_1 = layer_norm(config, placement)
             self.post_feedforward_layernorm_2 = layer_norm(config, placement)
             self.pre_feedforward_layernorm_2 = layer_norm(config, placement)
+        self.has_own_input = config.gemma4.per_layer_size > 0
         if size := config.gemma4.per_layer_size:
             sizes = config.hidden_size, size
             self.per_layer_input_gate = Linear(*sizes, bias=False, placement=placement)
@@ -248,28 +275,25 @@ class Gemma4Layer(Gemma3Layer):
         if rotary.per_layer is not None and len(hidden):
             own = rotary.per_layer[:, self.number]
             own = own if wanted is None else gather_rows(own, wanted)
-            gate = F.gelu(self.per_layer_input_gate.forward(hidden), approximate="tanh")
-            added = self.per_layer_projection.forward(gate.mul_(own))
-            self.post_per_layer_input_norm.add_to(hidden, added)
-        return hidden.mul_(self.layer_scalar)
+            gated = self.per_layer_input_gate.gated(hidden, None, ACTIVATION, own)
+            added = self.per_layer_projection.forward(gated)
+            self.post_per_layer_input_norm.add_to(hidden, added, factor=self.layer_scalar)
+        return hidden
 
     def add_branches(self, hidden: torch.Tensor, attended: torch.Tensor) -> None:
-        if self.router is None:
-            super().add_branches(hidden, attended)
-            return
-        self.post_attention_layernorm.add_to(hidden, self.self_attn.o_proj.summed(attended))
-        dense = self.mlp.forward(hidden, self.pre_feedforward_layernorm)
-        dense = self.post_feedforward_layernorm_1.forward(dense)
-        routed = self._routed(hidden, self.router)
-        self.post_feedforward_layernorm_2.add_to(dense, routed)
-        self.post_feedforward_layernorm.add_to(hidden, dense)
+        added = self.mlp.forward(self._attended(hidden, attended), None)
+        if self.router is not None:
+            added = self.post_feedforward_layernorm_1.forward(added)
+            self.post_feedforward_layernorm_2.add_to(added, self._routed(hidden, self.router))
+        factor = None if self.has_own_input else self.layer_scalar
+        self.post_feedforward_layernorm.add_to(hidden, added, factor=factor)
 
     def _routed(self, hidden: torch.Tensor, router: Gemma4Router) -> torch.Tensor:
         """What the experts put out, summed over all ranks."""
-        experts, weights = router.route(hidden)
         x = self.pre_feedforward_layernorm_2.forward(hidden)
-        parts = self.experts.forward(x, self.experts.sorted(x, experts))
-        own = self.experts.own(experts)
+        rows, weights = router.route(hidden, x, self.experts)
+        parts = self.experts.forward(x, rows)
+        own = self.experts.own(rows.experts)
         total = moe_combine(parts, weights, router.rule.num_taken, None, own)
         if self.communicator.mapping.tp_size > 1:
             self.communicator.all_reduce(total)
@@ -295,7 +319,11 @@ class Gemma4Model(Gemma3Model):
             self.per_layer_model_projection = Linear(
                 config.hidden_size, width, bias=False, placement=placement
             )
-            self.per_layer_projection_norm = RMSNorm(size, config.rms_norm_eps, placement)
+            # The projection is divided by the root of the hidden size: its norm without the
+            # division has a larger eps.
+            eps = config.rms_norm_eps * config.hidden_size
+            self.per_layer_projection_norm = RMSNorm(size, eps, placement)
+            self.half_root = torch.full((1,), 2**-0.5, device=placement.memory)
 
     def begin(
         self, input_ids: torch.Tensor, positions: torch.Tensor
@@ -308,11 +336,10 @@ class Gemma4Model(Gemma3Model):
     def _per_layer(self, input_ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """`[T, L, P]` of tokens `[T]` with embeddings `[T, H]`."""
         size = self.per_layer_size
-        projected = self.per_layer_model_projection.forward(hidden).mul_(hidden.shape[1] ** -0.5)
-        normed = self.per_layer_projection_norm.forward(projected.view(-1, size))
-        own = self.embed_tokens_per_layer.forward(input_ids).view(-1, size)
-        total = own.mul_(size**0.5).add_(normed).mul_(2**-0.5)
-        return total.view(len(input_ids), -1, size)
+        projected = self.per_layer_model_projection.forward(hidden).view(-1, size)
+        own = self.embed_tokens_per_layer.forward(input_ids).view(-1, size).mul_(size**0.5)
+        self.per_layer_projection_norm.add_to(own, projected, factor=self.half_root)
+        return own.view(len(input_ids), -1, size)
 
 
 class Gemma4ForCausalLM(CausalLM):

@@ -11,7 +11,7 @@ from torch import nn
 from tllm_spec.distributed.communicator import SINGLE, Communicator, Mapping
 from tllm_spec.kernels.attention.rotary_write import HeadWeights
 from tllm_spec.kernels.gemm.batch_invariant_linear import batch_invariant_linear
-from tllm_spec.kernels.gemm.norms import NormWeight, rms_norm
+from tllm_spec.kernels.gemm.norms import NormWeight, add_norm, rms_norm
 from tllm_spec.kernels.slots.row_copies import gather_rows, gather_slice_rows
 from tllm_spec.models.formats.quantisation import BLOCK, PLAIN, Quantisation
 
@@ -100,6 +100,8 @@ class WeightSlot:
     """int64, on the host: the tensor's rows in the order of the parameter's; None: the same."""
     adds_one: bool = field(default=False, kw_only=True)
     """Whether the checkpoint has the differences of a norm's weights from 1."""
+    factor: float = field(default=1.0, kw_only=True)
+    """Of the checkpoint's values, in a parameter of float32."""
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
@@ -112,7 +114,9 @@ class WeightSlot:
             return
         if not isinstance(tensor, torch.Tensor):
             tensor = tensor.dequantised(self.destination.dtype)
-        self.destination.copy_(self.own(tensor.float() + 1 if self.adds_one else tensor))
+        if self.adds_one or self.factor != 1:
+            tensor = (tensor.float() + self.adds_one) * self.factor
+        self.destination.copy_(self.own(tensor))
 
     def own(self, tensor: torch.Tensor, inputs: int = 1) -> torch.Tensor:
         """This rank's slice. `inputs`: that share a column. Where columns of scales lie in two
@@ -221,12 +225,23 @@ class RMSNorm(Module):
         root = torch.linalg.vector_norm(x, 2, -1, True).hypot_(self.root_eps)
         return torch.mul(x, self.scaled_weight).div_(root)
 
-    def add_to(self, total: torch.Tensor, x: torch.Tensor) -> None:
-        """Add the norm of x `[T, H]` to `total` `[T, H]`, in place."""
+    def add_to(
+        self,
+        total: torch.Tensor,
+        x: torch.Tensor,
+        *,
+        factor: torch.Tensor | None = None,
+        then: "RMSNorm | None" = None,
+    ) -> torch.Tensor:
+        """Add the norm of x `[T, H]` to `total` `[T, H]`, in place, and multiply by `factor` `[1]`.
+        Returns the norm `then` of that, or without it `total`."""
         if self.scaled_weight is None:
-            rms_norm(x, self.weight, self.eps, total)
-        else:
-            total.add_(self.forward(x))
+            after = None if then is None else then.kernel_weight
+            return add_norm(total, x, self.kernel_weight, factor, after)
+        total.add_(self.forward(x))
+        if factor is not None:
+            total.mul_(factor)
+        return total if then is None else then.forward(total)
 
     def specialize_for_cpu(self) -> None:
         """On a CPU F.rms_norm is eight ops. These four take half the time; with n = size:
@@ -249,6 +264,8 @@ class HeadNorm(Module):
     are followed by those of k's. `order`: `[D]` int64, the checkpoint's element for each one; None:
     the same."""
 
+    norms_values = False
+
     def __init__(
         self,
         num_heads: int,
@@ -266,7 +283,7 @@ class HeadNorm(Module):
         placement = in_float32(placement) if is_offset else placement
         self.num_heads, self.is_offset, self.order = num_heads, is_offset, order
         self.weight = placement.parameter(num_heads + num_kv_heads, head_dim)
-        self.head_weights = HeadWeights(self.weight, eps)
+        self.head_weights = HeadWeights(self.weight, eps, self.norms_values)
         self.mapping, self.communicator = placement.mapping, placement.communicator
         self.copies = (1, kv_copies)
 

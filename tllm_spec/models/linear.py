@@ -18,6 +18,7 @@ from tllm_spec.kernels.disk_cache import cache_folder
 from tllm_spec.kernels.gemm.batch_invariant_linear import batch_invariant_linear
 from tllm_spec.kernels.gemm.cublas_lt import ALGORITHM_BYTES, DATA_TYPES, CublasLt, shared_library
 from tllm_spec.kernels.gemm.fp8_gemms import Fp8Gemms
+from tllm_spec.kernels.gemm.norms import Activation
 from tllm_spec.kernels.gemm.tuned_linear import (
     GemmGroup,
     TunedGemms,
@@ -121,10 +122,15 @@ class Linear(Module):
             return batch_invariant_linear(wide_x, wide_weight)
         return wide_x.mm(wide_weight.t())
 
-    def gated(self, x: torch.Tensor, norm: RMSNorm | None = None) -> torch.Tensor:
-        """SwiGLU of `norm(x)`, `[T, K]` to `[T, N / 2]`: the SiLU of the first half of the outputs
-        times the second half. Without a norm, of x."""
-        return self.weight_format.gated(x, norm)
+    def gated(
+        self,
+        x: torch.Tensor,
+        norm: RMSNorm | None = None,
+        activation: Activation = "silu",
+        ups: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See `WeightFormat.gated`."""
+        return self.weight_format.gated(x, norm, activation, ups)
 
     def add_to(self, total: torch.Tensor, x: torch.Tensor) -> None:
         """Add the outputs for x `[T, K]` to `total` `[T, N]`, in place."""

@@ -6,7 +6,7 @@ Module paths are the checkpoint's names, with q/k/v and gate/up fused."""
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -14,7 +14,7 @@ from torch import nn
 from tllm_spec.attention.geometry import AttentionGeometry, place_of
 from tllm_spec.attention.interface import ForwardContext
 from tllm_spec.kernels.attention.rotary_write import HeadWeights, Rotary
-from tllm_spec.kernels.gemm.norms import silu_and_mul
+from tllm_spec.kernels.gemm.norms import Activation
 from tllm_spec.kernels.slots.row_copies import gather_rows
 from tllm_spec.models.checkpoint import OUTPUT
 from tllm_spec.models.config import (
@@ -247,16 +247,13 @@ class MLP(Module):
             is_fused=config.is_fused,
         )
         self.down_proj = RowLinear(inner, hidden, bias=bias, placement=placement)
-        self.activation: Literal["gelu_pytorch_tanh"] | None = None
+        self.activation: Activation = "silu"
         if config.hidden_act == "gelu_pytorch_tanh":
             self.activation = "gelu_pytorch_tanh"
 
     def forward(self, hidden: torch.Tensor, norm: RMSNorm | None) -> torch.Tensor:
         """The output for `norm(hidden)`, `[T, H]`."""
-        if self.activation is None:
-            return self.down_proj.summed(self.gate_up_proj.gated(hidden, norm))
-        gate_up = self.gate_up_proj.forward(hidden, norm)
-        return self.down_proj.summed(silu_and_mul(gate_up, self.activation))
+        return self.down_proj.summed(self.gate_up_proj.gated(hidden, norm, self.activation))
 
     def add_to(self, hidden: torch.Tensor, norm: RMSNorm) -> None:
         """Add the output for `norm(hidden)` to hidden `[T, H]` in place; SwiGLU only."""

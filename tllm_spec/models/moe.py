@@ -16,6 +16,7 @@ from tllm_spec.kernels.experts.few_tokens import (
 from tllm_spec.kernels.experts.grouped_gemm import block_rows_of
 from tllm_spec.kernels.experts.permute import ExpertRows, moe_permute
 from tllm_spec.kernels.experts.routing import OwnExperts, moe_combine, moe_routing
+from tllm_spec.kernels.gemm.norms import NormWeight
 from tllm_spec.models.formats.stacked_weight import StackedWeight
 from tllm_spec.models.formats.weight_format import Part
 from tllm_spec.models.layers import Module, Placement, RMSNorm, WeightSlot, sibling
@@ -161,17 +162,26 @@ class Router(Linear):
             own[sibling(path, bias)] = own.pop(f"{path}.{bias}")
         yield from own.items()
 
-    def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def route(
+        self, x: torch.Tensor, factors: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Experts `[T, k]` int32 and weights `[T, k]` float32 for x `[T, H]`; k includes
-        `num_shared`."""
-        return moe_routing(self.logits(x), self.rule, self.e_score_correction_bias)
+        `num_shared`. factors: see `moe_routing`."""
+        return moe_routing(self.logits(x), self.rule, self.e_score_correction_bias, factors)
 
-    def route_few(self, hidden: torch.Tensor, norm: RMSNorm) -> RoutedTokens:
+    def serves_few(self, hidden: torch.Tensor) -> bool:
+        """Whether `route_few` serves these rows."""
+        is_few = 0 < len(hidden) <= MAX_TOKENS and has_kernels(hidden.device)
+        return is_few and not self.batch_invariant
+
+    def route_few(
+        self, hidden: torch.Tensor, norm: NormWeight, factors: torch.Tensor | None = None
+    ) -> RoutedTokens:
         """`route` for `norm(hidden)`, of up to MAX_TOKENS tokens."""
         dtype = torch.float32 if self.in_float32 else hidden.dtype
         weight = self.weight.contiguous()  # a CPU's has adjacent outputs
         own = weight, self.bias, self.e_score_correction_bias, self.rule, dtype, self.num_arrived
-        return route_few(hidden, norm.kernel_weight, RouterWeights(*own))
+        return route_few(hidden, norm, RouterWeights(*own, factors))
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """`[T, E]`, of x's dtype or float32."""
@@ -242,9 +252,8 @@ class SparseMoE(Module):
 
     def _routed(self, hidden: torch.Tensor, norm: RMSNorm) -> RoutedTokens:
         """The tokens `norm(hidden)`."""
-        is_few = 0 < len(hidden) <= MAX_TOKENS and has_kernels(hidden.device)
-        if is_few and not self.router.batch_invariant:
-            routed = self.router.route_few(hidden, norm)
+        if self.router.serves_few(hidden):
+            routed = self.router.route_few(hidden, norm.kernel_weight)
             if len(hidden) == 1 == self.experts.mapping.ep_size:
                 return routed
             x, experts, weights = routed.x, routed.rows.experts, routed.weights

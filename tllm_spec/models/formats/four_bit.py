@@ -17,6 +17,7 @@ from tllm_spec.kernels.gemm.int4_weights import (
     row_words,
     unpacked,
 )
+from tllm_spec.kernels.gemm.norms import Activation
 from tllm_spec.models.formats.four_bit_packings import FourBitTensor, in_given_order
 from tllm_spec.models.formats.fp8 import ScaledWeight
 from tllm_spec.models.formats.gguf_tensors import GgufTensor
@@ -126,8 +127,14 @@ class FourBitWeight(ScaledWeight):
     def forward(self, x: torch.Tensor, norm: RMSNorm | None = None) -> torch.Tensor:
         return super().forward(*self._in_order(x, norm))
 
-    def gated(self, x: torch.Tensor, norm: RMSNorm | None = None) -> torch.Tensor:
-        return super().gated(*self._in_order(x, norm))
+    def gated(
+        self,
+        x: torch.Tensor,
+        norm: RMSNorm | None = None,
+        activation: Activation = "silu",
+        ups: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        return super().gated(*self._in_order(x, norm), activation, ups)
 
     def add_to(self, total: torch.Tensor, x: torch.Tensor) -> None:
         super().add_to(total, self._in_order(x, None)[0])

@@ -5,12 +5,13 @@ import platform
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
 from tllm_spec.kernels.gemm.batch_invariant_linear import batch_invariant_linear
-from tllm_spec.kernels.gemm.norms import silu_and_mul
+from tllm_spec.kernels.gemm.norms import Activation, silu_and_mul
 from tllm_spec.kernels.gemm.small_m_gemm import serves, small_m_gemm
 from tllm_spec.kernels.gemm.tuned_linear import TunedGemms, tuned_linear
 from tllm_spec.models.layers import Placement, RMSNorm, WeightSlot
@@ -79,10 +80,17 @@ class WeightFormat(ABC):
         """`multiply` of `norm(x)` if there is a norm."""
         return self.multiply(x if norm is None else norm.forward(x))
 
-    def gated(self, x: torch.Tensor, norm: RMSNorm | None = None) -> torch.Tensor:
+    def gated(
+        self,
+        x: torch.Tensor,
+        norm: RMSNorm | None = None,
+        activation: Activation = "silu",
+        ups: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """SwiGLU of `norm(x)`, `[T, K]` to `[T, N / 2]`: the SiLU of the first half of the outputs
-        times the second half. Without a norm, of x."""
-        return silu_and_mul(self.forward(x, norm))
+        times the second half; or with another activation. Without a norm, of x. With ups `[T, N]`
+        all outputs are gates."""
+        return silu_and_mul(self.forward(x, norm), activation, ups)
 
     def add_to(self, total: torch.Tensor, x: torch.Tensor) -> None:
         """Add the outputs for x `[T, K]` to `total` `[T, N]`, in place."""
@@ -113,10 +121,17 @@ class FewRowsFormat(WeightFormat):
             return self._few_rows(x, norm)
         return self.multiply(x if norm is None else norm.forward(x))
 
-    def gated(self, x: torch.Tensor, norm: RMSNorm | None = None) -> torch.Tensor:
+    def gated(
+        self,
+        x: torch.Tensor,
+        norm: RMSNorm | None = None,
+        activation: Activation = "silu",
+        ups: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         if self._are_few(x):
-            return self._few_rows(x, norm, gated=True)
-        return silu_and_mul(self.multiply(x if norm is None else norm.forward(x)))
+            return self._few_rows(x, norm, gated=ups is None, activation=activation, ups=ups)
+        gates = self.multiply(x if norm is None else norm.forward(x))
+        return silu_and_mul(gates, activation, ups)
 
     def add_to(self, total: torch.Tensor, x: torch.Tensor) -> None:
         if self._are_few(x):
@@ -132,10 +147,9 @@ class FewRowsFormat(WeightFormat):
         self,
         x: torch.Tensor,
         norm: RMSNorm | None = None,
-        *,
-        gated: bool = False,
-        add_to: torch.Tensor | None = None,
+        **options: Any,
     ) -> torch.Tensor:
+        """options: of `small_m_gemm`."""
         return small_m_gemm(
             x,
             self.weight,
@@ -143,8 +157,7 @@ class FewRowsFormat(WeightFormat):
             group=self.group,
             bias=self.bias,
             norm=None if norm is None else norm.kernel_weight,
-            gated=gated,
-            add_to=add_to,
+            **options,
         )
 
 
