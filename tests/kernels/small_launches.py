@@ -40,7 +40,7 @@ from tllm_spec.kernels.gemm.adapter_gemm import (
     add_adapters,
     output_blocks,
 )
-from tllm_spec.kernels.gemm.norms import NormWeight, rms_norm, silu_and_mul
+from tllm_spec.kernels.gemm.norms import NormWeight, add_norm, rms_norm, silu_and_mul
 from tllm_spec.kernels.parallel.rank_sum import (
     BLOCK_WORDS,
     RankLines,
@@ -162,9 +162,11 @@ def layers() -> None:
         rms_norm(x, weight, 1e-6)
         add_sinks(empty(BATCH, 64, 64, dtype=dtype), float32(BATCH, 64), float32(64))
         rms_norm(empty(BATCH, 18432, dtype=dtype), empty(18432, dtype=dtype), 1e-6)
-        rms_norm(x, float32(HIDDEN), 1e-6, x)
+        add_norm(x, x, NormWeight(float32(HIDDEN), 1e-6))
+        add_norm(x, x, NormWeight(weight, 1e-6), weight[:1], NormWeight(weight, 1e-6))
         silu_and_mul(empty(BATCH, 28672, dtype=dtype))
         silu_and_mul(empty(BATCH, 28672, dtype=dtype), "gelu_pytorch_tanh")
+        silu_and_mul(x[:, :256], "gelu_pytorch_tanh", empty(BATCH, 42 * 256, dtype=dtype)[:, :256])
         rotary = Rotary(table, rows)
         draft_input(rows, x, x, DraftInputNorms(weight, weight, 1e-6), rotary, int64(2))
         draft_input(None, x, x, None, rotary)
@@ -172,7 +174,8 @@ def layers() -> None:
         codes = empty(*layer.shape, dtype=CODES)
         widen_pages(codes, int32(64), None, layer)
         widen_pages(codes, int32(64), int32(1), layer)
-        for norm in (None, HeadWeights(empty(40, head_dim, dtype=dtype), 1e-6)):
+        head_weight = empty(40, head_dim, dtype=dtype)
+        for norm in (None, HeadWeights(head_weight, 1e-6), HeadWeights(head_weight, 1e-6, True)):
             qkv = empty(BATCH, 48, head_dim, dtype=dtype)
             rotary_write(qkv, rotary, rows, layer, norm)
             rotary_write(qkv, rotary, rows, codes, norm)
@@ -206,6 +209,8 @@ def mixtures() -> None:
     for dtype in FLOATS:
         moe_routing.moe_routing(empty(BATCH, 256, dtype=dtype), v3, bias)
         moe_routing.moe_routing(empty(BATCH, 128, dtype=dtype), qwen3)
+        factors = empty(128, dtype=dtype)
+        moe_routing.moe_routing(empty(BATCH, 128, dtype=dtype), qwen3, None, factors)
         for weights, add_to in (
             (float32(BATCH, 8), None),
             (None, empty(BATCH, HIDDEN, dtype=dtype)),

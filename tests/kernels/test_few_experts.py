@@ -51,7 +51,8 @@ def given(
     counters = torch.zeros(MAX_TOKENS, dtype=torch.int32, device=device)
     own = weight, bias if has_bias else None, correction, rule, torch.float32, counters
     norm = NormWeight(normal(HIDDEN).to(dtype), 1e-6)
-    return normal(MAX_TOKENS, HIDDEN).to(dtype), norm, RouterWeights(*own)
+    factors = normal(number).abs() if name == "qwen3" else None
+    return normal(MAX_TOKENS, HIDDEN).to(dtype), norm, RouterWeights(*own, factors)
 
 
 @on_each_kernel_device

@@ -37,6 +37,7 @@ class Case:
     norm: bool = False
     padding: int = 0
     dtype: torch.dtype = torch.float32
+    norms_values: bool = False
 
 
 CASES = {
@@ -51,6 +52,10 @@ CASES = {
     "float16": Case(9, 6, 2, 96, 16, dtype=torch.float16),
     "float16, norm": Case(3, 6, 2, 64, 16, norm=True, dtype=torch.float16),
     "nothing": Case(0, 4, 2, 16, 4),
+    "norm of values": Case(6, 9, 3, 80, 4, norm=True, norms_values=True),
+    "bfloat16, norm of values": Case(
+        5, 8, 2, 512, 16, norm=True, dtype=torch.bfloat16, norms_values=True
+    ),
 }
 on_each_case = pytest.mark.parametrize("name", CASES)
 
@@ -78,7 +83,8 @@ class Problem:
         shape = (2, pages, case.page_size, case.kv_heads, case.head_dim)
         self.layer = torch.full(shape, torch.nan, dtype=case.dtype, device=device)
         weight = torch.rand(case.heads + case.kv_heads, case.head_dim, generator=generator) + 0.5
-        self.norm = HeadWeights(weight.to(device, case.dtype), EPS) if case.norm else None
+        own = weight.to(device, case.dtype), EPS, case.norms_values
+        self.norm = HeadWeights(*own) if case.norm else None
 
     def run(self, write: Write) -> None:
         write(self.qkv, self.rotary, self.kv_slots, self.layer, self.norm)
@@ -105,15 +111,22 @@ class Problem:
         return rotated, sizes
 
     def run_and_check(self, write: Write) -> None:
-        """q and k equal the formula, v is not changed, and exactly the slots of the rows have k and
-        v."""
+        """q and k equal the formula, v is not changed without a norm, and exactly the slots of the
+        rows have k and v."""
         case, before = self.case, self.qkv.clone()
         rotated, sizes = self.expected()
         unread = [tensor.clone() for tensor in self.tensors()[1:]]
         self.run(write)
         assert all(torch.equal(*pair) for pair in zip(self.tensors()[1:], unread, strict=True))
         self.check(rotated, sizes)
-        assert torch.equal(self.qkv[:, -case.kv_heads :], before[:, -case.kv_heads :])
+        values = before[:, -case.kv_heads :]
+        if not case.norms_values:
+            assert torch.equal(self.qkv[:, -case.kv_heads :], values)
+            return
+        wide = values.double()
+        wide = wide / (wide.square().mean(-1, keepdim=True) + EPS).sqrt()
+        found = self.qkv[:, -case.kv_heads :].double()
+        torch.testing.assert_close(found, wide, rtol=ROUNDING[case.dtype] + 1e-6, atol=1e-7)
 
     def check(self, rotated: torch.Tensor, sizes: torch.Tensor) -> None:
         case = self.case
@@ -135,6 +148,7 @@ def test_the_reference_equals_the_formula(name: str) -> None:
     Problem(CASES[name]).run_and_check(rotary_write.reference)
 
 
+@pytest.mark.interpreted("name", "odd, norm", "norm of values")
 @on_each_kernel_device
 @on_each_case
 def test_the_kernel_equals_the_formula(name: str, device: str) -> None:

@@ -18,7 +18,7 @@ from tests.kernels.interpreter import (
     stored,
 )
 from tllm_spec.kernels.dispatch import has_kernels
-from tllm_spec.kernels.gemm.norms import Activation, rms_norm, silu_and_mul
+from tllm_spec.kernels.gemm.norms import Activation, NormWeight, add_norm, rms_norm, silu_and_mul
 
 EPS = 1e-5
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -171,15 +171,46 @@ def test_the_rounded_norm_is_added_in_place(dtype: torch.dtype, device: str) -> 
     total, before = wide[:, 100:200], wide.clone()
     normed = rms_norm(x, weight, EPS)
     wanted = stored(before[:, 100:200].float() + normed.float(), dtype)
-    assert rms_norm(x, weight, EPS, total) is total
+    assert add_norm(total, x, NormWeight(weight, EPS)) is total
     # In float32 a GPU multiplies by the weight and adds with one rounding.
     tolerance = 1e-6 if dtype == torch.float32 else 0
     torch.testing.assert_close(total, wanted, rtol=tolerance, atol=tolerance)
     assert torch.equal(wide[:, :100], before[:, :100])
     assert torch.equal(wide[:, 200:], before[:, 200:])
     reference = before[:, 100:200].clone()
-    rms_norm.reference(x, weight, EPS, reference)
+    add_norm.reference(reference, x, NormWeight(weight, EPS))
     torch.testing.assert_close(total, reference, rtol=2 * ROUNDING[dtype], atol=4e-2)
+
+
+@on_each_kernel_device
+@on_each_dtype
+def test_the_sum_is_multiplied_rounded_and_normed(dtype: torch.dtype, device: str) -> None:
+    x, weight = arguments((5, 100), dtype, device)
+    total, norm = arguments((5, 100), dtype, device, seed=1)[0], NormWeight(weight, EPS)
+    factor, then = torch.tensor([0.7], device=device), NormWeight(weight.float() * 1.3, EPS)
+    wanted = total.clone()
+    add_norm(wanted, x, norm)
+    wanted = stored(wanted.float() * factor, dtype)
+    normed = add_norm(total, x, norm, factor, then)
+    tolerance = 1e-6 if dtype == torch.float32 else 0
+    torch.testing.assert_close(total, wanted, rtol=tolerance, atol=tolerance)
+    check(normed, total, then.weight)
+    reference = add_norm.reference(arguments((5, 100), dtype, device, seed=1)[0], x, norm, factor)
+    torch.testing.assert_close(reference, wanted, rtol=2 * ROUNDING[dtype], atol=4e-2)
+
+
+@on_each_kernel_device
+@on_each_activation
+@on_each_dtype
+def test_gates_may_multiply_rows_of_another_tensor(
+    dtype: torch.dtype, activation: Activation, device: str
+) -> None:
+    (gate_up,) = Gated(activation).arguments((5, 100), dtype, device)
+    gates, ups = gate_up[:, :100], gate_up[:, 100:]
+    output = silu_and_mul(gates, activation, ups)
+    assert torch.equal(output, silu_and_mul(gate_up, activation))
+    assert torch.equal(silu_and_mul.reference(gates, activation, ups).isnan(), output.isnan())
+    Gated(activation).check(silu_and_mul.reference(gates, activation, ups), gate_up)
 
 
 @on_each_kernel_device

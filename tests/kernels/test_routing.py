@@ -86,6 +86,21 @@ def test_the_kernel_chooses_the_references_experts(
 
 
 @on_each_kernel_device
+@on_each_rule
+def test_weights_of_routed_experts_have_factors(name: str, device: str) -> None:
+    logits, rule, bias = problem(name, 3, torch.float32, device)
+    factors = torch.linspace(0.5, 2.0, RULES[name][0], device=device)
+    experts, plain = moe_routing(logits, rule, bias)
+    routed = experts[:, : rule.top_k].long()
+    expected = plain.clone()
+    expected[:, : rule.top_k] *= factors[routed]
+    for route in (moe_routing, moe_routing.reference):
+        found = route(logits, rule, bias, factors)
+        assert torch.equal(found[0], experts)
+        torch.testing.assert_close(found[1], expected, rtol=1e-5, atol=1e-7)
+
+
+@on_each_kernel_device
 def test_of_equal_scores_the_lower_index_is_better(device: str) -> None:
     logits = torch.zeros(2, 12, device=device)
     logits[1, [3, 9]] = 1.0

@@ -45,6 +45,14 @@ FORMS = [
         "everything": (True, True, True, True),
     }.items()
 ]
+# What a call may have besides, with the rest of its form.
+FURTHER = {
+    "GELU": (True, True, True, True),
+    "given ups": (True, False, False, False),
+    "a norm in float32": (True, True, False, False),
+}
+SILU = ("", "a norm in float32")
+on_each_further = pytest.mark.parametrize("further", FURTHER)
 SCALED = Stored(8, BLOCK)
 CODES = (*(Stored(4, group) for group in GROUPS[1:]), Stored(4, 32, is_e2m1=True))
 on_each_form = pytest.mark.parametrize(("norm", "gated", "adds", "has_bias"), FORMS)
@@ -60,7 +68,9 @@ class Case:
         dtype: torch.dtype,
         device: str,
         stored: Stored = WIDE,
+        further: str = "",
     ) -> None:
+        """further: one of FURTHER."""
         (rows, in_features, out_features), (norm, gated, adds, has_bias) = sizes, form
         generator = torch.Generator().manual_seed(rows + in_features + out_features)
 
@@ -92,9 +102,14 @@ class Case:
             numbers = int4_dequantised(codes, self.scales, self.group, torch.float64)
         self.numbers = numbers.double()
         self.bias = random(out_features) if has_bias else None
-        self.norm = NormWeight(random(in_features), EPS) if norm else None
-        self.gated = gated
+        weight = random(in_features)
+        weight = weight.float() * 1.001 if further == "a norm in float32" else weight
+        self.norm = NormWeight(weight, EPS) if norm else None
+        self.gated, self.activation = gated, "silu" if further in SILU else "gelu_pytorch_tanh"
         features = out_features // 2 if gated else out_features
+        self.ups = None
+        if further == "given ups":
+            self.ups = random(rows, 3 * features)[:, features : 2 * features]
         self.total = random(rows, 3 * features)[:, features : 2 * features] if adds else None
 
     def expected(self) -> torch.Tensor:
@@ -102,15 +117,17 @@ class Case:
         if self.norm is not None:
             x = x / (x.square().mean(-1, keepdim=True) + EPS).sqrt() * self.norm.weight.double()
         output = F.linear(x, self.numbers, None if self.bias is None else self.bias.double())
-        if self.gated:
-            gate, up = output.chunk(2, -1)
-            output = F.silu(gate) * up
+        if self.gated or self.ups is not None:
+            gate, up = output.chunk(2, -1) if self.gated else (output, self.ups.double())
+            gate = F.silu(gate) if self.activation == "silu" else F.gelu(gate, approximate="tanh")
+            output = gate * up
         return output if self.total is None else output + self.total.double()
 
     def run(self, function: object = small_m_gemm) -> torch.Tensor:
         assert callable(function)
         options = {"bias": self.bias, "norm": self.norm, "gated": self.gated, "add_to": self.total}
         options |= {"scales": self.scales, "group": self.group}
+        options |= {"activation": self.activation, "ups": self.ups}
         output = function(self.x, self.weight, **options)
         assert isinstance(output, torch.Tensor)
         assert self.total is None or output is self.total
@@ -130,6 +147,13 @@ def test_the_reference_equals_the_formula_and_adds_in_place(
     case = Case(sizes, (norm, gated, adds, has_bias), torch.float32, "cpu", stored)
     expected = case.expected()
     assert not serves(case.x, case.weight, case.scales, case.group)
+    assert relative_error(case.run(plain_small_m_gemm), expected) < 1e-6
+
+
+@on_each_further
+def test_the_reference_gates_with_gelu_and_what_is_given(further: str) -> None:
+    case = Case((3, 192, 1000), FURTHER[further], torch.float32, "cpu", further=further)
+    expected = case.expected()
     assert relative_error(case.run(plain_small_m_gemm), expected) < 1e-6
 
 
@@ -160,6 +184,7 @@ def test_the_kernels_argument_has_the_same_fields_in_python_and_cuda() -> None:
     (declared,) = re.findall(r"struct Gemm {\n(.*?)\n\n", source, re.DOTALL)
     types = {
         "const u16 *": ctypes.c_void_p,
+        "const void*": ctypes.c_void_p,
         "const Weight*": ctypes.c_void_p,
         "const Scale*": ctypes.c_void_p,
         "u16*": ctypes.c_void_p,
@@ -167,7 +192,7 @@ def test_the_kernels_argument_has_the_same_fields_in_python_and_cuda() -> None:
         "float": ctypes.c_float,
     }
     fields, kinds = [], "|".join(map(re.escape, types))
-    for line in declared.replace("const u16 *x", "const u16 * x").splitlines():
+    for line in declared.replace("const u16 *", "const u16 * ").splitlines():
         kind, names = re.fullmatch(rf" *({kinds}) (.*);", line).groups()  # type: ignore[union-attr]
         fields += [(name.strip(" *"), types[kind]) for name in names.split(",")]
     assert fields == list(module._Arguments._fields_)
@@ -256,6 +281,24 @@ def test_the_kernel_is_as_accurate_as_its_reference(
             relative_error(again.run(plain_small_m_gemm), expected),
         )
         assert error < 1.5 * of_reference + 1e-4
+
+
+@pytest.mark.gpu
+@on_each_further
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [(2560, 20480, WIDE), (2560, 256, WIDE), (4096, 6144, SCALED)], ids=str
+)
+def test_the_kernel_gates_with_gelu_and_what_is_given(
+    sizes: tuple[int, int, Stored], dtype: torch.dtype, further: str
+) -> None:
+    for rows in (1, 8):
+        given = (rows, *sizes[:2]), FURTHER[further], dtype, "cuda", sizes[2], further
+        case, again = Case(*given), Case(*given)
+        expected = case.expected()
+        assert serves(case.x, case.weight, case.scales)
+        of_reference = relative_error(again.run(plain_small_m_gemm), expected)
+        assert relative_error(case.run(), expected) < 1.5 * of_reference + 1e-4
 
 
 @pytest.mark.gpu

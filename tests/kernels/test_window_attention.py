@@ -156,16 +156,17 @@ def test_queries_alone_attend_to_what_the_pool_has(name: str, device: str) -> No
     assert torch.equal(problem.layer.view(torch.uint8), layer.view(torch.uint8))
 
 
+@pytest.mark.interpreted("norms", "q and k", "values, too")
 @pytest.mark.thinned
 @on_each_kernel_device
-@pytest.mark.parametrize("normed", [False, True], ids=["", "normed"])
+@pytest.mark.parametrize("norms", ["nothing", "q and k", "values, too"])
 @pytest.mark.parametrize("name", CASES)
 def test_norm_rotation_and_kv_writes_equal_the_reference(
-    name: str, normed: bool, device: str
+    name: str, norms: str, device: str
 ) -> None:
     problem, reference = Problem(CASES[name], device), Problem(CASES[name], device)
     for each in (problem, reference):
-        each.rotate(normed=normed)
+        each.rotate(normed=norms != "nothing", norms_values=norms == "values, too")
     output, expected = problem.attend(), reference.attend_plainly()
     rounding = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[problem.case.dtype]
     if problem.layer.dtype == CODES:  # a key that was rounded differently may have the next code

@@ -119,13 +119,13 @@ class Problem:
         pairs = zip(kv, (scales.key, scales.value), strict=True)
         return torch.stack([encoded(own, scale).float() * scale for own, scale in pairs])
 
-    def rotate(self, *, normed: bool) -> None:
+    def rotate(self, *, normed: bool, norms_values: bool = False) -> None:
         """From now on heads are rotated, and normed before if `normed`."""
         self.cos_sin.copy_(torch.randn(self.cos_sin.shape, generator=self.generator))
         if normed:
             shape = (self.num_heads + self.case.kv_heads, self.case.head_dim)
             weight = torch.randn(shape, generator=self.generator).to(self.qkv)
-            self.norm = HeadWeights(weight, 1e-5)
+            self.norm = HeadWeights(weight, 1e-5, norms_values)
 
     def workspace(self) -> WindowWorkspace:
         own = WindowWorkspace.allocate(self.case.head_dim, self.qkv.device)
