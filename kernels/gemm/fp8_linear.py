@@ -74,6 +74,7 @@ def fp8_linear(
     bias: torch.Tensor | None = None,
     *,
     add_to: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
     counters: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Results are rounded after the bias, and once more after `add_to`, as cuBLASLt does
@@ -89,11 +90,12 @@ def fp8_linear(
         dtype: of the output and of the rest.
         bias: `[N]`.
         add_to: `[T, N]`, any stride between rows: the output is added to it, in place.
+        out: without `add_to`, `[T, N]` of `dtype`, any stride between rows, for the output.
         counters: `[NUM_COUNTERS]` int32, zeros before and after, of launches that follow each other
             on one stream; None: a second launch adds chunks that have programs.
 
     Returns:
-        `[T, N]`: `add_to`, or a new tensor.
+        `[T, N]`: `add_to`, `out` or a new tensor.
     """
     wide, matrix = codes.double(), weight.double().t()
     output = wide.new_zeros(len(codes), len(weight))
@@ -104,7 +106,9 @@ def fp8_linear(
         output += wide[:, own].mm(matrix[own]).mul_(of_outputs).mul_(of_rows.unsqueeze(1))
     if bias is not None:
         output += bias
-    return output.to(dtype) if add_to is None else add_to.add_(output.to(dtype))
+    if add_to is not None:
+        return add_to.add_(output.to(dtype))
+    return output.to(dtype) if out is None else out.copy_(output)
 
 
 def tiled_fp8_linear(
@@ -116,10 +120,11 @@ def tiled_fp8_linear(
     bias: torch.Tensor | None = None,
     *,
     add_to: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
     counters: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The kernel of `fp8_linear`."""
-    output = add_to
+    output = out if add_to is None else add_to
     if output is None:
         output = torch.empty((len(codes), len(weight)), dtype=dtype, device=codes.device)
     assert output.dtype == dtype

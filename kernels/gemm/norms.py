@@ -3,6 +3,7 @@ Triton kernel if Triton is available, otherwise the plain-torch reference, which
 For a few rows `small_m_gemm` norms its own input instead."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -160,25 +161,26 @@ def rms_norm_kernel(
 
 
 # The activation of SwiGLU, `silu(gate) * up`, or of GeGLU, `gelu(gate) * up`, on the output of a
-# fused projection: a Triton kernel if Triton is available, otherwise the plain-torch reference,
-# which is the definition.
+# fused projection, and `sigmoid(gate) * up`: a Triton kernel if Triton is available, otherwise the
+# plain-torch reference, which is the definition.
 
 
 Activation = Literal["silu", "gelu_pytorch_tanh"]
 """As `hidden_act` of a config.json. The second is GELU with tanh (arXiv 1606.08415, section 2)."""
+Gate = Literal[Activation, "sigmoid"]
+_GATES = {"silu": F.silu, "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh")}
+_GATES |= {"sigmoid": F.sigmoid}
 
 
 @with_kernel("silu_and_mul_triton")
 def silu_and_mul(
-    gate_up: torch.Tensor, activation: Activation = "silu", ups: torch.Tensor | None = None
+    gate_up: torch.Tensor, activation: Gate = "silu", ups: torch.Tensor | None = None
 ) -> torch.Tensor:
     """`[T, 2 * I]` (gates first, any stride between rows) to `[T, I]`, in float32, rounded once.
     activation: of the gates. ups: `[T, I]`, any stride between rows; then `gate_up` has gates
     only."""
     gate, up = gate_up.chunk(2, -1) if ups is None else (gate_up, ups)
-    gate = gate.float()
-    gate = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
-    return (gate * up).to(gate_up.dtype)
+    return (_GATES[activation](gate.float()) * up).to(gate_up.dtype)
 
 
 # The exponential and the division are the device's approximations. Together their relative error
@@ -194,7 +196,7 @@ _BLOCK = 1024  # columns per program: one 16-byte load of 2-byte elements per th
 
 
 def silu_and_mul_triton(
-    gate_up: torch.Tensor, activation: Activation = "silu", ups: torch.Tensor | None = None
+    gate_up: torch.Tensor, activation: Gate = "silu", ups: torch.Tensor | None = None
 ) -> torch.Tensor:
     """See `silu_and_mul`."""
     if ups is None:
@@ -206,7 +208,8 @@ def silu_and_mul_triton(
     silu_and_mul_kernel[(num_rows, triton.cdiv(size, _BLOCK))](
         *strided(gate_up, ups),
         output,
-        IS_GELU=activation != "silu",
+        IS_GELU=activation == "gelu_pytorch_tanh",
+        IS_SIGMOID=activation == "sigmoid",
         SIZE=size,
         BLOCK=_BLOCK,
         num_warps=4,
@@ -227,8 +230,8 @@ def activation_slope(gate: tl.tensor, IS_GELU: tl.constexpr) -> tl.tensor:
 @triton.jit
 def silu_and_mul_kernel(
     gates: tl.tensor, gate_stride: tl.tensor, ups: tl.tensor, up_stride: tl.tensor,
-    output: tl.tensor, IS_GELU: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
+    output: tl.tensor, IS_GELU: tl.constexpr, IS_SIGMOID: tl.constexpr, SIZE: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """Grid (rows, blocks of columns)."""
     begin(PDL)
@@ -238,5 +241,6 @@ def silu_and_mul_kernel(
     gate = tl.load(gates + row * gate_stride + columns, mask=real, other=0.0).to(tl.float32)
     up = tl.load(ups + row * up_stride + columns, mask=real, other=0.0).to(tl.float32)
     # exp(-gate) is infinite for gates below -88; the quotient is then -0, the right limit.
-    activated = gate / (1.0 + tl.exp(-activation_slope(gate, IS_GELU))) * up
+    factor = 1.0 if IS_SIGMOID else gate
+    activated = factor / (1.0 + tl.exp(-activation_slope(gate, IS_GELU))) * up
     tl.store(output + row * SIZE + columns, activated.to(output.dtype.element_ty), mask=real)

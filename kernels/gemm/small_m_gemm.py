@@ -190,6 +190,7 @@ def small_m_gemm(
     activation: Activation = "silu",
     ups: torch.Tensor | None = None,
     add_to: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`norm(x) W^T + bias`; if gated, the activation of its first half times its second half; added
     to `add_to` if given. The kernel must serve these tensors (`serves`).
@@ -207,9 +208,12 @@ def small_m_gemm(
         ups: `[T, N]`, any stride between rows: the output is the activation times them. Not gated.
         add_to: the residual stream, of the output's shape, any stride between rows; changed in
             place and returned.
+        out: without `add_to`, what is written and returned, any stride between rows.
     """
     features = weight.shape[0] // 2 if gated else weight.shape[0]
-    output = x.new_empty(x.shape[0], features) if add_to is None else add_to
+    output = out if add_to is None else add_to
+    if output is None:
+        output = x.new_empty(x.shape[0], features)
     assert output.shape == (x.shape[0], features)
     assert ups is None or (ups.shape == output.shape and ups.stride(1) == 1 and not gated)
     if norm is not None and x.dtype == torch.float16:

@@ -132,6 +132,10 @@ class Linear(Module):
         """See `WeightFormat.gated`."""
         return self.weight_format.gated(x, norm, activation, ups)
 
+    def write_to(self, out: torch.Tensor, x: torch.Tensor, norm: RMSNorm | None = None) -> None:
+        """Write `forward` to `out` `[T, N]`, any stride between rows."""
+        self.weight_format.write_to(out, x, norm)
+
     def add_to(self, total: torch.Tensor, x: torch.Tensor) -> None:
         """Add the outputs for x `[T, K]` to `total` `[T, N]`, in place."""
         self.weight_format.add_to(total, x)

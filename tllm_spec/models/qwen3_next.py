@@ -10,6 +10,7 @@ import torch
 
 from tllm_spec.attention.interface import ForwardContext
 from tllm_spec.kernels.attention.rotary_write import HeadWeights, Rotary
+from tllm_spec.kernels.gemm.norms import silu_and_mul
 from tllm_spec.kernels.states.gated_delta import DeltaShape, DeltaWeights, gated_norm
 from tllm_spec.models.config import FULL, DeltaConfig, ModelConfig, decoder_config
 from tllm_spec.models.config_file import required, with_defaults
@@ -222,8 +223,13 @@ class DeltaProjection(Linear):
         self.use(choose_format(self.full_shape, placement.wide, None))
 
     def forward(self, x: torch.Tensor, norm: RMSNorm | None = None) -> torch.Tensor:
-        inputs = super().forward(x, norm)
-        return inputs if self.gates is None else torch.cat((self.gates.forward(x, norm), inputs), 1)
+        if self.gates is None:
+            return super().forward(x, norm)
+        output = x.new_empty(len(x), self.full_shape[0])
+        first = self.gates.weight_format.shape[0]
+        self.gates.write_to(output[:, :first], x, norm)
+        self.write_to(output[:, first:], x, norm)
+        return output
 
     def slots(self, path: str) -> Iterator[tuple[str, WeightSlot]]:
         forms = [self.weight_format]
@@ -307,16 +313,16 @@ class GatedDeltaNet(Module):
 
 class GatedAttention(Attention):
     """Attention whose output is multiplied by the sigmoid of a gate for each element. Each head of
-    the checkpoint's `q_proj` has queries, then gates; here all queries come first, then all gates,
-    keys and values."""
+    the checkpoint's `q_proj` has queries, then gates; here all gates come first, then all queries,
+    keys and values: those of one row are a contiguous view."""
 
     query_outputs = 2
 
     def _row_orders(self, order: torch.Tensor | None) -> dict[str, torch.Tensor]:
         order = torch.arange(self.head_dim) if order is None else order
         rows = torch.arange(2 * self.num_heads * self.head_dim).view(-1, self.head_dim)
-        queries = torch.cat((rows[::2, order], rows[1::2])).flatten()
-        return super()._row_orders(order) | {"q_proj": queries}
+        gates_first = torch.cat((rows[1::2], rows[::2, order])).flatten()
+        return super()._row_orders(order) | {"q_proj": gates_first}
 
     def forward(
         self, hidden: torch.Tensor, norm: RMSNorm | None, rotary: Rotary, context: ForwardContext
@@ -326,7 +332,7 @@ class GatedAttention(Attention):
         assert self.qk_norm is not None
         weights = self.qk_norm.head_weights
         attended = backend.run(self.layer, heads, rotary, plan, weights)
-        return attended.mul_(gates.sigmoid())
+        return silu_and_mul(gates, "sigmoid", attended)
 
     def _heads(
         self, hidden: torch.Tensor, norm: RMSNorm | None
@@ -338,11 +344,9 @@ class GatedAttention(Attention):
         self, hidden: torch.Tensor, norm: RMSNorm | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """q, k and v `[T, Hq + 2 * Hkv, D]`, and the gates `[T, Hq * D]`."""
-        q_size = self.num_heads * self.head_dim
         projected = self.qkv_proj.forward(hidden, norm)
-        queries, gates, kv = projected.tensor_split((q_size, 2 * q_size), 1)
-        heads = torch.cat((queries, kv), 1)
-        return heads.view(len(heads), -1, self.head_dim), gates
+        gates, heads = projected.tensor_split((self.num_heads * self.head_dim,), 1)
+        return heads.reshape(len(heads), -1, self.head_dim).contiguous(), gates
 
 
 class Qwen3NextLayer(DecoderLayer):

@@ -198,6 +198,9 @@ class QuantisedActivations(ScaledWeight):
             return self._activated(x, norm)[0]
         return silu_and_mul(self.forward(x, norm), activation, ups)
 
+    def write_to(self, out: torch.Tensor, x: torch.Tensor, norm: RMSNorm | None = None) -> None:
+        self._product(*self.quantised(x, norm), out, adds=False)
+
     def add_to(self, total: torch.Tensor, x: torch.Tensor) -> None:
         self._product(*self.quantised(x), total)
 
@@ -219,18 +222,24 @@ class QuantisedActivations(ScaledWeight):
         return fp8_swiglu(*operands, self.dtype, self.bias, counters=self.counters)
 
     def _product(
-        self, codes: torch.Tensor, code_scales: torch.Tensor, add_to: torch.Tensor | None = None
+        self,
+        codes: torch.Tensor,
+        code_scales: torch.Tensor,
+        output: torch.Tensor | None = None,
+        *,
+        adds: bool = True,
     ) -> torch.Tensor:
+        """adds: whether the product is added to the output, if there is one, or written."""
         operands = codes, code_scales, self.weight, self.scales
-        if self.gemms is not None:
-            output = add_to
-            if output is None:
-                output = self.weight.new_empty(len(codes), len(self.weight), dtype=self.dtype)
-            adds = add_to is not None
-            if self.gemms.run(*operands, self.tiles, self.bias, output, adds=adds):
-                return output
+        if output is None:
+            output = self.weight.new_empty(len(codes), len(self.weight), dtype=self.dtype)
+            adds = False
+        given = *operands, self.tiles, self.bias, output
+        if self.gemms is not None and self.gemms.run(*given, adds=adds):
+            return output
         counters = self.counters if len(codes) <= FUSED_ROWS else None
-        return fp8_linear(*operands, self.dtype, self.bias, add_to=add_to, counters=counters)
+        target = {"add_to" if adds else "out": output}
+        return fp8_linear(*operands, self.dtype, self.bias, **target, counters=counters)
 
     def quantised(
         self,

@@ -92,6 +92,10 @@ class WeightFormat(ABC):
         all outputs are gates."""
         return silu_and_mul(self.forward(x, norm), activation, ups)
 
+    def write_to(self, out: torch.Tensor, x: torch.Tensor, norm: RMSNorm | None = None) -> None:
+        """Write `forward` to `out` `[T, N]`, any stride between rows."""
+        out.copy_(self.forward(x, norm))
+
     def add_to(self, total: torch.Tensor, x: torch.Tensor) -> None:
         """Add the outputs for x `[T, K]` to `total` `[T, N]`, in place."""
         total.add_(self.multiply(x))
@@ -241,6 +245,12 @@ class CudaWeight(FewRowsFormat, PlainWeight):
         if self.tuned_gemms is not None:
             return tuned_linear(x, self.weight, self.tuned_gemms, bias=self.bias)
         return x.mm(self.matrix) if self.bias is None else torch.addmm(self.bias, x, self.matrix)
+
+    def write_to(self, out: torch.Tensor, x: torch.Tensor, norm: RMSNorm | None = None) -> None:
+        if self._are_few(x):
+            self._few_rows(x, norm, out=out)
+        else:
+            super().write_to(out, x, norm)
 
     def add_rows_to(self, total: torch.Tensor, x: torch.Tensor) -> None:
         if self.tuned_gemms is not None:
