@@ -30,6 +30,7 @@ from tllm_spec.kernels.attention.window_attention_cuda import (
 )
 from tllm_spec.kernels.attention.window_splits import (
     MAX_LONG_SPLITS,
+    MAX_NARROW_D,
     MAX_TILE_ROWS,
     Splits,
     WindowWorkspace,
@@ -230,7 +231,8 @@ def _launch_triton(call: WindowCall, windows: WindowSizes) -> torch.Tensor:
         HAS_NORM=call.norm is not None,
         NORMS_VALUES=call.norms_values,
         WRITES=call.writes,
-        SPLITS=splits.number > 1,
+        # Kernels of wide heads take long to compile: one serves both.
+        SPLITS=splits.number > 1 or block_d > MAX_NARROW_D,
         WINDOW=windows.window,
         GROUP=windows.group,
         KV_HEADS=windows.kv_heads,

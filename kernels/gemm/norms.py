@@ -244,3 +244,38 @@ def silu_and_mul_kernel(
     factor = 1.0 if IS_SIGMOID else gate
     activated = factor / (1.0 + tl.exp(-activation_slope(gate, IS_GELU))) * up
     tl.store(output + row * SIZE + columns, activated.to(output.dtype.element_ty), mask=real)
+
+
+# A soft bound of logits, `cap * tanh(x / cap)`: a Triton kernel if Triton is available, otherwise
+# the plain-torch reference, which is the definition.
+
+
+@with_kernel("soft_cap_triton")
+def soft_cap(x: torch.Tensor, cap: float) -> torch.Tensor:
+    """x `[T, N]`, contiguous, is changed in place and returned; in float32, rounded once."""
+    return x.copy_((x.float() / cap).tanh_().mul_(cap))
+
+
+def soft_cap_triton(x: torch.Tensor, cap: float) -> torch.Tensor:
+    """See `soft_cap`."""
+    assert x.is_contiguous()
+    grid = (x.shape[0], triton.cdiv(x.shape[1], _BLOCK))
+    soft_cap_kernel[grid](x, x.shape[1], cap, _BLOCK, **programmatic_launch(x.device, 4))
+    return x
+
+
+@triton.jit
+def soft_cap_kernel(
+    x: tl.tensor, size: tl.tensor, cap: tl.tensor, BLOCK: tl.constexpr, PDL: tl.constexpr
+) -> None:
+    """Grid (rows, blocks of columns)."""
+    begin(PDL)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    places = x + tl.program_id(0).to(tl.int64) * size + columns
+    value = tl.load(places, mask=columns < size, other=0.0).to(tl.float32) / cap
+    square = value * value
+    # tanh is a difference that cancels for small values, which take its series.
+    series = value * (1.0 - square * (1.0 / 3.0 - square * (2.0 / 15.0 - square * (17.0 / 315.0))))
+    bounded = 1.0 - 2.0 / (1.0 + tl.exp(2.0 * value))
+    result = tl.where(square < 0.0144, series, bounded) * cap
+    tl.store(places, result.to(x.dtype.element_ty), mask=columns < size)

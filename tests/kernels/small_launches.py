@@ -40,7 +40,7 @@ from tllm_spec.kernels.gemm.adapter_gemm import (
     add_adapters,
     output_blocks,
 )
-from tllm_spec.kernels.gemm.norms import NormWeight, add_norm, rms_norm, silu_and_mul
+from tllm_spec.kernels.gemm.norms import NormWeight, add_norm, rms_norm, silu_and_mul, soft_cap
 from tllm_spec.kernels.parallel.rank_sum import (
     BLOCK_WORDS,
     RankLines,
@@ -166,6 +166,8 @@ def layers() -> None:
         add_norm(x, x, NormWeight(weight, 1e-6), weight[:1], NormWeight(weight, 1e-6))
         silu_and_mul(empty(BATCH, 28672, dtype=dtype))
         silu_and_mul(empty(BATCH, 28672, dtype=dtype), "gelu_pytorch_tanh")
+        silu_and_mul(x, "sigmoid", x)
+        soft_cap(empty(BATCH, VOCABULARY, dtype=dtype), 30.0)
         silu_and_mul(x[:, :256], "gelu_pytorch_tanh", empty(BATCH, 42 * 256, dtype=dtype)[:, :256])
         rotary = Rotary(table, rows)
         draft_input(rows, x, x, DraftInputNorms(weight, weight, 1e-6), rotary, int64(2))

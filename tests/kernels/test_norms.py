@@ -18,7 +18,14 @@ from tests.kernels.interpreter import (
     stored,
 )
 from tllm_spec.kernels.dispatch import has_kernels
-from tllm_spec.kernels.gemm.norms import Activation, NormWeight, add_norm, rms_norm, silu_and_mul
+from tllm_spec.kernels.gemm.norms import (
+    Gate,
+    NormWeight,
+    add_norm,
+    rms_norm,
+    silu_and_mul,
+    soft_cap,
+)
 
 EPS = 1e-5
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -26,7 +33,7 @@ on_each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 # Absolute tolerance of activations; float16 results may be denormal.
 SMALLEST = {torch.float32: 1e-30, torch.float16: 6e-8, torch.bfloat16: 1e-30}
 # With the absolute error by gate times up: torch's sum in GELU cancels for gates below 0.
-ACTIVATIONS = {"silu": 0.0, "gelu_pytorch_tanh": 2.0**-23}
+ACTIVATIONS = {"silu": 0.0, "sigmoid": 0.0, "gelu_pytorch_tanh": 2.0**-23}
 on_each_activation = pytest.mark.parametrize("activation", ACTIVATIONS)
 Shape = tuple[int, int]
 Tensors = tuple[torch.Tensor, ...]
@@ -74,7 +81,7 @@ class Norm:
 class Gated:
     shapes = ((1, 14336), (3, 192), (5, 100), (2, 1), (4, 1025), (0, 64))
 
-    def __init__(self, activation: Activation) -> None:
+    def __init__(self, activation: Gate) -> None:
         self.activation = activation
 
     def arguments(
@@ -92,8 +99,8 @@ class Gated:
         return silu_and_mul.reference(gate_up, self.activation)
 
     def formula(self, gate: torch.Tensor) -> torch.Tensor:
-        if self.activation == "silu":
-            return gate / (1 + (-gate).exp())
+        if self.activation != "gelu_pytorch_tanh":
+            return (gate if self.activation == "silu" else 1) / (1 + (-gate).exp())
         return gate * (1 + (math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)).tanh()) / 2
 
     def check(self, output: torch.Tensor, gate_up: torch.Tensor) -> None:
@@ -110,7 +117,7 @@ class Gated:
 
 
 KINDS: dict[str, Norm | Gated] = {"norm": Norm()}
-KINDS |= {"silu": Gated("silu"), "gelu": Gated("gelu_pytorch_tanh")}
+KINDS |= {"silu": Gated("silu"), "gelu": Gated("gelu_pytorch_tanh"), "sigmoid": Gated("sigmoid")}
 on_each_kind = pytest.mark.parametrize("kind", KINDS)
 on_each_case = pytest.mark.parametrize(
     ("kind", "shape"), [(kind, shape) for kind in KINDS for shape in KINDS[kind].shapes], ids=str
@@ -200,10 +207,24 @@ def test_the_sum_is_multiplied_rounded_and_normed(dtype: torch.dtype, device: st
 
 
 @on_each_kernel_device
+@on_each_dtype
+def test_a_soft_cap_bounds_every_value(dtype: torch.dtype, device: str) -> None:
+    sizes = torch.logspace(-6, 2.5, 1500, device=device)
+    x = torch.stack((sizes, -sizes, 0 * sizes)).to(dtype)
+    wanted = 30 * (x.double() / 30).tanh()
+    assert torch.isfinite(wanted).all() and wanted.abs().max() <= 30
+    for cap in (soft_cap, soft_cap.reference):
+        found = cap(x.clone(), 30.0)
+        torch.testing.assert_close(
+            found.double(), wanted, rtol=ROUNDING[dtype] + 2e-6, atol=SMALLEST[dtype]
+        )
+
+
+@on_each_kernel_device
 @on_each_activation
 @on_each_dtype
 def test_gates_may_multiply_rows_of_another_tensor(
-    dtype: torch.dtype, activation: Activation, device: str
+    dtype: torch.dtype, activation: Gate, device: str
 ) -> None:
     (gate_up,) = Gated(activation).arguments((5, 100), dtype, device)
     gates, ups = gate_up[:, :100], gate_up[:, 100:]
@@ -251,7 +272,7 @@ def test_epsilon_is_used(device: str) -> None:
 @on_each_activation
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_extreme_gates_overflow_like_torch(
-    dtype: torch.dtype, activation: Activation, device: str
+    dtype: torch.dtype, activation: Gate, device: str
 ) -> None:
     gates = torch.tensor([-87.0, -89.0, -1e4, -3e38, 0.0, 88.0, 3e38, torch.inf, torch.nan])
     gate_up = torch.stack((gates, torch.full_like(gates, 0.5)), 0).flatten()[None].to(device, dtype)

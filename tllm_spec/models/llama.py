@@ -14,7 +14,7 @@ from torch import nn
 from tllm_spec.attention.geometry import AttentionGeometry, place_of
 from tllm_spec.attention.interface import ForwardContext
 from tllm_spec.kernels.attention.rotary_write import HeadWeights, Rotary
-from tllm_spec.kernels.gemm.norms import Activation
+from tllm_spec.kernels.gemm.norms import Activation, soft_cap
 from tllm_spec.kernels.slots.row_copies import gather_rows
 from tllm_spec.models.checkpoint import OUTPUT
 from tllm_spec.models.config import (
@@ -453,7 +453,7 @@ class CausalLM(Module):
         Where the output layer is sharded, to this rank's columns, `lm_head.shard`."""
         logits, softcap = self.lm_head.forward(hidden), self.config.softcap
         if softcap is not None:
-            logits.div_(softcap).tanh_().mul_(softcap)
+            soft_cap(logits, softcap)
         if self.suppressed is not None:
             logits.index_fill_(1, self.suppressed, -torch.inf)
         return logits
