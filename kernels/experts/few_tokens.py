@@ -42,6 +42,8 @@ class RouterWeights:
     launch."""
     factors: torch.Tensor | None = None
     """See `moe_routing`."""
+    inputs: NormWeight | None = None
+    """The norm of what experts read; None: that of what the router reads."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,8 @@ def route_few(hidden: torch.Tensor, norm: NormWeight, router: RouterWeights) -> 
     chosen = moe_routing.reference(logits.to(router.dtype), rule, *further)
     flat = chosen[0].flatten()
     own = torch.arange(len(flat), dtype=torch.int32, device=flat.device)
+    if (inputs := router.inputs) is not None:
+        x = rms_norm.reference(hidden, inputs.weight, inputs.eps)
     blocks, number = torch.stack((flat, own, own + 1)), own.new_tensor([len(flat)])
     rows = ExpertRows(own, blocks, number, BLOCK_ROWS, rule.num_taken, chosen[0], is_sorted=False)
     return RoutedTokens(x, chosen[1], rows)
@@ -87,7 +91,9 @@ def route_few_triton(hidden: torch.Tensor, norm: NormWeight, router: RouterWeigh
     x, weights = torch.empty_like(hidden), torch.empty_like(experts, dtype=torch.float32)
     block = triton.next_power_of_2(size)
     route_few_kernel[(triton.cdiv(number, EXPERTS_PER_PROGRAM), num_tokens)](
-        *(hidden, norm.weight, norm.eps, router.weight, router.bias, x),
+        *(hidden, norm.weight, norm.eps),
+        *((None, 0.0) if router.inputs is None else (router.inputs.weight, router.inputs.eps)),
+        *(router.weight, router.bias, x),
         hidden.new_empty(num_tokens, number, dtype=router.dtype),
         *(router.correction_bias, router.factors),
         *(blocks, weights, rule.scale, order, num_blocks),
@@ -116,11 +122,12 @@ def _fetch_weights(
 
 @triton.jit
 def route_few_kernel(
-    hidden: tl.tensor, norm: tl.tensor, eps: tl.tensor, router: tl.tensor, router_bias: tl.tensor,
-    x: tl.tensor, logits: tl.tensor, correction_bias: tl.tensor, factors: tl.tensor,
-    blocks: tl.tensor, weights: tl.tensor, scale: tl.tensor, order: tl.tensor,
-    num_blocks: tl.tensor, num_arrived: tl.tensor, SIZE: tl.constexpr, BLOCK: tl.constexpr,
-    NUMBER: tl.constexpr, OWN: tl.constexpr,
+    hidden: tl.tensor, norm: tl.tensor, eps: tl.tensor, input_norm: tl.tensor,
+    input_eps: tl.tensor, router: tl.tensor, router_bias: tl.tensor, x: tl.tensor,
+    logits: tl.tensor, correction_bias: tl.tensor, factors: tl.tensor, blocks: tl.tensor,
+    weights: tl.tensor, scale: tl.tensor, order: tl.tensor, num_blocks: tl.tensor,
+    num_arrived: tl.tensor, SIZE: tl.constexpr, BLOCK: tl.constexpr, NUMBER: tl.constexpr,
+    OWN: tl.constexpr,
     EPSILON: tl.constexpr, SOFTMAX: tl.constexpr, NORMALISES: tl.constexpr, TOP_K: tl.constexpr,
     TAKEN: tl.constexpr, TAKEN_PADDED: tl.constexpr, GATED: tl.constexpr,
     NUM_GROUPS: tl.constexpr, GROUP_SIZE: tl.constexpr, TOP_GROUPS: tl.constexpr,
@@ -135,7 +142,10 @@ def route_few_kernel(
     real = columns < SIZE
     normed = norm_row(hidden + row * SIZE, norm, eps, columns, real, SIZE).to(x.dtype.element_ty)
     if tile == 0:
-        tl.store(x + row * SIZE + columns, normed, mask=real)
+        read = normed
+        if input_norm is not None:
+            read = norm_row(hidden + row * SIZE, input_norm, input_eps, columns, real, SIZE)
+        tl.store(x + row * SIZE + columns, read.to(x.dtype.element_ty), mask=real)
     logit = tl.sum(weight.to(tl.float32) * normed.to(tl.float32)[None, :], 1)
     if router_bias is not None:
         logit += tl.load(router_bias + own, mask=own < NUMBER, other=0.0).to(tl.float32)

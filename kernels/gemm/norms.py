@@ -2,6 +2,7 @@
 Triton kernel if Triton is available, otherwise the plain-torch reference, which is the definition.
 For a few rows `small_m_gemm` norms its own input instead."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -56,6 +57,21 @@ def add_norm(
     return total if then is None else rms_norm.reference(total, then.weight, then.eps)
 
 
+@with_kernel("add_two_norms_triton")
+def add_two_norms(
+    total: torch.Tensor,
+    parts: tuple[torch.Tensor, torch.Tensor],
+    norms: tuple[NormWeight, NormWeight, NormWeight],
+    factor: torch.Tensor | None = None,
+) -> None:
+    """As `add_norm` with the third norm for the sum of both parts, each after its own norm. parts:
+    `[T, H]` each, as x there; all eps are equal."""
+    first, second = (
+        rms_norm.reference(x, norm.weight, norm.eps) for x, norm in zip(parts, norms, strict=False)
+    )
+    add_norm.reference(total, first + second, norms[2], factor)
+
+
 # It takes the same steps as F.rms_norm (float32 squares, one division by H, rsqrt, two
 # multiplications, one rounding), but sums the squares in another order. So float32 results may
 # differ by a few units in the last place, and 16-bit results by one.
@@ -67,7 +83,7 @@ _ELEMENTS_PER_WARP = 512  # two 16-byte loads of 2-byte elements per thread
 def rms_norm_triton(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """See `rms_norm`."""
     output = x.new_empty(x.shape)
-    _launch(x, NormWeight(weight, eps), output, None, None, None)
+    _launch(x, NormWeight(weight, eps), output)
     return output
 
 
@@ -84,18 +100,32 @@ def add_norm_triton(
     return total if normed is None else normed
 
 
+def add_two_norms_triton(
+    total: torch.Tensor,
+    parts: tuple[torch.Tensor, torch.Tensor],
+    norms: tuple[NormWeight, NormWeight, NormWeight],
+    factor: torch.Tensor | None = None,
+) -> None:
+    """See `add_two_norms`."""
+    first, second = parts
+    assert len({norm.eps for norm in norms}) == 1
+    _launch(first, norms[0], None, total, factor, None, (second, norms[1].weight, norms[2].weight))
+
+
 def _launch(
     x: torch.Tensor,
     norm: NormWeight,
     output: torch.Tensor | None,
-    total: torch.Tensor | None,
-    factor: torch.Tensor | None,
-    then: NormWeight | None,
+    total: torch.Tensor | None = None,
+    factor: torch.Tensor | None = None,
+    then: NormWeight | None = None,
+    beside: tuple[torch.Tensor | None, ...] = (None, None, None),
 ) -> None:
+    """beside: the other part, and the weights of its norm and of the sum's."""
     num_rows, size = x.shape
     for weight in (norm, then):
         assert weight is None or weight.weight.is_contiguous()
-    for rows in (x, total):
+    for rows in (x, total, beside[0]):
         assert rows is None or (rows.shape == x.shape and (rows.stride(1) == 1 or size == 1))
     block = triton.next_power_of_2(size)
     rms_norm_kernel[(num_rows,)](
@@ -107,6 +137,8 @@ def _launch(
         factor,
         None if then is None else then.weight,
         0.0 if then is None else then.eps,
+        *strided(beside[0]),
+        *beside[1:],
         SIZE=size,
         BLOCK=block,
         **programmatic_launch(x.device),
@@ -138,7 +170,8 @@ def _normed(
 def rms_norm_kernel(
     x: tl.tensor, x_stride: tl.tensor, weight: tl.tensor, eps: tl.tensor, output: tl.tensor,
     total: tl.tensor, total_stride: tl.tensor, factor: tl.tensor, next_weight: tl.tensor,
-    next_eps: tl.tensor, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    next_eps: tl.tensor, other: tl.tensor, other_stride: tl.tensor, other_weight: tl.tensor,
+    sum_weight: tl.tensor, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """One row per program, in registers. Without `total` the output is x's norm."""
     begin(PDL)
@@ -146,6 +179,11 @@ def rms_norm_kernel(
     columns = tl.arange(0, BLOCK)
     real, own_type = columns < SIZE, x.dtype.element_ty
     normed = norm_row(x + row * x_stride, weight, eps, columns, real, SIZE).to(own_type)
+    if other is not None:
+        beside = norm_row(other + row * other_stride, other_weight, eps, columns, real, SIZE)
+        both = (normed.to(tl.float32) + beside.to(own_type).to(tl.float32)).to(own_type)
+        values = both.to(tl.float32)
+        normed = _normed(values, sum_weight, eps, columns, real, SIZE).to(own_type)
     if total is not None:
         places = total + row * total_stride + columns
         normed = normed.to(tl.float32) + tl.load(places, mask=real, other=0.0).to(tl.float32)
@@ -168,8 +206,11 @@ def rms_norm_kernel(
 Activation = Literal["silu", "gelu_pytorch_tanh"]
 """As `hidden_act` of a config.json. The second is GELU with tanh (arXiv 1606.08415, section 2)."""
 Gate = Literal[Activation, "sigmoid"]
-_GATES = {"silu": F.silu, "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh")}
-_GATES |= {"sigmoid": F.sigmoid}
+_GATES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": F.silu,
+    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+    "sigmoid": F.sigmoid,
+}
 
 
 @with_kernel("silu_and_mul_triton")

@@ -40,7 +40,14 @@ from tllm_spec.kernels.gemm.adapter_gemm import (
     add_adapters,
     output_blocks,
 )
-from tllm_spec.kernels.gemm.norms import NormWeight, add_norm, rms_norm, silu_and_mul, soft_cap
+from tllm_spec.kernels.gemm.norms import (
+    NormWeight,
+    add_norm,
+    add_two_norms,
+    rms_norm,
+    silu_and_mul,
+    soft_cap,
+)
 from tllm_spec.kernels.parallel.rank_sum import (
     BLOCK_WORDS,
     RankLines,
@@ -166,6 +173,7 @@ def layers() -> None:
         add_norm(x, x, NormWeight(weight, 1e-6), weight[:1], NormWeight(weight, 1e-6))
         silu_and_mul(empty(BATCH, 28672, dtype=dtype))
         silu_and_mul(empty(BATCH, 28672, dtype=dtype), "gelu_pytorch_tanh")
+        add_two_norms(x, (x, x), (NormWeight(weight, 1e-6),) * 3, weight[:1])
         silu_and_mul(x, "sigmoid", x)
         soft_cap(empty(BATCH, VOCABULARY, dtype=dtype), 30.0)
         silu_and_mul(x[:, :256], "gelu_pytorch_tanh", empty(BATCH, 42 * 256, dtype=dtype)[:, :256])

@@ -51,8 +51,10 @@ def given(
     counters = torch.zeros(MAX_TOKENS, dtype=torch.int32, device=device)
     own = weight, bias if has_bias else None, correction, rule, torch.float32, counters
     norm = NormWeight(normal(HIDDEN).to(dtype), 1e-6)
-    factors = normal(number).abs() if name == "qwen3" else None
-    return normal(MAX_TOKENS, HIDDEN).to(dtype), norm, RouterWeights(*own, factors)
+    further = ()
+    if name == "qwen3":
+        further = normal(number).abs(), NormWeight(normal(HIDDEN).to(dtype), 1e-5)
+    return normal(MAX_TOKENS, HIDDEN).to(dtype), norm, RouterWeights(*own, *further)
 
 
 @on_each_kernel_device

@@ -22,6 +22,7 @@ from tllm_spec.kernels.gemm.norms import (
     Gate,
     NormWeight,
     add_norm,
+    add_two_norms,
     rms_norm,
     silu_and_mul,
     soft_cap,
@@ -204,6 +205,24 @@ def test_the_sum_is_multiplied_rounded_and_normed(dtype: torch.dtype, device: st
     check(normed, total, then.weight)
     reference = add_norm.reference(arguments((5, 100), dtype, device, seed=1)[0], x, norm, factor)
     torch.testing.assert_close(reference, wanted, rtol=2 * ROUNDING[dtype], atol=4e-2)
+
+
+@on_each_kernel_device
+@on_each_dtype
+def test_the_norm_of_a_sum_of_two_norms_is_added(dtype: torch.dtype, device: str) -> None:
+    given = [arguments((5, 100), dtype, device, seed) for seed in range(4)]
+    (x, _), (y, _), (total, _), _ = given
+    norms = tuple(NormWeight(weight * (1 + seed), EPS) for seed, (_, weight) in enumerate(given))
+    both = stored(
+        rms_norm(x, norms[0].weight, EPS).float() + rms_norm(y, norms[1].weight, EPS).float(), dtype
+    )
+    factor, wanted = torch.tensor([0.7], device=device), total.clone()
+    add_norm(wanted, both, norms[2], factor)
+    for add in (add_two_norms, add_two_norms.reference):
+        found = total.clone()
+        add(found, (x, y), norms[:3], factor)
+        torch.testing.assert_close(found, wanted, rtol=2 * ROUNDING[dtype] + 1e-6, atol=4e-2)
+        assert add is not add_two_norms or dtype == torch.float32 or torch.equal(found, wanted)
 
 
 @on_each_kernel_device

@@ -22,7 +22,6 @@ from tllm_spec.kernels.gemm.adapter_gemm import (
     padded_rank,
     sorted_by_slot,
 )
-from tllm_spec.kernels.gemm.norms import Activation
 from tllm_spec.models.checkpoint import listed
 from tllm_spec.models.deepseek import LatentUp
 from tllm_spec.models.formats.stacked_weight import StackedWeight
@@ -148,16 +147,9 @@ class AdaptedWeight(WeightFormat):
             return output
         return self._added(output, x if norm is None else norm.forward(x))
 
-    def gated(
-        self,
-        x: torch.Tensor,
-        norm: RMSNorm | None = None,
-        activation: Activation = "silu",
-        ups: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        if not self.acts:
-            return self._base.gated(x, norm, activation, ups)
-        return super().gated(x, norm, activation, ups)
+    def gated(self, x: torch.Tensor, norm: RMSNorm | None = None, **gates: Any) -> torch.Tensor:
+        gated = super().gated if self.acts else self._base.gated
+        return gated(x, norm, **gates)
 
     def add_to(self, total: torch.Tensor, x: torch.Tensor) -> None:
         self._base.add_to(total, x)

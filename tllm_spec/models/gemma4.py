@@ -10,9 +10,9 @@ import torch
 
 from tllm_spec.attention.interface import ForwardContext
 from tllm_spec.kernels.attention.rotary_write import HeadWeights, Rotary
-from tllm_spec.kernels.experts.permute import ExpertRows
+from tllm_spec.kernels.experts.few_tokens import RoutedTokens
 from tllm_spec.kernels.experts.routing import moe_combine
-from tllm_spec.kernels.gemm.norms import NormWeight, rms_norm
+from tllm_spec.kernels.gemm.norms import NormWeight, add_two_norms, rms_norm
 from tllm_spec.kernels.slots.row_copies import gather_rows
 from tllm_spec.models.config import FULL, SLIDING, Gemma4Parts, ModelConfig, decoder_config
 from tllm_spec.models.config_file import required, with_defaults
@@ -218,20 +218,18 @@ class Gemma4Router(Module):
         self.per_expert_scale = placement.parameter(config.num_experts)
         self.proj = Router(config, placement)
 
-    def route(
-        self, hidden: torch.Tensor, x: torch.Tensor, own: Experts
-    ) -> tuple[ExpertRows, torch.Tensor]:
-        """Rows of the experts' inputs x `[T, H]`, and weights `[T, k]` float32, for the residual
-        stream hidden `[T, H]`."""
+    def route(self, hidden: torch.Tensor, norm: RMSNorm, own: Experts) -> RoutedTokens:
+        """The tokens hidden `[T, H]` of the residual stream, whose `norm` the experts read."""
         if self.proj.serves_few(hidden):
-            routed = self.proj.route_few(hidden, self.norm, self.per_expert_scale)
+            further = self.per_expert_scale, norm.kernel_weight
+            routed = self.proj.route_few(hidden, self.norm, *further)
             if len(hidden) == 1 == own.mapping.ep_size:
-                return routed.rows, routed.weights
-            experts, weights = routed.rows.experts, routed.weights
+                return routed
+            x, experts, weights = routed.x, routed.rows.experts, routed.weights
         else:
-            normed = rms_norm(hidden, self.scale, self.norm.eps)
+            x, normed = norm.forward(hidden), rms_norm(hidden, self.scale, self.norm.eps)
             experts, weights = self.proj.route(normed, self.per_expert_scale)
-        return own.sorted(x, experts), weights
+        return RoutedTokens(x, weights, own.sorted(x, experts))
 
     def slots(self, path: str) -> Iterator[tuple[str, WeightSlot]]:
         for name, slot in super().slots(path):
@@ -275,26 +273,30 @@ class Gemma4Layer(Gemma3Layer):
         if rotary.per_layer is not None and len(hidden):
             own = rotary.per_layer[:, self.number]
             own = own if wanted is None else gather_rows(own, wanted)
-            gated = self.per_layer_input_gate.gated(hidden, None, ACTIVATION, own)
+            gated = self.per_layer_input_gate.gated(hidden, activation=ACTIVATION, ups=own)
             added = self.per_layer_projection.forward(gated)
             self.post_per_layer_input_norm.add_to(hidden, added, factor=self.layer_scalar)
         return hidden
 
     def add_branches(self, hidden: torch.Tensor, attended: torch.Tensor) -> None:
         added = self.mlp.forward(self._attended(hidden, attended), None)
-        if self.router is not None:
-            added = self.post_feedforward_layernorm_1.forward(added)
-            self.post_feedforward_layernorm_2.add_to(added, self._routed(hidden, self.router))
         factor = None if self.has_own_input else self.layer_scalar
-        self.post_feedforward_layernorm.add_to(hidden, added, factor=factor)
+        if self.router is None:
+            self.post_feedforward_layernorm.add_to(hidden, added, factor=factor)
+            return
+        norms = (
+            self.post_feedforward_layernorm_1.kernel_weight,
+            self.post_feedforward_layernorm_2.kernel_weight,
+            self.post_feedforward_layernorm.kernel_weight,
+        )
+        add_two_norms(hidden, (added, self._routed(hidden, self.router)), norms, factor)
 
     def _routed(self, hidden: torch.Tensor, router: Gemma4Router) -> torch.Tensor:
         """What the experts put out, summed over all ranks."""
-        x = self.pre_feedforward_layernorm_2.forward(hidden)
-        rows, weights = router.route(hidden, x, self.experts)
-        parts = self.experts.forward(x, rows)
-        own = self.experts.own(rows.experts)
-        total = moe_combine(parts, weights, router.rule.num_taken, None, own)
+        routed = router.route(hidden, self.pre_feedforward_layernorm_2, self.experts)
+        parts = self.experts.forward(routed.x, routed.rows)
+        own = self.experts.own(routed.rows.experts)
+        total = moe_combine(parts, routed.weights, router.rule.num_taken, None, own)
         if self.communicator.mapping.tp_size > 1:
             self.communicator.all_reduce(total)
         return total

@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from time import monotonic
 from types import MappingProxyType
+from typing import Any
 
 import msgpack
 import torch
@@ -18,7 +19,6 @@ from tllm_spec.kernels.disk_cache import cache_folder
 from tllm_spec.kernels.gemm.batch_invariant_linear import batch_invariant_linear
 from tllm_spec.kernels.gemm.cublas_lt import ALGORITHM_BYTES, DATA_TYPES, CublasLt, shared_library
 from tllm_spec.kernels.gemm.fp8_gemms import Fp8Gemms
-from tllm_spec.kernels.gemm.norms import Activation
 from tllm_spec.kernels.gemm.tuned_linear import (
     GemmGroup,
     TunedGemms,
@@ -122,15 +122,9 @@ class Linear(Module):
             return batch_invariant_linear(wide_x, wide_weight)
         return wide_x.mm(wide_weight.t())
 
-    def gated(
-        self,
-        x: torch.Tensor,
-        norm: RMSNorm | None = None,
-        activation: Activation = "silu",
-        ups: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def gated(self, x: torch.Tensor, norm: RMSNorm | None = None, **gates: Any) -> torch.Tensor:
         """See `WeightFormat.gated`."""
-        return self.weight_format.gated(x, norm, activation, ups)
+        return self.weight_format.gated(x, norm, **gates)
 
     def write_to(self, out: torch.Tensor, x: torch.Tensor, norm: RMSNorm | None = None) -> None:
         """Write `forward` to `out` `[T, N]`, any stride between rows."""

@@ -253,7 +253,8 @@ class MLP(Module):
 
     def forward(self, hidden: torch.Tensor, norm: RMSNorm | None) -> torch.Tensor:
         """The output for `norm(hidden)`, `[T, H]`."""
-        return self.down_proj.summed(self.gate_up_proj.gated(hidden, norm, self.activation))
+        inner = self.gate_up_proj.gated(hidden, norm, activation=self.activation)
+        return self.down_proj.summed(inner)
 
     def add_to(self, hidden: torch.Tensor, norm: RMSNorm) -> None:
         """Add the output for `norm(hidden)` to hidden `[T, H]` in place; SwiGLU only."""

@@ -175,13 +175,17 @@ class Router(Linear):
         return is_few and not self.batch_invariant
 
     def route_few(
-        self, hidden: torch.Tensor, norm: NormWeight, factors: torch.Tensor | None = None
+        self,
+        hidden: torch.Tensor,
+        norm: NormWeight,
+        factors: torch.Tensor | None = None,
+        inputs: NormWeight | None = None,
     ) -> RoutedTokens:
-        """`route` for `norm(hidden)`, of up to MAX_TOKENS tokens."""
+        """`route` for `norm(hidden)`, of up to MAX_TOKENS tokens. inputs: see `RouterWeights`."""
         dtype = torch.float32 if self.in_float32 else hidden.dtype
         weight = self.weight.contiguous()  # a CPU's has adjacent outputs
         own = weight, self.bias, self.e_score_correction_bias, self.rule, dtype, self.num_arrived
-        return route_few(hidden, norm, RouterWeights(*own, factors))
+        return route_few(hidden, norm, RouterWeights(*own, factors, inputs))
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """`[T, E]`, of x's dtype or float32."""

@@ -4,6 +4,7 @@ model's dtype (W4A16): kernels/gemm/int4_weights.py."""
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,7 +18,6 @@ from tllm_spec.kernels.gemm.int4_weights import (
     row_words,
     unpacked,
 )
-from tllm_spec.kernels.gemm.norms import Activation
 from tllm_spec.models.formats.four_bit_packings import FourBitTensor, in_given_order
 from tllm_spec.models.formats.fp8 import ScaledWeight
 from tllm_spec.models.formats.gguf_tensors import GgufTensor
@@ -127,14 +127,8 @@ class FourBitWeight(ScaledWeight):
     def forward(self, x: torch.Tensor, norm: RMSNorm | None = None) -> torch.Tensor:
         return super().forward(*self._in_order(x, norm))
 
-    def gated(
-        self,
-        x: torch.Tensor,
-        norm: RMSNorm | None = None,
-        activation: Activation = "silu",
-        ups: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        return super().gated(*self._in_order(x, norm), activation, ups)
+    def gated(self, x: torch.Tensor, norm: RMSNorm | None = None, **gates: Any) -> torch.Tensor:
+        return super().gated(*self._in_order(x, norm), **gates)
 
     def add_to(self, total: torch.Tensor, x: torch.Tensor) -> None:
         super().add_to(total, self._in_order(x, None)[0])
