@@ -177,7 +177,8 @@ def rms_norm_kernel(
     begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
-    real, own_type = columns < SIZE, x.dtype.element_ty
+    real = columns < SIZE
+    own_type: tl.constexpr = x.dtype.element_ty
     normed = norm_row(x + row * x_stride, weight, eps, columns, real, SIZE).to(own_type)
     if other is not None:
         beside = norm_row(other + row * other_stride, other_weight, eps, columns, real, SIZE)
