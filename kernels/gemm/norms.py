@@ -38,38 +38,35 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return F.rms_norm(x.float(), size, weight, eps).to(x.dtype)
 
 
+Beside = tuple[torch.Tensor, NormWeight, NormWeight]
+"""A second part `[T, H]`, its norm, and the norm of both parts' sum; all eps are equal."""
+
+
 @with_kernel("add_norm_triton")
 def add_norm(
     total: torch.Tensor,
     x: torch.Tensor,
     norm: NormWeight,
+    *,
     factor: torch.Tensor | None = None,
     then: NormWeight | None = None,
+    beside: Beside | None = None,
 ) -> torch.Tensor:
     """Adds `rms_norm` of x to `total`, in place, and rounds; multiplies by `factor`, and rounds
-    again. Returns `rms_norm` of that with `then`, or without it `total`.
+    again. Returns `rms_norm` of that with `then`, or without it `total`. beside: what is added is
+    the norm of the sum, rounded, of the norms of x and of the second part.
 
     total and x: `[T, H]` of one dtype, any stride between rows; factor: `[1]` of that dtype or
     float32."""
-    total.add_(rms_norm.reference(x, norm.weight, norm.eps))
+    normed = rms_norm.reference(x, norm.weight, norm.eps)
+    if beside is not None:
+        other, other_norm, sum_norm = beside
+        normed = normed + rms_norm.reference(other, other_norm.weight, other_norm.eps)
+        normed = rms_norm.reference(normed, sum_norm.weight, sum_norm.eps)
+    total.add_(normed)
     if factor is not None:
         total.mul_(factor)
     return total if then is None else rms_norm.reference(total, then.weight, then.eps)
-
-
-@with_kernel("add_two_norms_triton")
-def add_two_norms(
-    total: torch.Tensor,
-    parts: tuple[torch.Tensor, torch.Tensor],
-    norms: tuple[NormWeight, NormWeight, NormWeight],
-    factor: torch.Tensor | None = None,
-) -> None:
-    """As `add_norm` with the third norm for the sum of both parts, each after its own norm. parts:
-    `[T, H]` each, as x there; all eps are equal."""
-    first, second = (
-        rms_norm.reference(x, norm.weight, norm.eps) for x, norm in zip(parts, norms, strict=False)
-    )
-    add_norm.reference(total, first + second, norms[2], factor)
 
 
 # It takes the same steps as F.rms_norm (float32 squares, one division by H, rsqrt, two
@@ -91,25 +88,15 @@ def add_norm_triton(
     total: torch.Tensor,
     x: torch.Tensor,
     norm: NormWeight,
+    *,
     factor: torch.Tensor | None = None,
     then: NormWeight | None = None,
+    beside: Beside | None = None,
 ) -> torch.Tensor:
     """See `add_norm`."""
     normed = None if then is None else x.new_empty(x.shape)
-    _launch(x, norm, normed, total, factor, then)
+    _launch(x, norm, normed, total, factor, then, beside)
     return total if normed is None else normed
-
-
-def add_two_norms_triton(
-    total: torch.Tensor,
-    parts: tuple[torch.Tensor, torch.Tensor],
-    norms: tuple[NormWeight, NormWeight, NormWeight],
-    factor: torch.Tensor | None = None,
-) -> None:
-    """See `add_two_norms`."""
-    first, second = parts
-    assert len({norm.eps for norm in norms}) == 1
-    _launch(first, norms[0], None, total, factor, None, (second, norms[1].weight, norms[2].weight))
 
 
 def _launch(
@@ -119,26 +106,19 @@ def _launch(
     total: torch.Tensor | None = None,
     factor: torch.Tensor | None = None,
     then: NormWeight | None = None,
-    beside: tuple[torch.Tensor | None, ...] = (None, None, None),
+    beside: Beside | None = None,
 ) -> None:
-    """beside: the other part, and the weights of its norm and of the sum's."""
-    num_rows, size = x.shape
-    for weight in (norm, then):
-        assert weight is None or weight.weight.is_contiguous()
-    for rows in (x, total, beside[0]):
+    (num_rows, size), (other, *further) = x.shape, beside or (None, None, None)
+    for each in (norm, then, *further):
+        assert each is None or each.weight.is_contiguous()
+    assert all(each is None or each.eps == norm.eps for each in further)
+    for rows in (x, total, other):
         assert rows is None or (rows.shape == x.shape and (rows.stride(1) == 1 or size == 1))
     block = triton.next_power_of_2(size)
     rms_norm_kernel[(num_rows,)](
-        *strided(x),
-        norm.weight,
-        norm.eps,
-        output,
-        *strided(total),
-        factor,
-        None if then is None else then.weight,
-        0.0 if then is None else then.eps,
-        *strided(beside[0]),
-        *beside[1:],
+        *(*strided(x), norm.weight, norm.eps, output, *strided(total), factor),
+        *((None, 0.0) if then is None else (then.weight, then.eps)),
+        *(*strided(other), *(None if each is None else each.weight for each in further)),
         SIZE=size,
         BLOCK=block,
         **programmatic_launch(x.device),

@@ -43,7 +43,6 @@ from tllm_spec.kernels.gemm.adapter_gemm import (
 from tllm_spec.kernels.gemm.norms import (
     NormWeight,
     add_norm,
-    add_two_norms,
     rms_norm,
     silu_and_mul,
     soft_cap,
@@ -170,10 +169,11 @@ def layers() -> None:
         add_sinks(empty(BATCH, 64, 64, dtype=dtype), float32(BATCH, 64), float32(64))
         rms_norm(empty(BATCH, 18432, dtype=dtype), empty(18432, dtype=dtype), 1e-6)
         add_norm(x, x, NormWeight(float32(HIDDEN), 1e-6))
-        add_norm(x, x, NormWeight(weight, 1e-6), weight[:1], NormWeight(weight, 1e-6))
+        own = NormWeight(weight, 1e-6)
+        add_norm(x, x, own, factor=weight[:1], then=own)
+        add_norm(x, x, own, factor=float32(1), beside=(x, own, own))
         silu_and_mul(empty(BATCH, 28672, dtype=dtype))
         silu_and_mul(empty(BATCH, 28672, dtype=dtype), "gelu_pytorch_tanh")
-        add_two_norms(x, (x, x), (NormWeight(weight, 1e-6),) * 3, weight[:1])
         silu_and_mul(x, "sigmoid", x)
         soft_cap(empty(BATCH, VOCABULARY, dtype=dtype), 30.0)
         silu_and_mul(x[:, :256], "gelu_pytorch_tanh", empty(BATCH, 42 * 256, dtype=dtype)[:, :256])

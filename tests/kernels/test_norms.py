@@ -22,7 +22,6 @@ from tllm_spec.kernels.gemm.norms import (
     Gate,
     NormWeight,
     add_norm,
-    add_two_norms,
     rms_norm,
     silu_and_mul,
     soft_cap,
@@ -199,11 +198,12 @@ def test_the_sum_is_multiplied_rounded_and_normed(dtype: torch.dtype, device: st
     wanted = total.clone()
     add_norm(wanted, x, norm)
     wanted = stored(wanted.float() * factor, dtype)
-    normed = add_norm(total, x, norm, factor, then)
+    normed = add_norm(total, x, norm, factor=factor, then=then)
     tolerance = 1e-6 if dtype == torch.float32 else 0
     torch.testing.assert_close(total, wanted, rtol=tolerance, atol=tolerance)
     check(normed, total, then.weight)
-    reference = add_norm.reference(arguments((5, 100), dtype, device, seed=1)[0], x, norm, factor)
+    before = arguments((5, 100), dtype, device, seed=1)[0]
+    reference = add_norm.reference(before, x, norm, factor=factor)
     torch.testing.assert_close(reference, wanted, rtol=2 * ROUNDING[dtype], atol=4e-2)
 
 
@@ -217,12 +217,12 @@ def test_the_norm_of_a_sum_of_two_norms_is_added(dtype: torch.dtype, device: str
         rms_norm(x, norms[0].weight, EPS).float() + rms_norm(y, norms[1].weight, EPS).float(), dtype
     )
     factor, wanted = torch.tensor([0.7], device=device), total.clone()
-    add_norm(wanted, both, norms[2], factor)
-    for add in (add_two_norms, add_two_norms.reference):
+    add_norm(wanted, both, norms[2], factor=factor)
+    for add in (add_norm, add_norm.reference):
         found = total.clone()
-        add(found, (x, y), norms[:3], factor)
+        add(found, x, norms[0], factor=factor, beside=(y, norms[1], norms[2]))
         torch.testing.assert_close(found, wanted, rtol=2 * ROUNDING[dtype] + 1e-6, atol=4e-2)
-        assert add is not add_two_norms or dtype == torch.float32 or torch.equal(found, wanted)
+        assert add is not add_norm or dtype == torch.float32 or torch.equal(found, wanted)
 
 
 @on_each_kernel_device

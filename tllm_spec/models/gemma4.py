@@ -12,7 +12,7 @@ from tllm_spec.attention.interface import ForwardContext
 from tllm_spec.kernels.attention.rotary_write import HeadWeights, Rotary
 from tllm_spec.kernels.experts.few_tokens import RoutedTokens
 from tllm_spec.kernels.experts.routing import moe_combine
-from tllm_spec.kernels.gemm.norms import NormWeight, add_two_norms, rms_norm
+from tllm_spec.kernels.gemm.norms import NormWeight, add_norm, rms_norm
 from tllm_spec.kernels.slots.row_copies import gather_rows
 from tllm_spec.models.config import FULL, SLIDING, Gemma4Parts, ModelConfig, decoder_config
 from tllm_spec.models.config_file import required, with_defaults
@@ -284,12 +284,10 @@ class Gemma4Layer(Gemma3Layer):
         if self.router is None:
             self.post_feedforward_layernorm.add_to(hidden, added, factor=factor)
             return
-        norms = (
-            self.post_feedforward_layernorm_1.kernel_weight,
-            self.post_feedforward_layernorm_2.kernel_weight,
-            self.post_feedforward_layernorm.kernel_weight,
-        )
-        add_two_norms(hidden, (added, self._routed(hidden, self.router)), norms, factor)
+        routed, own = self._routed(hidden, self.router), self.post_feedforward_layernorm_2
+        beside = routed, own.kernel_weight, self.post_feedforward_layernorm.kernel_weight
+        first = self.post_feedforward_layernorm_1.kernel_weight
+        add_norm(hidden, added, first, factor=factor, beside=beside)
 
     def _routed(self, hidden: torch.Tensor, router: Gemma4Router) -> torch.Tensor:
         """What the experts put out, summed over all ranks."""

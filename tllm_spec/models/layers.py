@@ -237,7 +237,7 @@ class RMSNorm(Module):
         Returns the norm `then` of that, or without it `total`."""
         if self.scaled_weight is None:
             after = None if then is None else then.kernel_weight
-            return add_norm(total, x, self.kernel_weight, factor, after)
+            return add_norm(total, x, self.kernel_weight, factor=factor, then=after)
         total.add_(self.forward(x))
         if factor is not None:
             total.mul_(factor)
