@@ -228,8 +228,7 @@ def _launch_triton(call: WindowCall, windows: WindowSizes) -> torch.Tensor:
         HAS_OFFSET=offset > 0,
         PADDED=tables.num_padding is not None,
         RAGGED=tables.rows.offsets is not None,
-        HAS_NORM=call.norm is not None,
-        NORMS_VALUES=call.norms_values,
+        NORMS=0 if call.norm is None else 1 + call.norms_values,
         WRITES=call.writes,
         # Kernels of wide heads take long to compile: one serves both.
         SPLITS=splits.number > 1 or block_d > MAX_NARROW_D,

@@ -115,23 +115,23 @@ def _write_window(
     qkv: tl.tensor, cos_sin: tl.tensor, norm_weights: tl.tensor, eps: tl.tensor, layer: tl.tensor,
     value_offset: tl.tensor, kv_slots: tl.tensor, num_own: tl.tensor, first_row: tl.tensor,
     width: tl.tensor, kv_head: tl.tensor, key_inverse: tl.tensor, value_inverse: tl.tensor,
-    HAS_NORM: tl.constexpr, NORMS_VALUES: tl.constexpr, GROUP: tl.constexpr,
-    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_D: tl.constexpr,
+    NORMS: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_W: tl.constexpr, BLOCK_D: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Writes the keys of the window's `width` rows, after norm and rotation, and their values, with
-    NORMS_VALUES after a norm without weights, but not those of padding rows, to the pool."""
+    """Writes the keys of the window's `width` rows, after norm and rotation, and their values, if
+    they are normed after a norm without weights, but not those of padding rows, to the pool."""
     num_heads: tl.constexpr = KV_HEADS * (GROUP + 2)
     new, dims = tl.arange(0, BLOCK_W), tl.arange(0, BLOCK_D)
     is_own = (new < width) & (new >= width - num_own)
     own = is_own[:, None] & (dims < HEAD_DIM)[None, :]
     tokens, heads = first_row + new, KV_HEADS * GROUP + kv_head + tl.zeros([BLOCK_W], tl.int32)
     keys = _rotated(
-        qkv, cos_sin, norm_weights, eps, tokens, heads, is_own, HAS_NORM, num_heads, HEAD_DIM,
+        qkv, cos_sin, norm_weights, eps, tokens, heads, is_own, NORMS > 0, num_heads, HEAD_DIM,
         BLOCK_D,
     )  # fmt: skip
     value_offsets = (tokens * num_heads + heads + KV_HEADS) * HEAD_DIM
     values = tl.load(qkv + value_offsets[:, None] + dims[None, :], mask=own, other=0.0)
-    if NORMS_VALUES:
+    if NORMS > 1:
         wide = values.to(tl.float32)
         mean_square = tl.sum(wide * wide, 1, keep_dims=True) / HEAD_DIM
         values = (wide * tl.rsqrt(mean_square + eps)).to(values.dtype)
@@ -175,14 +175,13 @@ def attention_kernel(
     min_keys: tl.tensor, num_padding: tl.tensor, tree_bits: tl.tensor, offset: tl.tensor,
     positions: tl.tensor, offsets: tl.tensor, key_inverse: tl.tensor, value_inverse: tl.tensor,
     value_scale: tl.tensor, SPAN: tl.constexpr, TREE: tl.constexpr, HAS_OFFSET: tl.constexpr,
-    PADDED: tl.constexpr, RAGGED: tl.constexpr, HAS_NORM: tl.constexpr, NORMS_VALUES: tl.constexpr,
-    WRITES: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr, GROUP: tl.constexpr,
-    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_D: tl.constexpr, WIDEN: tl.constexpr,
-    PDL: tl.constexpr,
+    PADDED: tl.constexpr, RAGGED: tl.constexpr, NORMS: tl.constexpr, WRITES: tl.constexpr,
+    SPLITS: tl.constexpr, WINDOW: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_W: tl.constexpr, BLOCK_D: tl.constexpr, WIDEN: tl.constexpr, PDL: tl.constexpr,
 ) -> None:
     """Grid (KV heads * tiles of rows, requests, splits): adjacent programs read the heads of the
-    same keys, and splits that may have no keys come last."""
+    same keys, and splits that may have no keys come last. NORMS: 1 of q and k, 2 of v, too."""
     launch_dependents(PDL)
     tile, request, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     kv_len, num_own, num_old, first, share, num_used = shares(
@@ -202,7 +201,7 @@ def attention_kernel(
     tokens, heads = first_row + rows // GROUP, kv_head * GROUP + rows % GROUP
     queries = _rotated(
         qkv, cos_sin, norm_weights, eps, tokens, heads, real_rows,
-        HAS_NORM, KV_HEADS * (GROUP + 2 if WRITES else GROUP), HEAD_DIM, BLOCK_D,
+        NORMS > 0, KV_HEADS * (GROUP + 2 if WRITES else GROUP), HEAD_DIM, BLOCK_D,
     ).to(dot_type)
     bits = tl.load(tree_bits + tokens, mask=real_rows, other=0) if TREE else 0
     first_keys = _first_keys(positions + tokens, real_rows, SPAN) if SPAN else 0
@@ -214,8 +213,8 @@ def attention_kernel(
         if WRITES:
             _write_window(
                 qkv, cos_sin, norm_weights, eps, layer, value_offset, kv_slots, num_own, first_row,
-                width, kv_head, key_inverse, value_inverse, HAS_NORM, NORMS_VALUES, GROUP, KV_HEADS,
-                HEAD_DIM, BLOCK_W, BLOCK_D,
+                width, kv_head, key_inverse, value_inverse, NORMS, GROUP, KV_HEADS, HEAD_DIM,
+                BLOCK_W, BLOCK_D,
             )
             tl.debug_barrier()  # all threads of the program see what was written
         end = tl.minimum(kv_len, max_len)

@@ -101,7 +101,7 @@ class WeightSlot:
     adds_one: bool = field(default=False, kw_only=True)
     """Whether the checkpoint has the differences of a norm's weights from 1."""
     factor: float = field(default=1.0, kw_only=True)
-    """Of the checkpoint's values, in a parameter of float32."""
+    """What multiplies the checkpoint's values for a parameter of float32."""
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:

@@ -14,7 +14,7 @@ from torch import nn
 from tllm_spec.attention.geometry import AttentionGeometry, place_of
 from tllm_spec.attention.interface import ForwardContext
 from tllm_spec.kernels.attention.rotary_write import HeadWeights, Rotary
-from tllm_spec.kernels.gemm.norms import Activation, soft_cap
+from tllm_spec.kernels.gemm.norms import soft_cap
 from tllm_spec.kernels.slots.row_copies import gather_rows
 from tllm_spec.models.checkpoint import OUTPUT
 from tllm_spec.models.config import (
@@ -247,14 +247,12 @@ class MLP(Module):
             is_fused=config.is_fused,
         )
         self.down_proj = RowLinear(inner, hidden, bias=bias, placement=placement)
-        self.activation: Activation = "silu"
-        if config.hidden_act == "gelu_pytorch_tanh":
-            self.activation = "gelu_pytorch_tanh"
+        is_gelu = config.hidden_act == "gelu_pytorch_tanh"
+        self.gates = {"activation": config.hidden_act} if is_gelu else {}
 
     def forward(self, hidden: torch.Tensor, norm: RMSNorm | None) -> torch.Tensor:
         """The output for `norm(hidden)`, `[T, H]`."""
-        inner = self.gate_up_proj.gated(hidden, norm, activation=self.activation)
-        return self.down_proj.summed(inner)
+        return self.down_proj.summed(self.gate_up_proj.gated(hidden, norm, **self.gates))
 
     def add_to(self, hidden: torch.Tensor, norm: RMSNorm) -> None:
         """Add the output for `norm(hidden)` to hidden `[T, H]` in place; SwiGLU only."""

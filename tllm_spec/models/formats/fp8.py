@@ -4,6 +4,7 @@ kernels/gemm/fp8_numbers.py and kernels/gemm/fp8_linear.py)."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,7 +13,7 @@ from tllm_spec.kernels.dispatch import has_kernels
 from tllm_spec.kernels.gemm.fp8_gemms import Fp8Gemms, tile_scales
 from tllm_spec.kernels.gemm.fp8_linear import NUM_COUNTERS, fp8_linear, fp8_swiglu
 from tllm_spec.kernels.gemm.fp8_numbers import BLOCK, FUSED_ROWS, dequantised, quantise_rows
-from tllm_spec.kernels.gemm.norms import Activation, silu_and_mul
+from tllm_spec.kernels.gemm.norms import silu_and_mul
 from tllm_spec.kernels.gemm.scaled_linear import scaled_linear
 from tllm_spec.models.formats.weight_format import FewRowsFormat, Part, Rows, WeightFormat
 from tllm_spec.models.layers import Placement, RMSNorm, StoredWeight, WeightSlot, tp_sizes
@@ -187,16 +188,10 @@ class QuantisedActivations(ScaledWeight):
     def forward(self, x: torch.Tensor, norm: RMSNorm | None = None) -> torch.Tensor:
         return self._product(*self.quantised(x, norm))
 
-    def gated(
-        self,
-        x: torch.Tensor,
-        norm: RMSNorm | None = None,
-        activation: Activation = "silu",
-        ups: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        if len(x) <= FUSED_ROWS and ups is None and activation == "silu":
+    def gated(self, x: torch.Tensor, norm: RMSNorm | None = None, **gates: Any) -> torch.Tensor:
+        if len(x) <= FUSED_ROWS and not gates:
             return self._activated(x, norm)[0]
-        return silu_and_mul(self.forward(x, norm), activation, ups)
+        return silu_and_mul(self.forward(x, norm), **gates)
 
     def write_to(self, out: torch.Tensor, x: torch.Tensor, norm: RMSNorm | None = None) -> None:
         self._product(*self.quantised(x, norm), out, adds=False)

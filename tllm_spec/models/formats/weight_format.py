@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from tllm_spec.kernels.gemm.batch_invariant_linear import batch_invariant_linear
-from tllm_spec.kernels.gemm.norms import Activation, silu_and_mul
+from tllm_spec.kernels.gemm.norms import silu_and_mul
 from tllm_spec.kernels.gemm.small_m_gemm import serves, small_m_gemm
 from tllm_spec.kernels.gemm.tuned_linear import TunedGemms, tuned_linear
 from tllm_spec.models.layers import Placement, RMSNorm, WeightSlot
@@ -80,17 +80,10 @@ class WeightFormat(ABC):
         """`multiply` of `norm(x)` if there is a norm."""
         return self.multiply(x if norm is None else norm.forward(x))
 
-    def gated(
-        self,
-        x: torch.Tensor,
-        norm: RMSNorm | None = None,
-        activation: Activation = "silu",
-        ups: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def gated(self, x: torch.Tensor, norm: RMSNorm | None = None, **gates: Any) -> torch.Tensor:
         """SwiGLU of `norm(x)`, `[T, K]` to `[T, N / 2]`: the SiLU of the first half of the outputs
-        times the second half; or with another activation. Without a norm, of x. With ups `[T, N]`
-        all outputs are gates."""
-        return silu_and_mul(self.forward(x, norm), activation, ups)
+        times the second half. Without a norm, of x. gates: options of `silu_and_mul`."""
+        return silu_and_mul(self.forward(x, norm), **gates)
 
     def write_to(self, out: torch.Tensor, x: torch.Tensor, norm: RMSNorm | None = None) -> None:
         """Write `forward` to `out` `[T, N]`, any stride between rows."""
@@ -125,17 +118,10 @@ class FewRowsFormat(WeightFormat):
             return self._few_rows(x, norm)
         return self.multiply(x if norm is None else norm.forward(x))
 
-    def gated(
-        self,
-        x: torch.Tensor,
-        norm: RMSNorm | None = None,
-        activation: Activation = "silu",
-        ups: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def gated(self, x: torch.Tensor, norm: RMSNorm | None = None, **gates: Any) -> torch.Tensor:
         if self._are_few(x):
-            return self._few_rows(x, norm, gated=ups is None, activation=activation, ups=ups)
-        gates = self.multiply(x if norm is None else norm.forward(x))
-        return silu_and_mul(gates, activation, ups)
+            return self._few_rows(x, norm, gated="ups" not in gates, **gates)
+        return silu_and_mul(self.multiply(x if norm is None else norm.forward(x)), **gates)
 
     def add_to(self, total: torch.Tensor, x: torch.Tensor) -> None:
         if self._are_few(x):
