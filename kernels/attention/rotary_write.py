@@ -91,7 +91,8 @@ def rotary_write(
     num_rows, num_heads, head_dim = qkv.shape
     kv_heads = layer.shape[3]
     plain_rotate(qkv[:, : num_heads - kv_heads], rotary, norm)
-    plain_norm_values(qkv[:, num_heads - kv_heads :], norm)
+    if norm is not None and norm.norms_values:
+        plain_norm_values(qkv[:, num_heads - kv_heads :], norm)
     kv = qkv[:, num_heads - 2 * kv_heads :].view(num_rows, 2, kv_heads, head_dim)
     plain_write_kv(kv, kv_slots, layer, scales)
 
@@ -112,10 +113,9 @@ def plain_rotate(q_and_k: torch.Tensor, rotary: Rotary, norm: HeadWeights | None
         q_and_k.copy_(heads)
 
 
-def plain_norm_values(values: torch.Tensor, norm: HeadWeights | None) -> None:
-    """Norm `[T, Hkv, D]` in place, if `norm` says so."""
-    if norm is not None and norm.norms_values:
-        values.copy_(F.rms_norm(values, values.shape[2:], eps=norm.eps))
+def plain_norm_values(values: torch.Tensor, norm: HeadWeights) -> None:
+    """Norm `[T, Hkv, D]` in place, without weights."""
+    values.copy_(F.rms_norm(values, values.shape[2:], eps=norm.eps))
 
 
 def plain_write_kv(

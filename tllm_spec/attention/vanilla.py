@@ -135,7 +135,8 @@ class VanillaAttention(HeadsBackend):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """q, and what the pool then has, as `stored`."""
         plain_rotate(qkv[:, : -self.geometry.num_kv_heads], rotary, norm)
-        plain_norm_values(qkv[:, -self.geometry.num_kv_heads :], norm)
+        if norm is not None and norm.norms_values:
+            plain_norm_values(qkv[:, -self.geometry.num_kv_heads :], norm)
         q, kv = self.split(qkv)
         if plan.generation is not None and plan.generation.rows.window > 1:
             # A masked key counts zero times, and zero times NaN is NaN: a draft whose keys and
