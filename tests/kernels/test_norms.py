@@ -122,7 +122,7 @@ on_each_kind = pytest.mark.parametrize("kind", KINDS)
 on_each_case = pytest.mark.parametrize(
     ("kind", "shape"), [(kind, shape) for kind in KINDS for shape in KINDS[kind].shapes], ids=str
 )
-also_interpreted = pytest.mark.interpreted("kind", "norm", "silu")
+also_interpreted = pytest.mark.interpreted("kind", "norm", "silu", "sigmoid")
 
 
 @on_each_case
@@ -248,9 +248,8 @@ def test_gates_may_multiply_rows_of_another_tensor(
     (gate_up,) = Gated(activation).arguments((5, 100), dtype, device)
     gates, ups = gate_up[:, :100], gate_up[:, 100:]
     output = silu_and_mul(gates, activation, ups)
-    assert torch.equal(output, silu_and_mul(gate_up, activation))
-    assert torch.equal(silu_and_mul.reference(gates, activation, ups).isnan(), output.isnan())
-    Gated(activation).check(silu_and_mul.reference(gates, activation, ups), gate_up)
+    for found in (output, silu_and_mul.reference(gates, activation, ups)):
+        Gated(activation).check(found, gate_up)
 
 
 @on_each_kernel_device
