@@ -123,7 +123,7 @@ def test_every_tree_and_accepted_path_is_that_of_a_slow_reference(
     assert_as_reference(harness, requests, list(map(output_of, expected)), shape)
 
 
-@pytest.mark.thinned(4)
+@pytest.mark.slow  # as the test above, with the models of the zoo
 @pytest.mark.parametrize(
     "config",
     [

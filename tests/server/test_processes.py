@@ -368,7 +368,9 @@ def child(module: str) -> Iterator[tuple[subprocess.Popen[str], socket.socket]]:
             process.wait()
 
 
-@pytest.mark.parametrize("module", ["front_process", "engine_process"])
+@pytest.mark.parametrize(
+    "module", ["front_process", pytest.param("engine_process", marks=pytest.mark.slow)]
+)
 def test_a_child_without_a_supervisor_ends_without_a_traceback(module: str) -> None:
     with child(module) as (process, control):
         control.close()
