@@ -224,6 +224,7 @@ COMBINED = (
     "dflash",
     "dflash_tree",
     "dflash2",
+    "dspark",
     "dspark_tree",
     "dspark_sa",
     "draft_target_other_tree",
