@@ -88,39 +88,66 @@ def longest_first(items: list[pytest.Item], num_workers: int) -> list[pytest.Ite
 
 
 def mark_slow(items: list[pytest.Item]) -> None:
-    """What LONG_ONLY and the marker `thinned` say; under Triton's interpreter, all but the first
-    combination of each test's parameters, or of each value that the marker `interpreted` names."""
+    """What LONG_ONLY and the markers `thinned` and `covering` say; under Triton's interpreter, all
+    but the first combination of each test's parameters, or of each value that the marker
+    `interpreted` names."""
     from tests.kernels.interpreter import INTERPRETED
     from tests.lossless.engines import LONG_ONLY
 
-    seen: dict[tuple[str, str], list[str]] = {}  # the values of each parameter of each test
-    interpreted: set[tuple[str, object]] = set()
+    grids: dict[str, list[pytest.Function]] = {}  # what is not slow by itself, by its test
     for item in items:
         if not isinstance(item, pytest.Function) or not hasattr(item, "callspec"):
             continue
-        is_left_out = item.callspec.params.get("mode") in LONG_ONLY
-        if (thinned := item.get_closest_marker("thinned")) is not None:
-            place = 0
-            for name, value in item.callspec.params.items():
-                values = seen.setdefault((item.nodeid.split("[")[0], name), [])
-                if repr(value) not in values:
-                    values.append(repr(value))
-                place += values.index(repr(value))
-            is_left_out |= place % (thinned.args or (2,))[0] > 0
-        if (
-            INTERPRETED
-            and "interpreted" in item.name
-            and not is_left_out
-            and not item.get_closest_marker("slow")
-        ):
-            marker = item.get_closest_marker("interpreted")
-            parameter, *values = ("", None) if marker is None else marker.args
-            value = item.callspec.params.get(parameter)
-            key = item.nodeid.split("[")[0], value
-            is_left_out = key in interpreted or value not in values
-            interpreted.add(key)
-        if is_left_out:
+        if item.callspec.params.get("mode") in LONG_ONLY:
             item.add_marker(pytest.mark.slow)
+        is_left_out = item.get_closest_marker("slow") or item.get_closest_marker("gpu")
+        if item.get_closest_marker("thinned") or not is_left_out:
+            grids.setdefault(item.nodeid.split("[")[0], []).append(item)
+    for grid in grids.values():
+        quick = [item for item in chosen(grid) if not item.get_closest_marker("slow")]
+        if INTERPRETED:
+            quick = first_interpreted(quick)
+        for item in set(grid).difference(quick):
+            item.add_marker(pytest.mark.slow)
+
+
+def chosen(grid: list[pytest.Function]) -> list[pytest.Function]:
+    """The combinations of a test's parameters that `thinned` or `covering` leave: each n-th, or few
+    that have each value of each parameter."""
+    if (thinned := grid[0].get_closest_marker("thinned")) is not None:
+        (step,) = thinned.args or (2,)
+        values = {name: list[str]() for name in grid[0].callspec.params}
+        places = list[int]()
+        for item in grid:
+            own = [(values[name], repr(each)) for name, each in item.callspec.params.items()]
+            for known, each in own:
+                if each not in known:
+                    known.append(each)
+            places.append(sum(known.index(each) for known, each in own))
+        return [item for item, place in zip(grid, places, strict=True) if place % step == 0]
+    if grid[0].get_closest_marker("covering") is None:
+        return grid
+    own_values = {
+        item: {(name, repr(each)) for name, each in item.callspec.params.items()} for item in grid
+    }
+    found = list[pytest.Function]()
+    missing = {each for own in own_values.values() for each in own}
+    while missing:
+        found.append(max(grid, key=lambda item: len(own_values[item] & missing)))
+        missing -= own_values[found[-1]]
+    return found
+
+
+def first_interpreted(quick: list[pytest.Function]) -> list[pytest.Function]:
+    found: dict[object, pytest.Function] = {}
+    others = [item for item in quick if "interpreted" not in item.name]
+    for item in quick:
+        marker = item.get_closest_marker("interpreted")
+        parameter, *values = ("", None) if marker is None else marker.args
+        value = item.callspec.params.get(parameter)
+        if "interpreted" in item.name and value in values:
+            found.setdefault(value, item)
+    return [*others, *found.values()]
 
 
 @pytest.fixture(autouse=True)

@@ -253,7 +253,10 @@ def check_swaps(url: str) -> None:
     assert answer.status_code == 400 and "do not fit" in answer.json()["error"]["message"]
 
 
-def test_served_traffic_is_recorded_replayed_and_erased(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def traffic(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three records of a server, which swaps heads that were trained on them."""
+    tmp_path = tmp_path_factory.mktemp("served")
     keys, traffic = tmp_path / "keys", tmp_path / "traffic"
     keys.write_text("".join(f"{name}: {key}\n" for name, key in KEYS.items()))
     heads = tmp_path / "heads"
@@ -275,9 +278,11 @@ def test_served_traffic_is_recorded_replayed_and_erased(tmp_path: Path) -> None:
         check_swaps(url)
         assert server.end(signal.SIGTERM) == 0
     assert "record_traffic: prompts and outputs are written to" in server.text
-    records = read_records(traffic)
-    assert len(records) == 3
+    return traffic
 
+
+@pytest.mark.slow  # each command has tests of its own
+def test_recorded_traffic_is_replayed_and_tuned(traffic: Path, tmp_path: Path) -> None:
     config, report = tmp_path / "same.yaml", tmp_path / "report.json"
     config.write_text(json.dumps({"speculative_config": SPEC}))
     command = "replay", str(traffic), "--config", str(config), "--report_json", str(report)
@@ -296,6 +301,9 @@ def test_served_traffic_is_recorded_replayed_and_erased(tmp_path: Path) -> None:
     (tmp_path / "adaptive.json").write_text("{}")
     assert "slots" in bench(*trace).output
 
+
+def test_served_traffic_is_recorded_and_erased(traffic: Path) -> None:
+    assert len(read_records(traffic)) == 3
     assert (
         "1 record erased"
         in bench("erase-traffic", str(traffic), "--client", "team-a", "--user", "u").output

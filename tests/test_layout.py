@@ -7,6 +7,7 @@ import importlib.util
 import subprocess
 import sys
 import tokenize
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -24,6 +25,8 @@ MAX_WALKS = {"plain": (301, 48), "EAGLE-3": (346, 56), "EAGLE-3 tree + SA": (384
 # Of the product; lines of code are those without blank lines, comments and docstrings.
 MAX_COUNTS = {"files": 339, "classes": 752, "lines": 78_811, "lines of code": 55_925}
 MAX_TEST_LINES = 82851
+# Of the default run. Long grids are marked `thinned`, `covering` or `slow`.
+MAX_TESTS, MAX_COMBINATIONS = 7250, 80
 MIN_DOCUMENTED = 0.78  # of the product's public functions: those with a docstring; it only rises
 MAX_FRAMES, MAX_FRAME_FILES = 7, 5  # from `PyExecutor.step` to the target's forward
 # The worker's main and calls of users' programs: only these may turn any fault into an answer.
@@ -302,6 +305,18 @@ def test_the_product_and_its_tests_only_get_smaller() -> None:
     assert all(found[name] <= most for name, most in MAX_COUNTS.items()), found
     test_lines = sum(map(num_lines, (ROOT / "tests").rglob("*.py")))
     assert test_lines <= MAX_TEST_LINES, test_lines
+
+
+def test_the_default_run_only_gets_smaller(request: pytest.FixtureRequest) -> None:
+    """What is collected: of the whole suite in `make test`."""
+    left_out = ("slow", "gpu")
+    names = [
+        item.nodeid.split("[")[0]
+        for item in request.session.items
+        if not any(map(item.get_closest_marker, left_out))
+    ]
+    [(longest, number)] = Counter(names).most_common(1)
+    assert len(names) <= MAX_TESTS and number <= MAX_COMBINATIONS, (len(names), longest, number)
 
 
 def test_most_public_functions_have_a_docstring() -> None:

@@ -113,6 +113,7 @@ def test_a_lone_surrogate_in_a_bad_word_is_refused_and_affects_no_other_request(
     assert refused.error.startswith(sentence) and good.outputs[0].length == 3
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("temperature", [GREEDY_BELOW_TEMPERATURE, LARGEST_FACTOR])
 @pytest.mark.parametrize("repetition", [1 / LARGEST_FACTOR, LARGEST_FACTOR])
 @pytest.mark.parametrize("penalty", [-LARGEST_FACTOR, LARGEST_FACTOR])

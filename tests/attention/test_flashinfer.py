@@ -76,7 +76,7 @@ class FlashForward(Forward):
         assert float(error.max()) < ERROR[self.device.type], error  # NaN fails, too
 
 
-@pytest.mark.thinned
+@pytest.mark.covering
 @on_each_device
 @pytest.mark.parametrize("page_size", [32, 64])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

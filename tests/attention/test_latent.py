@@ -215,6 +215,7 @@ def test_every_phase_of_a_round_attends_as_the_planned_wrapper_would(
 SCALE = 0.0061  # numbers above 2.7 saturate
 
 
+@pytest.mark.covering
 @on_each_device
 @pytest.mark.parametrize("kind", ALL_KINDS)
 @pytest.mark.parametrize(
@@ -242,6 +243,7 @@ def test_chunks_with_and_without_earlier_tokens_and_windows_share_a_forward(
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.covering
 @on_each_device
 @pytest.mark.parametrize("kind", ALL_KINDS)
 @pytest.mark.parametrize(("offset", "scale"), [(0, None), (4, None), (4, SCALE)])

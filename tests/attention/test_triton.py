@@ -42,6 +42,7 @@ BATCHES = {
 }
 
 
+@pytest.mark.covering
 @on_each_device
 @pytest.mark.parametrize("name", BATCHES)
 @pytest.mark.parametrize("kind", [TritonAttention, BatchInvariantAttention])
@@ -55,6 +56,7 @@ def test_every_kind_of_batch_equals_vanilla(
     forward.check(forward.run(backend), backend.pool)
 
 
+@pytest.mark.covering
 @on_each_device
 @pytest.mark.parametrize("name", BATCHES)
 @pytest.mark.parametrize("kind", [TritonAttention, VanillaAttention, BatchInvariantAttention])
@@ -131,6 +133,7 @@ TREES = {
 }
 
 
+@pytest.mark.covering
 @on_each_device
 @pytest.mark.parametrize("name", TREES)
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ def new_pool() -> KVPool:
     return KVPool(GEOMETRY, num_pages=PAGES, page_size=PAGE_SIZE, **on_cpu)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("slack", [0, 7])
 @pytest.mark.parametrize("name", BATCHES)
 @torch.inference_mode()

@@ -41,6 +41,7 @@ def engine() -> Iterator[ForcedRounds]:
     rounds.executor.check_integrity()
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("draft_len", [0, 2, 5])
 def test_a_forced_draft_length_is_that_of_every_counted_round(
     engine: ForcedRounds, draft_len: int

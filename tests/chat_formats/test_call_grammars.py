@@ -107,6 +107,7 @@ def test_tags_without_names_are_markers_where_they_are_tokens(sample: Sample) ->
     assert tags - {"<b>"} <= set(family(sample).markers)  # that is in a value
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("written", FAMILIES, ids=[each.tools for each in FAMILIES])
 def test_no_piece_of_an_answer_is_masked_however_it_is_cut(written: Family) -> None:
     rng = random.Random(0)

@@ -112,6 +112,7 @@ def parsed(new: NewParser, parts: Iterator[str] | Sequence[str]) -> list[Piece]:
     return joined(pieces + parser.finish())
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(("new", "text", "expected"), CASES)
 def test_every_split_of_a_text_gives_the_same_pieces(
     new: NewParser, text: str, expected: list[Piece]

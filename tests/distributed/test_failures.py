@@ -134,6 +134,7 @@ def test_a_round_that_fails_on_all_ranks_fails_its_request_and_another_fault_end
     assert all(sentence in world.output for sentence in sentences), world.output
 
 
+@pytest.mark.slow
 def test_ranks_of_mpirun_serve_one_model_after_the_other(tmp_path: Path) -> None:
     """The second is one that no rank can load."""
     save_checkpoint(tmp_path, "Llama")

@@ -327,6 +327,7 @@ def test_only_the_network_of_a_backend_imports_its_library() -> None:
     assert found == {"tllm_spec.draft_network.network"}
 
 
+@pytest.mark.slow  # the test above says who could
 def test_a_draft_model_in_torch_loads_none_of_the_libraries() -> None:
     code = (
         "import sys\n"

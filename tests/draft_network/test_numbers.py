@@ -80,6 +80,7 @@ def test_logits_and_kv_of_chunks_and_windows_are_those_of_torch(zoo: tuple[Side,
     assert_equal_steps(zoo, 2048)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("name", FAMILY)
 def test_every_architecture_of_the_family_has_the_numbers_of_torch(
     name: str, make_network: MakeNetwork, tmp_path: Path
@@ -202,7 +203,7 @@ def assert_equal_rounds(sides: tuple[HeadSide, HeadSide], vocab_size: int) -> No
     equal([side.read(windows=windows, new_lens=[2]) for side in sides], 1)
 
 
-@pytest.mark.thinned
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("name", HEADS)
 def test_every_kind_of_head_has_the_numbers_of_torch(
     name: str, make_network: MakeNetwork, tmp_path: Path

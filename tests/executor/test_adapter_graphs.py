@@ -73,6 +73,7 @@ def outputs(harness: Harness, names: tuple[str | None, ...]) -> list[list[int]]:
     return [*map(output_of, requests)]
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("way", WAYS)
 def test_a_round_with_adapters_has_graphs_of_its_own(
     tiny: Path, drafts: tuple[Path, Path], adapters: Path, way: str, own_graphs: list[Harness]

@@ -73,7 +73,7 @@ def dflash(head: Path, draft_len: int = DRAFT_LEN, **options: Any) -> dict[str, 
     return with_drafter("", {"speculative_config": own})
 
 
-@pytest.mark.thinned
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("name", HEADS)
 def test_the_engine_fills_in_the_block_of_the_plain_torch_transcription(
     name: str, tiny: Path, tmp_path: Path
@@ -149,7 +149,7 @@ def test_shared_rows_go_by_what_the_head_says_of_its_drafts(tiny: Path, tmp_path
     assert num_checked > 20
 
 
-@pytest.mark.thinned
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize(
     "drafting", ["chain", "tree", "copies", "windows", "DSpark", "DFlash2", "shared"]
 )

@@ -36,6 +36,7 @@ def expected(tiny: Path) -> list[list[int]]:
     return list(map(output_of, run(Harness(tiny))))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("position", [None, 5])
 @pytest.mark.parametrize("mode", ["one_model", "draft_target", "user_provided"])
 def test_a_processor_that_raises_after_wrong_drafts_fails_only_where_plain_decoding_does(
@@ -125,6 +126,7 @@ class Unforeseen(Exception):
     """An exception of no kind that Python's library raises."""
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     "error", [IndexError, StopIteration, OSError, MemoryError, BufferError, Unforeseen, SystemExit]
 )

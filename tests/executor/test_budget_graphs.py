@@ -44,7 +44,7 @@ def submit(harness: Harness, *ways: dict[str, Any]) -> list[LlmRequest]:
     ]
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize("attn_backend", ["VANILLA", "TRITON"])
 @pytest.mark.parametrize("mode", ["eagle3", "eagle3_two_model", "sa", *SAVED])
 def test_graphs_have_a_budget_of_rows_and_the_text_of_plain_decoding(
@@ -113,6 +113,7 @@ def test_graphs_draft_what_eager_rounds_draft(
     assert windows[:8] == windows[8:]
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("mode", ["eagle3", "eagle3_two_model", "sa"])
 def test_a_tail_reads_the_rows_that_its_forward_has_chosen(
     tiny: Path, drafts: tuple[Path, Path], mode: str, eager_graphs: None
@@ -245,7 +246,7 @@ def forbid_eager_windows(
     monkeypatch.setattr(engine, "forward", watched)
 
 
-@pytest.mark.thinned(12)
+@pytest.mark.thinned(36)
 @pytest.mark.parametrize("rules", RULES)
 @pytest.mark.parametrize("mode", MODES)
 def test_the_forward_of_any_windows_is_a_graph_and_the_text_that_without(

@@ -370,6 +370,7 @@ class Counted(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("number", [1, MAX_CHUNKS])
 @pytest.mark.parametrize("mode", ["plain", "eagle3"])
 def test_few_operations_are_done_before_a_prompts_graph_is_launched_and_slots_are_written_after_it(

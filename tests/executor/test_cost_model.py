@@ -261,6 +261,7 @@ def test_saved_time_is_capped_so_that_hard_texts_after_easy_ones_see_few_probes(
     assert sum(play(controls, 2000, 0, batch_size=16)) * 0.1 < 40 + 0.005 * 2000 + 1
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(("batch_size", "rounds"), [(1, 4), (2, 4), (4, 2), (16, 1)])
 def test_a_probe_ends_after_four_rounds_or_eight_requests(batch_size: int, rounds: int) -> None:
     controls = controller()

@@ -65,6 +65,7 @@ def backlog_of(harness: Harness) -> DraftBacklog:
     return network_of(harness)._backlog
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("overlap", [True, False])
 def test_plain_rounds_share_one_forward_of_the_draft_network(
     tiny: Path, speculation: dict[str, Any], overlap: bool
@@ -143,6 +144,7 @@ def test_the_draft_cache_lacks_only_the_positions_of_the_backlog(
     assert all_pages_are_back(harness.executor)
 
 
+@pytest.mark.thinned(3)
 def test_catching_up_writes_the_positions_of_the_backlog_and_no_others(
     tiny: Path, speculation: dict[str, Any]
 ) -> None:
@@ -178,7 +180,7 @@ def test_catching_up_writes_the_positions_of_the_backlog_and_no_others(
     assert_nothing_is_missing(harness, *requests)
 
 
-@pytest.mark.thinned(4)
+@pytest.mark.thinned(8)
 @pytest.mark.parametrize(
     "num_plain", [1, BACKLOG_LEN - 1, BACKLOG_LEN, BACKLOG_LEN + 1, 3 * BACKLOG_LEN + 2]
 )
@@ -221,6 +223,7 @@ def test_a_reusable_prefix_ends_where_the_draft_layers_have_read(
         assert second.cached_tokens == expected
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("draft_len", [0, 3])
 def test_a_round_that_breaks_off_leaves_no_hole_in_the_draft_cache_and_adds_nothing_to_the_backlog(
     tiny: Path, speculation: dict[str, Any], draft_len: int
@@ -245,6 +248,7 @@ def test_a_round_that_breaks_off_leaves_no_hole_in_the_draft_cache_and_adds_noth
         assert_nothing_is_missing(harness, *requests)
 
 
+@pytest.mark.thinned(3)
 def test_a_request_whose_logits_are_nan_does_not_harm_the_backlog_of_others(
     tmp_path: Path, speculation: dict[str, Any]
 ) -> None:
@@ -268,6 +272,7 @@ def test_a_request_whose_logits_are_nan_does_not_harm_the_backlog_of_others(
     assert request.num_output_tokens == 40 and not request.error
 
 
+@pytest.mark.thinned(3)
 def test_padding_rows_write_to_the_dummy_page_also_for_an_empty_slot(
     tiny: Path, speculation: dict[str, Any]
 ) -> None:
@@ -289,6 +294,7 @@ def test_padding_rows_write_to_the_dummy_page_also_for_an_empty_slot(
     assert metadata.block_tables.tolist() == [[0, 0], [7, 9]]
 
 
+@pytest.mark.thinned(3)
 def test_with_a_fixed_draft_length_rounds_are_plain_while_no_request_wants_drafts(
     tiny: Path, speculation: dict[str, Any]
 ) -> None:
@@ -319,6 +325,7 @@ def test_with_a_fixed_draft_length_rounds_are_plain_while_no_request_wants_draft
     assert (request.num_output_tokens, other.num_output_tokens) == (60, 30)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     "options",
     [

@@ -185,6 +185,7 @@ def test_a_draft_model_needs_a_graph_of_the_rounds_own_draft_length(pair: Pair) 
     assert watched.replays() == before and len(watched.eager) > 3
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
     ("pads", "number", "own"), [(True, 3, {}), (False, 1, {}), (True, 1, {"presence_penalty": 0.5})]

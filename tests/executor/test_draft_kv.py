@@ -119,6 +119,7 @@ def test_the_cache_follows_through_whatever_happens(
     assert_texts_are_those_of(plain, requests)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("page_size", [4, 16])
 def test_a_target_that_drafts_for_itself_is_always_right_whenever_drafting_resumes(

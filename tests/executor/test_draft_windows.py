@@ -97,6 +97,7 @@ modes = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.thinned(3)
 @modes
 def test_a_window_changes_drafts_and_no_text_and_is_that_of_the_config(
     mode: str, tiny: Path, plain: list[list[int]], tmp_path: Path
@@ -113,6 +114,7 @@ def test_a_window_changes_drafts_and_no_text_and_is_that_of_the_config(
     assert served(tiny, **options_of(own, mode, draft_window_size=WHOLE)) == found[None]
 
 
+@pytest.mark.thinned(3)
 @modes
 def test_a_sink_changes_drafts_and_no_text(
     mode: str, tiny: Path, plain: list[list[int]], tmp_path: Path
@@ -258,6 +260,7 @@ def seen_by_rule(whole: list[int], first: int, sink: int, size: int) -> list[int
     return [slot for key, slot in enumerate(whole) if key < end or key >= start]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(("sink", "size"), [(1, 1), (4, 6), (5, 13), (9, 24)])
 @pytest.mark.parametrize("chunks", [True, False])
 @pytest.mark.parametrize("region", [0, 5])

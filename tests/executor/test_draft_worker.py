@@ -46,7 +46,7 @@ CHAINS = ["draft_target", "eagle3", "eagle3_two_model", "eagle", *AT_ONCE]
 MODES = [*CHAINS, *(f"{mode}_tree" for mode in CHAINS)]
 
 
-@pytest.mark.thinned(8)
+@pytest.mark.thinned(16)
 @pytest.mark.parametrize(
     ("mode", "situation"),
     [
@@ -92,7 +92,7 @@ def test_the_draft_cache_always_equals_a_prefill_of_the_true_tokens(
     assert all_pages_are_back(harness.executor)
 
 
-@pytest.mark.thinned(4)
+@pytest.mark.thinned(8)
 @pytest.mark.parametrize("mode", CHAINS)
 @pytest.mark.parametrize(
     ("draft_len", "sampling"), [(1, "coupled"), (4, "coupled"), (1, "greedy"), (4, "greedy")]
@@ -161,6 +161,7 @@ def test_all_drafts_come_from_one_forward_of_masks_after_the_emitted_tokens(
         assert rows == [6]  # four that may have been emitted, and two masks
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("temperature", [None, 0.9])
 @pytest.mark.parametrize("draft_len", [1, 2, 5])
 @pytest.mark.parametrize("one_model", [True, False])
@@ -211,6 +212,7 @@ def test_for_rejection_sampling_the_worker_keeps_the_distributions_of_its_drafts
 TWO_MODEL = {"draft_target_one_model": False}
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     "options",
     [

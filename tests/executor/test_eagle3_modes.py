@@ -296,7 +296,7 @@ def test_one_warning_names_the_keys_that_are_not_known(
     assert [text.rpartition(": ")[2] for text in named] == ["decoder_sparse_step, modal_type"]
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(9)
 @pytest.mark.parametrize("path", ["one model", "two models"])
 @pytest.mark.parametrize("name", PARALLEL_HEADS)
 def test_a_p_eagle_head_drafts_all_tokens_of_the_reference_at_once(
@@ -328,6 +328,7 @@ def test_a_p_eagle_head_is_refused_outside_torch(deep: Path, tmp_path: Path) -> 
 ZOO = resolve_model("zoo:llama")
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     ("decoding_type", "model", "sentences"),
     [

@@ -55,6 +55,7 @@ def figures(requests: list[LlmRequest]) -> list[tuple[list[int], SpeculativeStat
     return [(output_of(each), each.counters.stats()) for each in requests]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("one_model", [True, False])
 @pytest.mark.parametrize("variants", [{}, ALL_VARIANTS], ids=["as published", "all variants"])
 def test_the_engine_drafts_the_tokens_of_the_plain_torch_reference(
@@ -70,7 +71,7 @@ def test_the_engine_drafts_the_tokens_of_the_plain_torch_reference(
     assert_drafts_one_by_one(harness, (2,), reference, DRAFT_LEN)
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize("shape", ["chains", "dynamic trees", "static trees"])
 @pytest.mark.parametrize("one_model", [True, False])
 def test_the_drafts_of_graphs_are_those_of_eager_rounds(
@@ -214,7 +215,7 @@ def test_drafts_are_those_of_one_whole_forward_with_mask_tokens_at_the_end(
     assert num_checked >= 12 and sum(each.counters.by_accepted[1] for each in requests) > 0
 
 
-@pytest.mark.thinned(4)
+@pytest.mark.thinned(8)
 @pytest.mark.parametrize("mode", [*MODES, "pard_tree", "pard_two_model_tree"])
 @pytest.mark.parametrize("overlap", [True, False])
 def test_texts_are_those_of_plain_decoding_with_preemption_and_prefix_hits(

@@ -130,7 +130,7 @@ def test_parameters_that_name_tokens_or_rows_outside_the_model_are_refused(
         llm.generate(GOOD[0], options)
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize("prompt", [[1, NAN_TOKEN, 2], [1, 2, NAN_TOKEN], [NAN_TOKEN]])
 def test_a_prompt_whose_logits_are_nan_fails_alone(
     llm: LLM, expected: list[list[int]], prompt: list[int]
@@ -158,6 +158,7 @@ def assert_only_the_doomed_fails(
     assert tokens_of(others) == expected == tokens_of(generate(llm, GOOD, PARAMS))
 
 
+@pytest.mark.thinned(3)
 def test_a_request_whose_logits_become_nan_keeps_its_tokens_and_frees_its_pages(
     llm: LLM, expected: list[list[int]]
 ) -> None:
@@ -192,7 +193,7 @@ def raising(error: BaseException) -> Any:
 ENDINGS = (CancelledError, KeyboardInterrupt, GeneratorExit, SystemExit)
 
 
-@pytest.mark.thinned(4)
+@pytest.mark.thinned(8)
 @pytest.mark.parametrize(
     ("processor", "message", "num_tokens"),
     [

@@ -24,6 +24,7 @@ from tllm_spec.executor.rounds.round_reader import RoundClock
 ON_DEVICE = ("draft_target_one_model", "eagle3", "eagle3_two_model")
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("how", ["alone", "alone, in a graph", "with windows"])
 @pytest.mark.parametrize("mode", ON_DEVICE)
 def test_first_tokens_are_sent_before_anything_is_drafted_after_their_prompts(

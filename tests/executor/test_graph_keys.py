@@ -34,6 +34,7 @@ def config(**options: Any) -> NGramDecodingConfig:
     return NGramDecodingConfig(max_draft_len=4, **options)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     "options",
     [

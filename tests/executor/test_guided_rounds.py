@@ -66,7 +66,7 @@ def test_rounds_with_drafts_are_read_first_where_half_of_the_requests_have_gramm
     assert len(found) > 3 and max(found) == in_flight
 
 
-@pytest.mark.thinned(8)
+@pytest.mark.thinned(16)
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("mode", MODES)
 def test_guided_text_is_that_without_graphs_and_overlap(
@@ -91,7 +91,7 @@ def test_guided_text_is_that_without_graphs_and_overlap(
     assert {len(harness.responses[r.request_id]) for r in ours} == {1}
 
 
-@pytest.mark.thinned(5)
+@pytest.mark.thinned(10)
 @pytest.mark.parametrize("has_graphs", [False, True])
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "plain"])
 def test_guided_text_does_not_depend_on_draft_lengths_that_change_from_round_to_round(
@@ -165,7 +165,7 @@ def test_where_grammars_are_refused_rounds_have_no_second_graphs(
     assert guided is not None and guided.tails.captured
 
 
-@pytest.mark.thinned(4)
+@pytest.mark.thinned(8)
 @pytest.mark.parametrize("has_graphs", [False, True])
 @pytest.mark.parametrize("mode", ["plain", "eagle3", "eagle3_tree", "draft_target_two_model"])
 def test_guided_requests_that_are_preempted_or_cancelled_leave_the_others_text(
@@ -225,7 +225,7 @@ def test_masks_of_many_requests_are_filled_in_threads(
     assert len(threads) > 2
 
 
-@pytest.mark.thinned
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("in_threads", [False, True])
 @pytest.mark.parametrize("has_graphs", [False, True])
 def test_a_request_whose_grammar_is_at_a_limit_fails_alone(

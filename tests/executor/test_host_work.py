@@ -141,7 +141,7 @@ def check_outcome(watched: Watched, request: LlmRequest, stops: set[int]) -> Non
     assert told[-1].finish_reason == request.finish_reason and (request.streaming or len(told) == 1)
 
 
-@pytest.mark.thinned
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("way", RATES)
 @pytest.mark.parametrize("may_preempt", [False, True])
 def test_shortcuts_of_a_round_miss_no_page_no_stop_and_no_response(

@@ -342,6 +342,7 @@ def test_a_request_holds_few_pages_however_long_it_gets(
     assert all_pages_are_back(harness.executor)
 
 
+@pytest.mark.thinned
 def test_a_pool_much_smaller_than_the_texts_serves_several_at_once(sliding: Path) -> None:
     """GUARANTEED_NO_EVICT admits by what requests hold at once."""
     own = {"max_tokens": 4 * 100} | SMALL_PAGES

@@ -103,7 +103,7 @@ def branch_of(harness: Harness, request: LlmRequest) -> int:
     return int(sources.choices[request.slot, 1])
 
 
-@pytest.mark.thinned
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("kind", ["sa_tree", "two_model_sa_tree", "static"])
 @pytest.mark.parametrize("options", [{}, FOR_TREES], ids=["undisturbed", "small_pool"])
 def test_a_long_match_is_a_branch_of_the_networks_tree(
@@ -126,7 +126,7 @@ def test_a_long_match_is_a_branch_of_the_networks_tree(
     assert all_pages_are_back(harness.executor)
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize("mode", OVERLAPPING)
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
 def test_overlap_and_graphs_leave_texts_choices_and_figures_as_they_are(

@@ -52,7 +52,7 @@ DRAFTS: dict[str, dict[str, Any]] = {
 TREE = {"use_dynamic_tree": True, "dynamic_tree_max_topK": 3}
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize("drafts", DRAFTS)
 @pytest.mark.parametrize("situation", SITUATIONS)
 def test_the_draft_cache_always_equals_a_prefill_of_the_same_tokens(

@@ -311,7 +311,7 @@ def test_a_full_forward_makes_windows_shorter_along_the_ladder(
     assert harness.parts.controller.tiers_at(6) == {ladder[0]}
 
 
-@pytest.mark.thinned
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("mode", DRAFTED)
 def test_a_shorter_tier_has_fewer_rows_in_the_targets_forward(
     monkeypatch: pytest.MonkeyPatch, tiny: Path, drafts: tuple[Path, Path], mode: str

@@ -148,6 +148,7 @@ def test_a_request_that_is_known_to_finish_by_its_length_is_not_launched_again(m
     assert [request.num_output_tokens for request in speculating] == list(range(1, 21))
 
 
+@pytest.mark.thinned(3)
 def test_the_round_after_a_requests_end_changes_neither_reused_pages_nor_cached_prefixes(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -223,7 +224,7 @@ def test_a_request_with_nan_logits_fails_alone_though_its_next_round_is_in_fligh
     assert list(map(output_of, [*others, late])) == [*expected, expected[0]]
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize("num_rounds", [1, 2, 5])
 def test_a_request_may_be_cancelled_while_a_round_of_it_is_in_flight(
     make: Make, num_rounds: int
@@ -270,6 +271,7 @@ def test_a_new_request_whose_processor_raises_does_not_cost_others_the_round_in_
     assert list(map(output_of, [*others, joining])) == [*expected, expected[0]]
 
 
+@pytest.mark.thinned(3)
 def test_when_a_launch_fails_requests_that_were_only_in_the_round_in_flight_get_their_tokens(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -297,7 +299,7 @@ def test_when_a_launch_fails_requests_that_were_only_in_the_round_in_flight_get_
     assert output_of(again) == expected[1]
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(6)
 def test_a_request_preempted_with_tokens_in_flight_continues_its_text(make: Make) -> None:
     harness, alone = make(**SMALL_POOL), make(**NO_OVERLAP)
     in_flight: list[int] = []

@@ -26,7 +26,7 @@ SPANS = {
 }
 
 
-@pytest.mark.thinned(9)
+@pytest.mark.thinned(27)
 @pytest.mark.parametrize("lookahead", [0, 1])
 @pytest.mark.parametrize(
     ("name", "page_size", "num_pages", "partial_reuse"),
@@ -51,6 +51,7 @@ def test_every_sequence_sees_its_own_tokens_whatever_the_order_of_operations(
         assert (stats.copied_pages > 20) == (partial_reuse and page_size > 1)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("lookahead", [0, 1])
 @pytest.mark.parametrize("page_size", [1, 2, 4, 8])
 @pytest.mark.parametrize("partial_reuse", [True, False])

@@ -75,7 +75,7 @@ def test_without_requests_there_is_nothing_to_do(tiny: Path) -> None:
     assert not Harness(tiny).round()
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.covering
 @pytest.mark.parametrize("seed", range(3))
 def test_after_every_round_device_and_host_agree_and_only_kept_tokens_have_pages(
     tiny: Path, speculation: dict[str, Any], seed: int

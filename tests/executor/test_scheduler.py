@@ -269,6 +269,7 @@ def test_a_request_that_can_never_run_is_refused_with_the_option_to_change(
     assert not bench.scheduler.waiting
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("may_preempt", [False, True])
 def test_under_random_traffic_budgets_hold_and_every_request_gets_all_its_tokens(

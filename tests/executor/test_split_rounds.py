@@ -72,7 +72,7 @@ PATHS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.thinned(5)
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize("way", ["overlap", "in_turn", "graphs"])
 @pytest.mark.parametrize("options", [{}, SMALL_POOL], ids=["undisturbed", "small_pool"])
 @pytest.mark.parametrize("paths", PATHS)
@@ -250,7 +250,7 @@ SITUATIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.covering
 @pytest.mark.parametrize("temperature", [None, HOT])
 @pytest.mark.parametrize("situation", SITUATIONS)
 @pytest.mark.parametrize("mode", ["draft_target_two_model", "draft_target", "eagle3", "eagle"])

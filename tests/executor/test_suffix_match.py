@@ -90,7 +90,7 @@ SEARCHES = {
 }
 
 
-@pytest.mark.thinned
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("search", SEARCHES)
 @pytest.mark.parametrize("options", [{}, SMALL_POOL], ids=["undisturbed", "small_pool"])
 def test_a_rounds_drafts_follow_the_best_matches_in_the_requests_text(

@@ -123,7 +123,7 @@ def test_every_tree_and_accepted_path_is_that_of_a_slow_reference(
     assert_as_reference(harness, requests, list(map(output_of, expected)), shape)
 
 
-@pytest.mark.thinned(4)
+@pytest.mark.slow  # as the test above, with the models of the zoo
 @pytest.mark.parametrize(
     "config",
     [
@@ -218,6 +218,7 @@ def test_a_static_tree_is_the_same_from_a_draft_model_in_its_own_engine(
     assert all(stats.num_accepted_tokens for _, stats in found[0])
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("drafter", ["draft_target", "eagle3", "eagle"])
 @pytest.mark.parametrize("depth", [1, 2, 4])
 def test_one_graph_holds_a_round_with_a_forward_of_the_drafter_for_each_step(
@@ -350,6 +351,7 @@ def test_a_tree_that_no_round_has_room_for_is_refused(
         Harness(tiny, max_num_tokens=window - 1, **speculation)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("drafter", ["draft_target", "draft_target_two_model", "eagle3"])
 def test_a_tree_may_be_as_deep_as_there_are_positions_after_the_first(
     tiny: Path, tiny_draft: Path, head: Path, drafter: str

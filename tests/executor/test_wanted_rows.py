@@ -163,6 +163,7 @@ def test_when_a_draft_network_catches_up_one_row_per_request_passes_its_last_lay
         assert rows_of_mlps == expected
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("mode", ROWS_OF_ROUNDS)
 @pytest.mark.parametrize(
     "options", [{"draft_len_schedule": {1: 3, 2: 0}}, {}], ids=["schedule", "one length"]
@@ -196,6 +197,7 @@ def test_in_rounds_without_drafts_a_draft_network_only_leaves_its_kv(
     assert not attended
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(("mode", "num_read"), [("eagle3", 10), ("draft_target", 11)])
 @pytest.mark.parametrize(
     ("wishes", "num_steps"),

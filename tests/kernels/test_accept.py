@@ -44,6 +44,7 @@ def test_the_worked_example() -> None:
     assert new_tokens.tolist() == [[11, 22, 77, 77]]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("num_nodes", [1, 2, 8, 33, 64])
 @pytest.mark.parametrize("seed", range(3))
 def test_random_trees_are_walked_from_the_root(num_nodes: int, seed: int) -> None:

@@ -53,6 +53,7 @@ def path_of(parents: list[int], node: int) -> list[int]:
     return [*path_of(parents, parents[node]), node] if node else [0]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_tree_is_that_of_the_slow_reference(size: tuple[int, int, int], tied: bool) -> None:

@@ -47,6 +47,7 @@ def ancestors(layout: HostTree, node: int) -> set[int]:
     return {node} | ancestors(layout, layout.parents[node]) if node else set()
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("num_drafts", [1, 7, 63])
 def test_every_node_gets_the_candidate_of_its_path(seed: int, num_drafts: int) -> None:

@@ -138,7 +138,7 @@ def layer_of(config: MoEConfig, placement: Placement) -> tuple[SparseMoE, RMSNor
 
 
 @on_each_kernel_device
-@pytest.mark.interpreted("name", *CONFIGS)
+@pytest.mark.interpreted("name", "v3", "llama4", "gpt-oss")
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_layer_of_few_tokens_adds_what_it_adds_of_many(name: str, device: str) -> None:
     placement = Placement(torch.float32, torch.device(device), SINGLE_RANK)

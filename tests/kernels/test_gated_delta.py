@@ -134,7 +134,7 @@ STATE_DTYPES = pytest.mark.parametrize(
 
 @on_each_kernel_device
 @STATE_DTYPES
-@pytest.mark.interpreted("state_dtype", torch.float32, torch.bfloat16)
+@pytest.mark.interpreted("state_dtype", torch.bfloat16)
 def test_windows_go_on_from_a_prompt_as_plain_decoding_does(
     state_dtype: torch.dtype, device: str
 ) -> None:

@@ -283,7 +283,7 @@ def test_gates_may_have_gelu(device: str) -> None:
     assert (found - p.inner()).abs().max() > 1e-2
 
 
-@pytest.mark.interpreted("form", "plain", "tile")
+@pytest.mark.interpreted("form", "tile")
 @on_each_kernel_device
 @pytest.mark.parametrize("form", ["tile", "token", "int4 32", "fp8", "plain"])
 def test_every_size_of_block_gives_the_formula(form: str, device: str) -> None:

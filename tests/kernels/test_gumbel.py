@@ -60,6 +60,7 @@ def test_philox_bits_gives_the_known_answer() -> None:
     )
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("domain", DOMAINS)
 @pytest.mark.parametrize("seed", [1, 0x299F31D0A4093822, 2**63 - 1, -1, -(2**63), 1 << 32])
 @pytest.mark.parametrize("position", [0, 1, 77, 0x85A308D3, MASK])

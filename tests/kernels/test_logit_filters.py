@@ -55,7 +55,7 @@ PARAMETERS = st.tuples(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     st.lists(st.integers(-6, 6), min_size=1, max_size=30),
     PARAMETERS,

@@ -127,6 +127,7 @@ def slow_nodes(
 SIZES = [(1, 1, 1), (1, 4, 4), (2, 3, 5), (4, 4, 16), (8, 6, 31), (8, 6, 63)]
 
 
+@pytest.mark.covering
 @only_outside_the_interpreter
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("threshold", [None, 3])

@@ -125,6 +125,7 @@ on_each_case = pytest.mark.parametrize(
 also_interpreted = pytest.mark.interpreted("kind", "norm", "silu", "sigmoid")
 
 
+@pytest.mark.covering
 @on_each_case
 @on_each_dtype
 def test_the_reference_equals_the_formula(kind: str, shape: Shape, dtype: torch.dtype) -> None:

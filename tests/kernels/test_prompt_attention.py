@@ -47,6 +47,7 @@ def test_the_kernel_equals_the_formula(name: str, device: str) -> None:
 
 
 @on_each_kernel_device
+@pytest.mark.interpreted("name", "sliding")
 @pytest.mark.parametrize("name", CASES)
 def test_a_row_has_the_same_bits_in_every_chunk(name: str, device: str) -> None:
     cache = Cache(CASES[name], device)

@@ -55,6 +55,7 @@ on_each_case = pytest.mark.parametrize(("form", "shape"), CASES, ids=str)
 also_interpreted = pytest.mark.interpreted("form", "fp8", "plain")
 
 
+@pytest.mark.thinned(6)
 @on_each_dtype
 @on_each_case
 def test_the_reference_equals_the_formula(

@@ -179,6 +179,7 @@ def test_a_launch_that_needed_more_fits(capability: int, name: str, part: str) -
     made.check(capability)
 
 
+@pytest.mark.thinned(2)
 @only_with_the_compiler
 @pytest.mark.parametrize("name", SMALL)
 def test_the_front_end_takes_every_kernel_without_tiles(name: str) -> None:

@@ -138,6 +138,7 @@ def relative_error(output: torch.Tensor, expected: torch.Tensor) -> float:
     return float((output.double() - expected).norm() / expected.norm())
 
 
+@pytest.mark.covering
 @on_each_form
 @pytest.mark.parametrize("stored", [WIDE, SCALED, CODES[0]], ids=str)
 @pytest.mark.parametrize("sizes", [(1, 64, 48), (3, 192, 1000), (8, 320, 36)], ids=str)
@@ -205,6 +206,7 @@ def test_a_compile_error_contains_the_compilers_log() -> None:
         nvrtc.compile_source("small_m_gemm.cu", "sm_90")
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     ("in_features", "stored"),
     [(size, WIDE) for size in (64, 320, 2048, 4096, 8192, 12288, 14336)]

@@ -111,6 +111,7 @@ SAME_SPLITS += ("windows longer than the sliding window", "sinks", "sinks of a s
 SAME_SPLITS += ("splits of codes",)
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("name", CASES)
 def test_the_reference_equals_the_formula(name: str) -> None:
     problem = Problem(CASES[name])

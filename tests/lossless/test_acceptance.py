@@ -69,8 +69,7 @@ SITUATIONS: dict[str, dict[str, Any]] = {
 # The other combinations are slow.
 QUICK = (
     ("eagle3", "preemption"),
-    ("draft_target", "chunked_prefill"),
-    ("draft_target_one_model", "prefix_of_another"),
+    ("eagle3_two_model", "chunked_prefill"),
     ("eagle3", "prefix_in_host_memory"),
 )
 # What was served before: whole prompts, and others that share all but their last tokens. A draft
@@ -307,8 +306,8 @@ def test_chunks_prefix_hits_and_the_path_change_no_draft(
     for mode, own in (("eagle", "undisturbed"), ("eagle", setting), ("eagle_two_model", setting)):
         with make_llm(Run(mode, own, 3, 8, True), {}, fitted_file) as llm:
             if own == "prefix_reuse":
-                leave_prefixes(llm, cases)
-            found.append(stats_of(generate(llm, cases, 8)))
+                leave_prefixes(llm, cases[:4])
+            found.append(stats_of(generate(llm, cases[:4], 8)))
     assert found[0] == found[1] == found[2]
 
 

@@ -114,7 +114,7 @@ def chosen_lengths(harness: Harness, choose: Callable[[int], int] | None = None)
     return lengths
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize(("mode", "overlap"), RUNS)
 def test_another_tier_in_every_round_changes_no_text(
     tiny: Path, drafts: tuple[Path, Path], tiny_plain: list[list[int]], mode: str, overlap: bool
@@ -162,14 +162,15 @@ def test_a_strategy_moves_between_draft_lengths_and_changes_no_text(
         assert harness.parts.controller.state()["limits"]["gate"]["is_closed"] and 0 in lengths
 
 
+@pytest.mark.slow  # as the test above, with the models of the zoo
 @pytest.mark.parametrize(
     ("mode", "overlap"),
     [
-        pytest.param("ngram", True, marks=pytest.mark.slow),
-        pytest.param("eagle3", True, marks=pytest.mark.slow),
+        ("ngram", True),
+        ("eagle3", True),
         ("draft_target", False),
-        pytest.param("eagle3_two_model", True, marks=pytest.mark.slow),
-        pytest.param("eagle3_onnxruntime", True, marks=pytest.mark.slow),
+        ("eagle3_two_model", True),
+        ("eagle3_onnxruntime", True),
     ],
 )
 def test_sampled_texts_are_those_of_plain_decoding_while_tiers_change(
@@ -259,7 +260,7 @@ def test_a_schedule_and_a_concurrency_limit_choose_the_windows_and_not_the_text(
     assert list(map(output_of, requests)) == tiny_plain
 
 
-@pytest.mark.thinned
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("mode", WITH_DRAFT_WEIGHTS)
 @pytest.mark.parametrize("overlap", [True, False])
 def test_drafts_are_right_again_at_once_after_rounds_without_drafts(
@@ -282,7 +283,7 @@ def test_drafts_are_right_again_at_once_after_rounds_without_drafts(
         assert stats.num_drafted_tokens - stats.num_accepted_tokens <= 7 * MAX_DRAFT_LEN
 
 
-@pytest.mark.thinned
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("mode", ["user_provided", *WITH_DRAFT_WEIGHTS])
 def test_requests_with_limits_of_their_own_share_rounds_with_others(
     tiny: Path, drafts: tuple[Path, Path], tiny_plain: list[list[int]], mode: str

@@ -187,8 +187,17 @@ class Run:
         return f"{self.mode}-{self.setting}-K{self.draft_len}-{self.batch_size}-{rounds}"
 
 
-# Each is made of two that are not slow, or has texts of its own in tests/executor.
+# Each is made of two that are not slow, or has texts of its own in tests/executor or another test
+# of this folder.
 COMBINED = (
+    "user_provided",
+    "draft_target_tree",
+    "eagle3_static",
+    "eagle3_sink",
+    "eagle3_latent",
+    "draft_target_other",
+    "draft_target_sa",
+    "ngram_corpus",
     "draft_target_onnxruntime",
     "eagle3_two_model_tree",
     "eagle_two_model_tree",
@@ -215,6 +224,7 @@ COMBINED = (
     "dflash",
     "dflash_tree",
     "dflash2",
+    "dspark",
     "dspark_tree",
     "dspark_sa",
     "draft_target_other_tree",

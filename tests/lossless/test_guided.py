@@ -159,6 +159,7 @@ def test_drafts_are_accepted_under_a_grammar() -> None:
     assert stats is not None and stats.acceptance_length > 1.1
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize(
     "mode", ["ngram", "ngram_tree", "eagle3", "eagle3_two_model", "eagle3_tree"]
 )

@@ -76,6 +76,7 @@ def values(entries: list[Any]) -> torch.Tensor:
 LONG_ONLY = ("draft_target", "draft_target_one_model", "eagle3_two_model", "eagle3_in_turn")
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=[pytest.mark.slow] if name in LONG_ONLY else []) for name in ENGINES],
@@ -157,6 +158,7 @@ def said(raw: torch.Tensor, params: SamplingParams, text: list[int], at: int) ->
     return values if params.logprobs_mode.endswith("logits") else values.log_softmax(-1)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("name", WITH_MODES)
 def test_every_mode_says_what_a_forward_of_the_whole_text_gives(
     name: str, prompts: list[list[int]], oracle: GetOracle

@@ -25,8 +25,15 @@ ITSELF = {
     "itself_two_model": "draft_target",
     "itself_onnxruntime": "draft_target_onnxruntime",
 }
+QUICK = (
+    ("plain", 0),
+    ("itself", 3),
+    ("itself_two_model", 1),
+    ("eagle3", 1),
+    ("eagle3_two_model", 3),
+)
 ENGINES = [
-    pytest.param(engine, marks=[pytest.mark.slow] if engine[1] in (2, 5, 7) else [])
+    pytest.param(engine, marks=[] if engine in QUICK else [pytest.mark.slow])
     for engine in (
         ("plain", 0),
         *product(("itself", "itself_two_model", "eagle3", "eagle3_two_model"), DRAFT_LENS),
@@ -122,6 +129,7 @@ def test_a_length_limit_anywhere_in_a_run_ends_the_text_there(
     assert (engine.num_too_many > 0) == (draft_len > 0)
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("mode", MODES)
 def test_host_edits_make_the_loop_read_every_round_before_the_next(
     tiny: Path, drafts: tuple[Path, Path], mode: str

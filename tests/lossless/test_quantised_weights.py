@@ -289,10 +289,7 @@ OF_STATES: dict[str, dict[str, Any]] = {"fp8": {"fp8_activations": False}, "mode
 OWN_DRAFTERS = {"none": None, "ngram": NGRAM, "mtp": MTP, "mtp tree": MTP | TREES["dynamic"]}
 
 
-OF_STATES_QUICK = [
-    ("fp8", "chunks", "mtp"),
-    ("modelopt", "preemption", "mtp tree"),
-]
+OF_STATES_QUICK = [("modelopt", "preemption", "mtp tree")]
 
 
 @contextmanager

@@ -101,7 +101,7 @@ def test_a_section_has_as_many_tokens_as_its_budget_and_then_its_closer(
 
 
 # The others are like one of these.
-SHORT = ("ngram", "sa", "eagle3", "eagle3_tree", "draft_target_one_model")
+SHORT = ("eagle3_tree",)
 
 
 @pytest.mark.parametrize(
@@ -214,6 +214,7 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("draft", [None, right, illegal, branches, nothing])
 @pytest.mark.parametrize("case", CASES)
 def test_a_scripted_text_has_its_reasoning_and_its_answer(
@@ -234,6 +235,7 @@ def ids(scripted: Path) -> dict[str, int]:
     return load_tokenizer(str(scripted)).get_vocab()
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("draft", [right, nothing, branches])
 def test_a_closer_of_several_tokens_is_proposed_as_drafts(
     scripted: Path, ids: dict[str, int], draft: Draft
@@ -262,7 +264,8 @@ def test_a_tree_without_the_forced_token_gives_way_to_it(scripted: Path) -> None
     assert stats is not None and sum(stats.per_position_accepted) == 1
 
 
-@pytest.mark.parametrize("draft", [None, right, nothing, illegal])
+@pytest.mark.thinned(3)
+@pytest.mark.parametrize("draft", [right, None, nothing, illegal])
 def test_a_second_section_counts_anew(
     scripted: Path, ids: dict[str, int], draft: Draft | None
 ) -> None:

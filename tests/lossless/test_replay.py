@@ -261,7 +261,7 @@ def test_a_replay_of_grammars_and_budgets_has_their_texts_and_says_what_it_lacks
 # an engine without prefix reuse.
 
 
-QUICK = ("eagle3_tree",)
+QUICK = ("ngram",)
 OTHERS = [[number] * 100 for number in range(20, 32)]
 HOST_CACHE_PARAMS = [
     SamplingParams(max_tokens=24, ignore_eos=True, seed=5, temperature=temperature)

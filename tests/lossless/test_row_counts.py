@@ -30,6 +30,7 @@ SMALL_POOL = {
 }
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("mode", ["user_provided", *CHAINS])
 def test_a_request_without_drafts_has_one_row_next_to_drafting_ones(
     tiny: Path, drafts: tuple[Path, Path], mode: str
@@ -78,7 +79,7 @@ def values_of(logprobs: list[dict[int, Logprob]]) -> list[float]:
     return [each.logprob for entry in logprobs for each in entry.values()]
 
 
-@pytest.mark.thinned
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize("options", [{}, SMALL_POOL], ids=["", "preemptions"])
 @pytest.mark.parametrize("mode", CHAINS)
 def test_any_number_of_rows_gives_the_text_of_plain_decoding(
@@ -169,7 +170,7 @@ def draw_budgets(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     return given
 
 
-@pytest.mark.thinned
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize("options", [{}, SMALL_POOL], ids=["", "preemptions"])
 @pytest.mark.parametrize("mode", CHAINS)
 def test_any_number_of_rows_of_the_batch_gives_the_text_of_plain_decoding(

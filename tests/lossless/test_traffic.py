@@ -26,7 +26,7 @@ BUSY: dict[str, Any] = {
 }
 
 
-QUICK = ("draft_target", "eagle3_tree", "ngram_tree")
+QUICK = ("eagle3_tree",)
 
 
 def quick_or_slow(names: Iterable[str]) -> list[Any]:

@@ -254,8 +254,8 @@ class PagedRunner:
 def assert_logits_in_all_ways(
     folder: Path, kind: type[HeadsBackend], expected: torch.Tensor, tokens: list[int]
 ) -> None:
-    """Logits `[64, V]` of 64 tokens as a prompt, in chunks, one by one, in windows of 8, and, after
-    a rewind, in a window next to a shorter prompt."""
+    """Logits `[64, V]` of 64 tokens as a prompt, in chunks, the last 24 one by one, in windows of
+    8, and, after a rewind, in a window next to a shorter prompt."""
     runner = PagedRunner(load(folder), num_pages=128)
     use(runner, kind)
 
@@ -265,7 +265,8 @@ def assert_logits_in_all_ways(
     check(runner.step({0: tokens})[0])
     parts = [*pairwise((0, 3, 14, 25, 64))]
     check(torch.cat([runner.step({1: tokens[start:end]})[1] for start, end in parts]))
-    check(torch.cat([runner.step(windows={2: [token]})[2] for token in tokens]))
+    runner.step({2: tokens[:40]})
+    check(torch.cat([runner.step(windows={2: [token]})[2] for token in tokens[40:]]), 40)
     check(torch.cat([runner.step(windows={3: tokens[i : i + 8]})[3] for i in range(0, 64, 8)]))
     runner.rewind(3, 11)
     mixed = runner.step({4: tokens[:30]}, {3: tokens[53:61]})

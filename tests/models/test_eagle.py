@@ -57,6 +57,7 @@ def test_the_captured_state_is_the_targets_after_its_final_norm(target: CausalLM
     assert_close(after, before * scale * target.state_dict()["model.norm.weight"])
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("prefix", ["", "model."])
 @pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin"])
 @pytest.mark.parametrize(

@@ -196,6 +196,7 @@ def test_the_path_without_specialised_norms_equals_the_reference(
     assert_drafts_like_the_reference(own.head, own.reference, own.captured)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     ("kind", "name"),
     [

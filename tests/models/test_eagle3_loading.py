@@ -101,6 +101,7 @@ def all_weights(head: Eagle3Head) -> Tensors:
     return head.state_dict() | {"d2t": head.draft_to_target}
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin"])
 @pytest.mark.parametrize("spelling", SPELLINGS)
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLMEagle3", "LlamaForCausalLM"])

@@ -136,7 +136,7 @@ for _family in ("Llama", "Mistral", "Qwen2", "Qwen3", "Mixtral", "Qwen2Moe", "Qw
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("kind", [VanillaAttention, TritonAttention, BatchInvariantAttention])
-@pytest.mark.thinned
+@pytest.mark.covering
 def test_logits_beyond_windows_and_chunks_equal_transformers(
     kind: type[HeadsBackend], name: str, tmp_path: Path
 ) -> None:
@@ -177,6 +177,7 @@ WIDE = {"hidden_size": 128, "head_dim": 32, "intermediate_size": 256}
 QUANTISE: dict[int, Any] = {4: partial(quantise_int4, style=Style("gptq")), 8: quantise}
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("bits", QUANTISE)
 @pytest.mark.parametrize(
     ("family", "change"), [("Gemma3", WIDE), ("Phi3", {}), ("MiniMaxM2", WIDE)]

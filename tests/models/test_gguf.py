@@ -79,6 +79,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("architecture", CONFIGS)
 def test_all_types_give_the_logits_of_transformers(
     architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -190,6 +191,7 @@ def test_scaled_frequencies_are_those_of_the_folder(
     torch.testing.assert_close(logits_of(path), logits_of(tmp_path / "plain"), rtol=0, atol=0)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     "spelling", ["rope.freq_base_swa", "rope.local.freq_base", "rope.local_freq_base"]
 )

@@ -21,6 +21,7 @@ from tllm_spec.models.linear import ColumnLinear
 PLACEMENT = Placement(torch.float32, CPU, SINGLE_RANK)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("rows", [0, 1, 2, 5, 70])
 @pytest.mark.parametrize(
     ("in_features", "out_features"), [(192, 512), (512, 192), (16, 24), (512, 1024), (1024, 512)]

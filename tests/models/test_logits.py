@@ -258,6 +258,7 @@ class TreeRunner(PagedRunner):
         return metadata
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("family", SAVERS)
 @pytest.mark.parametrize("num_steps", [1, 3])
 @pytest.mark.parametrize("kind", [VanillaAttention, TritonAttention, BatchInvariantAttention])

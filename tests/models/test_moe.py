@@ -234,6 +234,7 @@ def test_an_expert_layer_counts_each_experts_output_as_activations() -> None:
     assert config.row_elements == 4 * (24 + HIDDEN)
 
 
+@pytest.mark.thinned(3)
 @on_each_config
 @pytest.mark.parametrize("ep_size", [1, 2, 4])
 def test_the_parts_of_four_ranks_sum_to_the_layer(name: str, ep_size: int) -> None:

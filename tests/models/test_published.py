@@ -45,6 +45,7 @@ def saved(folder: Path, raw: Raw) -> Any:
     return model
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_logits_with_the_published_fields_equal_transformers(name: str, tmp_path: Path) -> None:
     expected = reference_logits(saved(tmp_path, shrunk(PUBLISHED[name])), TOKENS)

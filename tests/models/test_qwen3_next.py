@@ -49,6 +49,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_of_prompts_chunks_and_windows_equal_transformers(name: str, tmp_path: Path) -> None:
     tokens = random_tokens(MAX_POSITIONS, seed=3)

@@ -2,7 +2,6 @@
 dequantised ones, in every published layout; what is missing or surplus is refused by name."""
 
 import json
-import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -134,13 +133,22 @@ def but(*parts: str) -> Callable[[str], bool]:
     return lambda name: is_published(name) and not any(part in name for part in parts)
 
 
+def quantised(
+    folder: Path, family: str, quantise: Quantise, **config: Any
+) -> dict[str, torch.Tensor]:
+    """Writes a quantised model; returns the dequantised weights."""
+    save_qwen3_next(folder, family=family, **SIZES | config)
+    return quantise(folder)
+
+
 def saved(folder: Path, family: str, quantise: Quantise, **config: Any) -> Any:
     """Writes a quantised model; returns transformers' one with the dequantised weights."""
-    save_qwen3_next(folder, family=family, **SIZES | config)
-    plain = folder / "plain"
+    values, plain = quantised(folder, family, quantise, **config), folder / "plain"
     plain.mkdir()
-    shutil.copy(folder / "config.json", plain)
-    save_file(quantise(folder), plain / TENSORS, metadata={"format": "pt"})
+    raw = json.loads((folder / "config.json").read_text())
+    raw.pop("quantization_config", None)
+    (plain / "config.json").write_text(json.dumps(raw))
+    save_file(values, plain / TENSORS, metadata={"format": "pt"})
     kind = getattr(transformers, f"{family}ForCausalLM")
     return kind.from_pretrained(plain, dtype=torch.float32).eval()
 
@@ -148,7 +156,7 @@ def saved(folder: Path, family: str, quantise: Quantise, **config: Any) -> Any:
 @pytest.mark.parametrize("left_out", [(), ("linear_attn",), ("in_proj_z",), ("mlp",)])
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.thinned(3)
+@pytest.mark.covering
 def test_logits_are_those_of_the_dequantised_weights(
     name: str, family: str, left_out: tuple[str, ...], tmp_path: Path
 ) -> None:
@@ -171,7 +179,7 @@ def test_logits_are_those_of_the_dequantised_weights(
 
 @pytest.mark.parametrize("left_out", [(), ("shared_expert",)])
 @pytest.mark.parametrize("name", ["fp8 blocks", "awq", "modelopt"])
-@pytest.mark.thinned
+@pytest.mark.thinned(3)
 def test_a_shared_expert_as_wide_as_the_others_is_one_of_them_if_it_is_quantised_as_they_are(
     name: str, left_out: tuple[str, ...], tmp_path: Path
 ) -> None:
@@ -186,12 +194,13 @@ def test_a_shared_expert_as_wide_as_the_others_is_one_of_them_if_it_is_quantised
     assert_close(found, reference_logits(own, TOKENS))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("left_out", [(), ("linear_attn",), ("in_proj_z", "mlp")])
 @pytest.mark.parametrize("name", ["fp8 blocks", "modelopt"])
 def test_the_memory_plan_counts_what_has_16_bits_as_such(
     name: str, left_out: tuple[str, ...], tmp_path: Path
 ) -> None:
-    saved(tmp_path, "Qwen3_5Moe", partial(FORMATS[name], wants=but(*left_out)))
+    quantised(tmp_path, "Qwen3_5Moe", partial(FORMATS[name], wants=but(*left_out)))
     with keeping_fp8(), keeping_int4():
         dtype = torch.bfloat16
         blank = blank_model(
@@ -256,6 +265,7 @@ def changed(folder: Path, **tensors: torch.Tensor | None) -> None:
     save_file({name: each for name, each in own.items() if each is not None}, folder / TENSORS)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     ("name", "tensor"),
     [
@@ -275,19 +285,20 @@ def changed(folder: Path, **tensors: torch.Tensor | None) -> None:
     ],
 )
 def test_a_missing_tensor_is_refused_by_name(name: str, tensor: str, tmp_path: Path) -> None:
-    saved(tmp_path, "Qwen3_5Moe", partial(FORMATS[name], wants=is_published))
+    quantised(tmp_path, "Qwen3_5Moe", partial(FORMATS[name], wants=is_published))
     changed(tmp_path, **{f"{LAYER}.{tensor}": None})
     module = f"{LAYER}.{tensor}".rpartition(".")[0]
     with keeping_fp8(), keeping_int4(), pytest.raises(ValueError, match=module):
         load(tmp_path)
 
 
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize(
     "tensor", ["linear_attn.in_proj_qkvz.weight", "linear_attn.in_proj_c.weight_scale"]
 )
 def test_a_surplus_tensor_is_refused_by_name(name: str, tensor: str, tmp_path: Path) -> None:
-    saved(tmp_path, "Qwen3_5Moe", partial(FORMATS[name], wants=is_published))
+    quantised(tmp_path, "Qwen3_5Moe", partial(FORMATS[name], wants=is_published))
     changed(tmp_path, **{f"{LAYER}.{tensor}": torch.ones(2, 2)})
     with keeping_fp8(), keeping_int4(), pytest.raises(ValueError, match=f"{LAYER}.{tensor}"):
         load(tmp_path)
@@ -306,6 +317,7 @@ LISTS = {
 }
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("family", ["Qwen3Next", "Qwen3_5"])
 @pytest.mark.parametrize("name", LISTS)
 def test_without_tensors_a_list_of_any_spelling_leaves_modules_out(
@@ -342,6 +354,7 @@ def saved_with_mtp(folder: Path, name: str, *left_out: str) -> PlainMTP:
     return PlainMTP(model, plain)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("left_out", [(), ("mtp.",), ("mtp.layers.0.self_attn",)])
 @pytest.mark.parametrize("name", ["fp8 blocks", "awq", "modelopt"])
 def test_the_next_token_layer_has_16_bits_where_the_checkpoint_has(
@@ -359,6 +372,7 @@ def test_the_next_token_layer_has_16_bits_where_the_checkpoint_has(
     assert bool(kept) == (left_out != ("mtp.",))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("name", ["fp8 blocks", "awq", "modelopt"])
 @pytest.mark.parametrize("part", ["mtp.", "mtp.fc.", "mtp.layers.0.mlp.experts.2.up_proj."])
 def test_a_next_token_layer_that_a_converter_has_dropped_is_refused_by_name(

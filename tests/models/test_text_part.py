@@ -39,6 +39,7 @@ from tllm_spec.zoo.quantise import quantise as quantise_int4
 TOKENS = random_tokens(MAX_POSITIONS, seed=3)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("is_tied", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_equal_transformers_in_both_layouts_of_the_checkpoint(

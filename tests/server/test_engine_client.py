@@ -49,7 +49,7 @@ def texts_of(output: RequestOutput) -> list[tuple[object, ...]]:
 STOPPING = {"temperature": 0.0, "max_tokens": 60}
 
 
-@pytest.mark.thinned(4)
+@pytest.mark.thinned(12)
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize(
     "params",

@@ -106,6 +106,7 @@ def test_a_message_has_thinking_text_and_calls_as_blocks(
     assert usage["output_tokens_details"] == {"thinking_tokens": len(thought)}
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("length", range(2, 93, 3))
 def test_a_cut_answer_has_what_is_there_streamed_or_not(
     post: Post, llm: FakeLLM, length: int

@@ -297,9 +297,10 @@ def test_fields_with_several_forms_have_them_in_the_schema(schema: Any) -> None:
     assert [each["type"] for each in content["anyOf"]] == ["string", "array", "null"]
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("path", ROUTES)
 @given(data=st.data())
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
 def test_bodies_made_from_the_schema_are_answered_or_refused(
     openapi_client: TestClient, schema: Any, path: str, data: st.DataObject
 ) -> None:

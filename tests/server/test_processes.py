@@ -86,28 +86,23 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedProcess]:
 def test_a_front_that_dies_is_replaced_and_its_requests_are_cancelled(
     served: ServedProcess,
 ) -> None:
+    """Also one that dies again before it serves."""
     with stream(served.url) as lines:
         (engine,), (front,) = served.pids(ENGINE), served.pids(FRONT)
         os.kill(front, signal.SIGKILL)
         with pytest.raises(httpx.RemoteProtocolError):
             list(lines)
     wait_for(lambda: served.pids(FRONT) not in ([], [front]))
+    wait_for(lambda: "ended with SIGKILL and is started again" in served.text)
+    (second,) = served.pids(FRONT)
+    os.kill(second, signal.SIGKILL)
+    wait_for(lambda: served.pids(FRONT) not in ([], [second]))
+    wait_for(lambda: "ended with SIGKILL and is started again in 1 s" in served.text)
     assert complete(served.url) == 200
     assert served.pids(ENGINE) == [engine]
     info = httpx.get(f"{served.url}/server_info").json()["internal_states"][0]
     assert info["num_requests_running"] == 0
     assert info["totals"]["requests_by_finish_reason"]["cancelled"] == 1
-    wait_for(lambda: "ended with SIGKILL and is started again" in served.text)
-
-
-def test_a_front_that_dies_again_before_it_serves_is_replaced_again(served: ServedProcess) -> None:
-    assert complete(served.url) == 200
-    for _ in range(2):
-        found = served.pids(FRONT)
-        os.kill(found[0], signal.SIGKILL)
-        wait_for(lambda found=found: served.pids(FRONT) not in ([], found))
-    wait_for(lambda: "ended with SIGKILL and is started again in 1 s" in served.text)
-    assert complete(served.url) == 200
 
 
 def test_a_signal_lets_requests_finish_and_the_status_is_zero(served: ServedProcess) -> None:
@@ -373,7 +368,9 @@ def child(module: str) -> Iterator[tuple[subprocess.Popen[str], socket.socket]]:
             process.wait()
 
 
-@pytest.mark.parametrize("module", ["front_process", "engine_process"])
+@pytest.mark.parametrize(
+    "module", ["front_process", pytest.param("engine_process", marks=pytest.mark.slow)]
+)
 def test_a_child_without_a_supervisor_ends_without_a_traceback(module: str) -> None:
     with child(module) as (process, control):
         control.close()

@@ -115,6 +115,7 @@ def test_the_events_come_in_openais_order(post: Post, llm: FakeLLM) -> None:
     assert items == found[-1]["response"]["output"]
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("length", range(2, 93, 5))
 def test_a_cut_response_has_what_is_there_streamed_or_not(
     post: Post, llm: FakeLLM, length: int

@@ -135,6 +135,7 @@ def served(caplog: pytest.LogCaptureFixture, **options: Any) -> Iterator[Served]
             yield Served(url, llm, caplog.text)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("speculation", [None, DRAFTED], ids=["plain", "drafted"])
 def test_a_cache_below_the_context_is_the_length_that_is_served_everywhere(
     caplog: pytest.LogCaptureFixture, speculation: dict[str, Any] | None
@@ -268,7 +269,7 @@ def check_offsets(answer: Json) -> None:
         )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(
     text=st.text(alphabet="ab 1\n.é漢😀", min_size=1, max_size=30),
     stops=st.lists(st.text(alphabet="ab é😀", min_size=1, max_size=4), max_size=2),
@@ -286,7 +287,7 @@ def test_streamed_offsets_equal_those_of_the_whole_answer(
     check_offsets(whole)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(
     words=st.lists(st.sampled_from([[1], [2], [3], [4], EURO]), min_size=1, max_size=12),
     stops=st.lists(st.sampled_from([" a", "the", "€ ", "éing"]), max_size=1),

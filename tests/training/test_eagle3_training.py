@@ -188,6 +188,7 @@ def test_a_fresh_head_starts_from_the_targets_output_layer(target: LlamaForCausa
     assert torch.equal(head(*inputs)[0], head(*inputs)[0])
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("shape", [SHAPE, replace(SHAPE, num_layers=2, mask_token=5)])
 def test_a_few_steps_reduce_the_loss(target: LlamaForCausalLM, shape: Eagle3Config) -> None:
     _, losses = learn(target, 40, shape)

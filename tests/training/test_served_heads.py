@@ -61,6 +61,7 @@ def served_chain(head: ServedHead, fused: Tensor, start: int) -> Iterator[Tensor
     yield logits[-1]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("form", ["eagle", "speculators"])
 @pytest.mark.parametrize("name", VARIANTS)
 @torch.no_grad()

@@ -107,7 +107,7 @@ def kept_by_the_rules(logits: list[float], top_k: int, top_p: float, min_p: floa
     return nucleus
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(
     order=st.permutations(range(12)),
     spread=st.floats(0.1, 3),
@@ -232,6 +232,7 @@ def sampling(params: list[dict[str, Any]], *, rejection: bool) -> Callable[[], o
     return lambda: sampler.sample(group, logits, at, probs, LogprobRows())
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("rejection", [False, True])
 @pytest.mark.parametrize("num_greedy", [0, 1])
 @pytest.mark.parametrize("way", [*WAYS, "everything", "processed"])
@@ -264,6 +265,7 @@ def test_a_batch_that_is_sampled_in_parts_allocates_less_at_once(
     assert peaks[1] < budget < peaks[0]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("num_rows", [1, 3, 7])
 @pytest.mark.parametrize("options", [{}, {"use_rejection_sampling": True}])
 def test_a_batch_that_is_sampled_in_parts_emits_the_same_text(

@@ -309,6 +309,7 @@ def windows(bench: Bench, group: RowGroup, logits: torch.Tensor) -> torch.Tensor
     return torch.cat((sampled.new_tokens, sampled.new_lens.unsqueeze(1)), 1)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("by_slots", [False, True])
 @pytest.mark.parametrize(
     "ways",
@@ -358,6 +359,7 @@ class RandomMasks(GrammarState):
         return {0: 3, 1: VOCAB - 2}
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("by_slots", [False, True])
 @pytest.mark.parametrize(
     "ways", [["greedy", "greedy"], SHARDED_SAMPLER_WAYS, ["filters", *SHARDED_SAMPLER_WAYS]]
@@ -396,6 +398,7 @@ def test_a_graph_of_best_tokens_serves_sampled_requests_without_filters() -> Non
     assert [request.graph_samples for request in whole.requests] == [False, True]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("mode", ["coupled", "greedy", "independent"])
 @pytest.mark.parametrize(
     "ways", [["greedy"], SHARDED_SAMPLER_WAYS, ["filters", *SHARDED_SAMPLER_WAYS]]
