@@ -61,7 +61,8 @@ DEEPSEEK_V3: Config = V3_STYLE | {
 }  # fmt: skip
 GLM_5: Config = {
     "architectures": ["GlmMoeDsaForCausalLM"], "num_hidden_layers": 8,
-    "num_nextn_predict_layers": 1, "max_position_embeddings": 202752, "torch_dtype": "bfloat16",
+    "num_nextn_predict_layers": 1, "index_share_for_mtp_iteration": True,
+    "max_position_embeddings": 202752, "torch_dtype": "bfloat16",
     "quantization_config": DEEPSEEK_V3["quantization_config"],
 }  # fmt: skip
 TINY_V3: Config = V3_STYLE | {

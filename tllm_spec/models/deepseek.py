@@ -379,3 +379,7 @@ class DeepseekForCausalLM(CausalLM):
             return not (mla is not None and mla.leaves_out(name)) and wants(name)
 
         return super().stored_tensors(path, config, is_wanted)
+
+
+class GlmMoeDsaForCausalLM(DeepseekForCausalLM):
+    nextn_hides_first = True

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from tllm_spec.attention.geometry import place_of
-from tllm_spec.attention.indexed import IndexBackend, IndexInputs, chosen_keys
+from tllm_spec.attention.indexed import IndexBackend, IndexInputs, IndexPlan, chosen_keys
 from tllm_spec.attention.interface import ForwardContext
 from tllm_spec.kernels.attention.index_write import IndexNorm
 from tllm_spec.kernels.attention.rotary_write import Rotary
@@ -70,9 +70,12 @@ class Indexer(Module):
         context: ForwardContext,
     ) -> None:
         """Writes keys and, unless all rows attend to all keys, chooses those of each row. For
-        normed states `[T, H]` and the latents of queries `[T, Q]` before their norm."""
+        normed states `[T, H]` and the latents of queries `[T, Q]` before their norm. Nothing where
+        an earlier step has chosen."""
         backend, plan = context.groups[self.group]
         assert isinstance(backend, IndexBackend)
+        if isinstance(plan, IndexPlan) and plan.is_later:
+            return
         if chosen_keys(context) is None:
             self.write(hidden, rotary, context)
             return
