@@ -219,7 +219,12 @@ FAMILIES: dict[str, Family] = {
     ),
     **{
         f"{name}, mtp": Family(
-            partial(mtp_reference.save_predictable, num_modules=2, family=name),
+            partial(
+                mtp_reference.save_predictable,
+                num_modules=2,
+                family=name,
+                index_share_for_mtp_iteration=name == "GlmMoeDsa",
+            ),
             *(WAYS | HOST, NONE | OF_SPARSE | heads([("chain", ONE), ("dynamic", TWO)])),
         )
         for name in ("DeepseekV32", "GlmMoeDsa")
