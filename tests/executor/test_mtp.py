@@ -93,8 +93,8 @@ def test_drafts_are_those_of_a_slow_loop(
 @pytest.fixture(scope="module")
 def glm5(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PlainMTP]:
     """Only the first step of a round chooses keys, of which rows soon see more than index_topk."""
-    folder, own = tmp_path_factory.mktemp("glm5"), {"index_share_for_mtp_iteration": True}
-    model, tensors = save_with_mtp(folder, family="GlmMoeDsa", **own)
+    folder = tmp_path_factory.mktemp("glm5")
+    model, tensors = save_with_mtp(folder, family="GlmMoeDsa")
     return folder, PlainMTP(model, tensors, folder)
 
 

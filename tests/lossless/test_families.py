@@ -219,12 +219,7 @@ FAMILIES: dict[str, Family] = {
     ),
     **{
         f"{name}, mtp": Family(
-            partial(
-                mtp_reference.save_predictable,
-                num_modules=2,
-                family=name,
-                index_share_for_mtp_iteration=name == "GlmMoeDsa",
-            ),
+            partial(mtp_reference.save_predictable, num_modules=2, family=name),
             *(WAYS | HOST, NONE | OF_SPARSE | heads([("chain", ONE), ("dynamic", TWO)])),
         )
         for name in ("DeepseekV32", "GlmMoeDsa")

@@ -360,8 +360,8 @@ class LatentAttention(Module):
     def _project(
         self, hidden: torch.Tensor, norm: RMSNorm | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Of the latents of queries, or queries; keys of the indexer, where they are fused; and the
-        latent with the shared key."""
+        """Latents of queries, or queries; keys of the indexer, where they are fused; and the latent
+        with the shared key."""
         projected = self.a_proj.forward(hidden, norm)
         size = 0 if self.indexer is None else sum(self.indexer.fused.values())
         sizes = projected.shape[1] - size - self.latent_dim, size, self.latent_dim
