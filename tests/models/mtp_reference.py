@@ -92,8 +92,8 @@ class PlainMTP:
 
     hides_first = False
     first: torch.Tensor | None = None
-    """Where steps share a choice, the keys `[1, T, n]` that the first one's rows attend to; None: it
-    has not run."""
+    """Where steps share a choice, the keys `[1, T, n]` that the rows of the first attend to; None:
+    it has not run."""
 
     def _share(self, module: Any, given: Any, chosen: torch.Tensor) -> torch.Tensor | None:
         """Rows of later steps attend to the keys of the first step's last row, and to all keys from

@@ -89,7 +89,7 @@ class SpecMetadata:
 
 @dataclass(frozen=True)
 class FirstChoice:
-    """The keys that a draft network's indexer chooses in the first step of a round only. Later steps
+    """The keys that a draft network's indexer chooses in a round's first step only. Later steps
     attend to these and to the keys of the drafts before them."""
 
     step: int = 0
