@@ -211,24 +211,25 @@ def _ordered(
 
 @triton.jit
 def _lowest_chosen(
-    scores: tl.tensor, num_keys: tl.tensor, TOPK: tl.constexpr, BLOCK: tl.constexpr
-) -> tuple[tl.tensor, tl.tensor]:
+    scores: tl.tensor, num_keys: tl.tensor, TOPK: tl.constexpr, BLOCK: tl.constexpr,
+    LATER: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
     """The highest number that at least TOPK scores are not below, and how many of those that equal
-    it are chosen. A bit at a time, until no more than TOPK are left; the first scores stay in
-    registers."""
+    it are chosen. A bit at a time, until no more than TOPK are left; the first BLOCK scores stay in
+    registers, the others are read in blocks of LATER."""
     own, lowest = _ordered(scores, 0, num_keys, BLOCK), tl.full([], 0, tl.uint32)
     unit, total = tl.full([], 1 << 31, tl.uint32), tl.full([], 0, tl.int32)
     while (unit != 0) & (total != TOPK):
         higher = lowest | unit
         total = tl.sum((own >= higher).to(tl.int32), 0)
-        for first in range(BLOCK, num_keys, BLOCK):
-            found = _ordered(scores, first, num_keys, BLOCK)
+        for first in range(BLOCK, num_keys, LATER):
+            found = _ordered(scores, first, num_keys, LATER)
             total += tl.sum((found >= higher).to(tl.int32), 0)
         lowest = tl.where(total >= TOPK, higher, lowest)
         unit = unit >> 1
     above = tl.sum((own > lowest).to(tl.int32), 0)
-    for first in range(BLOCK, num_keys, BLOCK):
-        above += tl.sum((_ordered(scores, first, num_keys, BLOCK) > lowest).to(tl.int32), 0)
+    for first in range(BLOCK, num_keys, LATER):
+        above += tl.sum((_ordered(scores, first, num_keys, LATER) > lowest).to(tl.int32), 0)
     return lowest, TOPK - above
 
 
@@ -279,7 +280,7 @@ def choice_kernel(
     table = block_tables + tl.load(requests + row) * table_stride
     own_slots = slots + row * TOPK
     if num_seen > TOPK:
-        lowest, num_ties = _lowest_chosen(own_scores, num_keys, TOPK, BLOCK)
+        lowest, num_ties = _lowest_chosen(own_scores, num_keys, TOPK, BLOCK, WRITTEN)
         taken = _write_chosen(
             own_scores, table, own_slots, lowest, num_ties, num_keys, PAGE_SIZE, WRITTEN
         )
