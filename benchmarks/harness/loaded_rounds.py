@@ -77,7 +77,7 @@ def rounds_of(shape: Shape, draft_len: int) -> Callable[[Options], Iterator[Row]
             prompt_len=max(prompts),
             device=options.device,
             attn_backend=options.text("attn_backend", "auto"),
-            enable_chunked_prefill=True,
+            enable_chunked_prefill=len(prompts) > 1,
             **_drafts(shape, config, draft_len),
         )
         for prompt_len, batch_size in product(prompts, sizes):
