@@ -2,7 +2,7 @@
 
     python -m benchmarks.experts [qwen3] [gpt_oss] [gemma3] [v3] [mtp1] [mtp3] [qwen3_next]
         [qwen3_next_mtp3] [qwen3_5] [qwen3_5_mtp3] [gemma4_e4b] [gemma4_e4b_mtp3] [gemma4_26b]
-        [gemma4_26b_mtp3] [layer] [latent_attention]
+        [gemma4_26b_mtp3] [glm5] [glm5_mtp3] [layer] [latent_attention]
 
 qwen3   Qwen3-30B-A3B: plain rounds of batch 1, 8 and 64, prefill of 64 prompts, start-up
 gpt_oss the same of gpt-oss-20b, with experts in MXFP4
@@ -14,6 +14,8 @@ qwen3_next, qwen3_next_mtp3  rounds of 12 layers of Qwen3-Next, 9 with recurrent
         with three drafts of its MTP layer; the floor reads and writes each state once; and prompts
 qwen3_5, qwen3_5_mtp3  the same of Qwen3.5-35B-A3B in FP8 with blocks; gemma4_...: of Gemma 4 in
         bf16, and with three drafts of an assistant; their floor is counted from what is loaded
+glm5, glm5_mtp3  8 layers of GLM-5 in FP8 with blocks, 5 of them with experts, after prompts of
+        1,024 tokens and of 32,768, of which a row attends to 2,048
 layer   a layer (norm, router, experts, shared expert) and its two grouped GEMMs, by tokens
 latent_attention  the window kernel alone, by batch, window and context
 
@@ -41,7 +43,7 @@ from benchmarks.harness.expert_rounds import (
     rounds_table,
     v3,
 )
-from benchmarks.harness.loaded_rounds import A4B, E4B, NEXT, QWEN3_5, Shape, rounds_of
+from benchmarks.harness.loaded_rounds import A4B, E4B, NEXT, QWEN3_5, SPARSE, Shape, rounds_of
 from benchmarks.harness.models import MATMUL_FLOPS, READ_BYTES_PER_S, WEIGHT_BYTES
 from benchmarks.harness.report import Options, Row, Subject, main, number, table
 from tllm_spec.distributed.communicator import SINGLE_RANK
@@ -213,6 +215,8 @@ SUBJECTS = (
     Subject("gemma4_e4b_mtp3", "Its assistant with 3 drafts", *of(E4B, 3)),
     Subject("gemma4_26b", "Gemma 4 of 26B-A4B's shape, plain", *of(A4B, 0)),
     Subject("gemma4_26b_mtp3", "Its assistant with 3 drafts", *of(A4B, 3)),
+    Subject("glm5", "8 layers of GLM-5 in FP8, plain", *of(SPARSE, 0)),
+    Subject("glm5_mtp3", "Its MTP layer with 3 drafts", *of(SPARSE, 3)),
     Subject("layer", "Layers of experts", layer, layer_table, needs_cuda=True),
     Subject(
         "latent_attention", "Latent attention", latent_attention_us, attention_table,

@@ -59,11 +59,21 @@ DEEPSEEK_V3: Config = V3_STYLE | {
     "moe_intermediate_size": 2048, "first_k_dense_replace": 3,
     "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
 }  # fmt: skip
+GLM_5: Config = {
+    "architectures": ["GlmMoeDsaForCausalLM"], "num_hidden_layers": 8,
+    "num_nextn_predict_layers": 1, "index_share_for_mtp_iteration": True,
+    "max_position_embeddings": 202752, "torch_dtype": "bfloat16",
+    "quantization_config": DEEPSEEK_V3["quantization_config"],
+}  # fmt: skip
 TINY_V3: Config = V3_STYLE | {
     "vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 32,
     "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "n_routed_experts": 16,
     "num_experts_per_tok": 4, "moe_intermediate_size": 32, "torch_dtype": "float32",
+}  # fmt: skip
+TINY_GLM_5: Config = TINY_V3 | {
+    "architectures": ["GlmMoeDsaForCausalLM"], "n_group": 1, "topk_group": 1, "index_topk": 12,
+    "index_head_dim": 16, "index_n_heads": 8,
 }  # fmt: skip
 
 GPT_OSS_20B: Config = {

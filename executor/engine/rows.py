@@ -15,6 +15,7 @@ from tllm_spec.attention.interface import (
     AttentionBackend,
     AttentionMetadata,
     AttentionPlan,
+    FirstChoice,
     GroupAttention,
     HeadsBackend,
     slots_of,
@@ -331,9 +332,15 @@ class AttentionGroups:
         return all(group.backend.supports_graphs for group in self.groups)
 
     def plan(
-        self, contexts: list[ContextChunk], windows: Windows | None, *, only_writes: bool = False
+        self,
+        contexts: list[ContextChunk],
+        windows: Windows | None,
+        *,
+        only_writes: bool = False,
+        first_choice: FirstChoice | None = None,
     ) -> PlannedRows:
-        """only_writes: plans no attention, only the writing of keys and values."""
+        """only_writes: plans no attention, only the writing of keys and values. first_choice: as in
+        the metadata."""
         rows, planned = None, list[GroupAttention]()
         mask = None if windows is None or windows.tree is None else windows.tree.in_windows
         for group in self.groups:
@@ -342,6 +349,7 @@ class AttentionGroups:
                 metadata, token_ids = rows.build(contexts, windows)
                 if self._sees is not None:
                     metadata = self._sees.cut(metadata, rows.page_size)
+                metadata.first_choice = first_choice
             own, backend = metadata, group.backend
             if mask is not None and isinstance(backend, HeadsBackend) and backend.geometry.span:
                 own = replace(metadata, tree=mask)

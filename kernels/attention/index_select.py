@@ -92,8 +92,9 @@ def select_keys(
 
 BLOCK_KEYS = 128
 ROWS_OF_PROGRAM = 8  # rows that a program scores one after the other, where there are many
-# Scores that a program of the choice has at a time; it keeps the first ones in registers.
-SMALL_BLOCK, MAX_BLOCK = 1 << 11, 1 << 15
+# Scores that a program of the choice has at a time; it keeps the first ones in registers, of which
+# counting takes fewer than writing.
+SMALL_BLOCK, WRITTEN_BLOCK, MAX_BLOCK = 1 << 11, 1 << 13, 1 << 15
 
 
 def launch_select_keys(
@@ -138,6 +139,7 @@ def launch_select_keys(
             TOPK=slots.shape[1],
             PAGE_SIZE=page_size,
             BLOCK=block,
+            WRITTEN=min(block, WRITTEN_BLOCK),
             SMALL=SMALL_BLOCK,
             num_warps=32 if block > SMALL_BLOCK else 8,
             **programmatic_launch(queries.device),
@@ -208,34 +210,26 @@ def _ordered(
 
 
 @triton.jit
-def _counts(found: tl.tensor, lowest: tl.tensor, unit: tl.tensor) -> tl.tensor:
-    """How many are at least `lowest` plus 1, 2 and 3 units: 20 bits each of one number."""
-    total = (found >= (lowest | unit)).to(tl.int64)
-    total += (found >= (lowest | (unit << 1))).to(tl.int64) << 20
-    total += (found >= (lowest | unit | (unit << 1))).to(tl.int64) << 40
-    return tl.sum(total, 0)
-
-
-@triton.jit
 def _lowest_chosen(
-    scores: tl.tensor, num_keys: tl.tensor, TOPK: tl.constexpr, BLOCK: tl.constexpr
-) -> tuple[tl.tensor, tl.tensor]:
+    scores: tl.tensor, num_keys: tl.tensor, TOPK: tl.constexpr, BLOCK: tl.constexpr,
+    LATER: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
     """The highest number that at least TOPK scores are not below, and how many of those that equal
-    it are chosen. Two bits at a time; the first scores stay in registers."""
+    it are chosen. A bit at a time, until no more than TOPK are left; the first BLOCK scores stay in
+    registers, the others are read in blocks of LATER."""
     own, lowest = _ordered(scores, 0, num_keys, BLOCK), tl.full([], 0, tl.uint32)
-    for step in range(16):
-        shift = 30 - 2 * step
-        unit = tl.full([], 1, tl.uint32) << shift
-        total = _counts(own, lowest, unit)
-        for first in range(BLOCK, num_keys, BLOCK):
-            total += _counts(_ordered(scores, first, num_keys, BLOCK), lowest, unit)
-        digit = ((total & 0xFFFFF) >= TOPK).to(tl.uint32)
-        digit += (((total >> 20) & 0xFFFFF) >= TOPK).to(tl.uint32)
-        digit += ((total >> 40) >= TOPK).to(tl.uint32)
-        lowest |= digit << shift
+    unit, total = tl.full([], 1 << 31, tl.uint32), tl.full([], 0, tl.int32)
+    while (unit != 0) & (total != TOPK):
+        higher = lowest | unit
+        total = tl.sum((own >= higher).to(tl.int32), 0)
+        for first in range(BLOCK, num_keys, LATER):
+            found = _ordered(scores, first, num_keys, LATER)
+            total += tl.sum((found >= higher).to(tl.int32), 0)
+        lowest = tl.where(total >= TOPK, higher, lowest)
+        unit = unit >> 1
     above = tl.sum((own > lowest).to(tl.int32), 0)
-    for first in range(BLOCK, num_keys, BLOCK):
-        above += tl.sum((_ordered(scores, first, num_keys, BLOCK) > lowest).to(tl.int32), 0)
+    for first in range(BLOCK, num_keys, LATER):
+        above += tl.sum((_ordered(scores, first, num_keys, LATER) > lowest).to(tl.int32), 0)
     return lowest, TOPK - above
 
 
@@ -246,20 +240,22 @@ def _write_chosen(
 ) -> tl.tensor:  # fmt: skip
     """Writes the slots of the keys above `lowest`, and of the first ones that equal it, in order.
     Returns their number."""
-    taken, ties = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
+    num_above, num_equal = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
     for first in range(0, num_keys, BLOCK):
         found = _ordered(scores, first, num_keys, BLOCK)
-        equal = (found == lowest).to(tl.int32)
-        before = ties + tl.cumsum(equal, 0) - equal
-        chosen = (found > lowest) | ((equal != 0) & (before < num_ties))
-        numbers = chosen.to(tl.int32)
-        places = taken + tl.cumsum(numbers, 0) - numbers
+        # Both are counted in one scan: 16 bits each, which no block fills.
+        both = (found > lowest).to(tl.int32) | ((found == lowest).to(tl.int32) << 16)
+        before = tl.cumsum(both, 0) - both
+        equal = num_equal + (before >> 16)
+        chosen = (found > lowest) | ((found == lowest) & (equal < num_ties))
+        places = num_above + (before & 0xFFFF) + tl.minimum(equal, num_ties)
         keys = first + tl.arange(0, BLOCK)
         pages = tl.load(table + keys // PAGE_SIZE, mask=chosen, other=0)
         tl.store(slots + places, pages * PAGE_SIZE + keys % PAGE_SIZE, mask=chosen)
-        taken += tl.sum(numbers, 0)
-        ties += tl.sum(equal, 0)
-    return taken
+        total = tl.sum(both, 0)
+        num_above += total & 0xFFFF
+        num_equal += total >> 16
+    return num_above + tl.minimum(num_equal, num_ties)
 
 
 @triton.jit(do_not_specialize=_LENGTHS, do_not_specialize_on_alignment=_OFFSETS)
@@ -267,7 +263,7 @@ def choice_kernel(
     scores: tl.tensor, block_tables: tl.tensor, table_stride: tl.tensor, requests: tl.tensor,
     ends: tl.tensor, bits: tl.tensor, slots: tl.tensor, counts: tl.tensor, max_len: tl.tensor,
     TREE: tl.constexpr, TOPK: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr,
-    SMALL: tl.constexpr, PDL: tl.constexpr,
+    WRITTEN: tl.constexpr, SMALL: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """Grid (rows). Rows of few keys take smaller blocks."""
     begin(PDL)
@@ -284,9 +280,9 @@ def choice_kernel(
     table = block_tables + tl.load(requests + row) * table_stride
     own_slots = slots + row * TOPK
     if num_seen > TOPK:
-        lowest, num_ties = _lowest_chosen(own_scores, num_keys, TOPK, BLOCK)
+        lowest, num_ties = _lowest_chosen(own_scores, num_keys, TOPK, BLOCK, WRITTEN)
         taken = _write_chosen(
-            own_scores, table, own_slots, lowest, num_ties, num_keys, PAGE_SIZE, BLOCK
+            own_scores, table, own_slots, lowest, num_ties, num_keys, PAGE_SIZE, WRITTEN
         )
     else:
         taken = _write_chosen(

@@ -23,6 +23,8 @@ class DraftInputNorms:
     embedding: torch.Tensor
     hidden: torch.Tensor
     eps: float
+    hides_first: bool = False
+    """Whether the embedding at position 0 is zeros."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,8 @@ def draft_input(
     embedded, state = table if token_ids is None else F.embedding(token_ids, table), hidden
     if norms is not None:
         embedded = rms_norm.reference(embedded, norms.embedding, norms.eps)
+        if norms.hides_first:
+            embedded = embedded.masked_fill((rotary.positions == 0).unsqueeze(1), 0)
         state = rms_norm.reference(hidden, norms.hidden, norms.eps)
     both = torch.cat((embedded, state), -1)
     return DraftInput(
@@ -111,6 +115,7 @@ def draft_input_triton(
         0.0 if norms is None else norms.eps,
         SIZE=size,
         ROTARY_SIZE=cos_sin.stride(0),
+        HIDES_FIRST=norms is not None and norms.hides_first,
         BLOCK=block,
         ROTARY_BLOCK=triton.next_power_of_2(cos_sin.stride(0)),
         **programmatic_launch(hidden.device),
@@ -125,7 +130,7 @@ def draft_input_kernel(
     embedding_weight: tl.tensor, hidden_weight: tl.tensor, wanted: tl.tensor, rotary: tl.tensor,
     positions: tl.tensor, both: tl.tensor, total: tl.tensor, cos_sin: tl.tensor,
     num_wanted: tl.tensor, eps: tl.tensor, SIZE: tl.constexpr, ROTARY_SIZE: tl.constexpr,
-    BLOCK: tl.constexpr, ROTARY_BLOCK: tl.constexpr, PDL: tl.constexpr,
+    HIDES_FIRST: tl.constexpr, BLOCK: tl.constexpr, ROTARY_BLOCK: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """Grid (rows, parts of a row)."""
     begin(PDL)
@@ -139,13 +144,14 @@ def draft_input_kernel(
         if embedding_weight is None:
             copy_part(embedding, output, 0, SIZE, BLOCK)
         else:
-            _norm(embedding, embedding_weight, output, eps, SIZE, BLOCK)
+            own = positions + row if HIDES_FIRST else None
+            _norm(embedding, embedding_weight, own, output, eps, SIZE, BLOCK)
     elif part == 1:
         state, output = hidden + row * hidden_stride, both + (row * 2 + 1) * SIZE
         if hidden_weight is None:
             copy_part(state, output, 0, SIZE, BLOCK)
         else:
-            _norm(state, hidden_weight, output, eps, SIZE, BLOCK)
+            _norm(state, hidden_weight, None, output, eps, SIZE, BLOCK)
     elif part == 2:
         if row < num_wanted:
             if wanted is None:
@@ -160,11 +166,13 @@ def draft_input_kernel(
 
 @triton.jit
 def _norm(
-    x: tl.tensor, weight: tl.tensor, output: tl.tensor, eps: tl.tensor, SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    x: tl.tensor, weight: tl.tensor, position: tl.tensor, output: tl.tensor, eps: tl.tensor,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """RMSNorm of one row."""
+    """RMSNorm of one row; zeros if there is a position and it is 0."""
     columns = tl.arange(0, BLOCK)
     real = columns < SIZE
     normed = norm_row(x, weight, eps, columns, real, SIZE)
+    if position is not None:
+        normed = tl.where(tl.load(position) == 0, 0.0, normed)
     tl.store(output + columns, normed.to(output.dtype.element_ty), mask=real)

@@ -24,7 +24,10 @@ from tests.executor.draft_caches import (
     submit_traffic,
     with_lengths,
 )
-from tests.executor.harness import Harness
+from tests.executor.draft_graphs import assert_same
+from tests.executor.graph_rounds import on_cuda, submit_mixture
+from tests.executor.harness import Harness, all_pages_are_back, output_of
+from tests.executor.test_split_rounds import watch_windows
 from tests.models.helpers import load
 from tests.models.tiny_dflash import SIZES, DFlashReference, write_tiny_dflash
 from tests.models.tiny_eagle3 import edit_config
@@ -181,6 +184,27 @@ def test_texts_are_those_of_plain_decoding_with_any_draft_lengths(
         harness.run()
     assert_texts_are(runs[1], runs[0])
     assert harness.parts.scheduler.num_preemptions and assert_cached_pages_are_whole(harness)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_sampled", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("name", ["z-lab", "DSpark, gated, in speculators", "DFlash2", "trees"])
+def test_on_a_gpu_the_drafts_of_graphs_are_those_of_a_cpu(
+    name: str, is_sampled: bool, tiny: Path, tmp_path: Path
+) -> None:
+    """Batches are below a captured size, and requests end; the text is plain decoding's."""
+    head = write_tiny_dflash(tmp_path, **HEADS.get(name, {"markov": "rnn"}))
+    options = dflash(head, **(TREE if name == "trees" else {}))
+    on_cpu, alone = Harness(tiny, **options), Harness(tiny)
+    harnesses = on_cuda(tiny, [1, 4, 8], **options), on_cpu, alone
+    windows = [watch_windows(each) for each in (harnesses if name != "trees" else ())]
+    ours, theirs, expected = (submit_mixture(each, 7, is_sampled) for each in harnesses)
+    for each in harnesses:
+        each.run()
+    assert_same(ours, theirs)
+    assert not windows or windows[0] == windows[1]
+    assert list(map(output_of, ours)) == list(map(output_of, expected))
+    assert all_pages_are_back(harnesses[0].executor)
 
 
 @pytest.mark.parametrize("name", ["z-lab", "DSpark, gated, in speculators", "DFlash2"])

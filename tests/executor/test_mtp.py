@@ -90,6 +90,27 @@ def test_drafts_are_those_of_a_slow_loop(
     )
 
 
+@pytest.fixture(scope="module")
+def glm5(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PlainMTP]:
+    """Only the first step of a round chooses keys, of which rows soon see more than index_topk."""
+    folder = tmp_path_factory.mktemp("glm5")
+    model, tensors = save_with_mtp(folder, family="GlmMoeDsa")
+    return folder, PlainMTP(model, tensors, folder)
+
+
+@pytest.mark.thinned(6)
+@pytest.mark.parametrize("situation", SITUATIONS)
+@pytest.mark.parametrize("one_model", [True, False])
+def test_later_steps_of_glm_5_attend_to_the_keys_that_the_first_has_chosen(
+    one_model: bool, situation: str, glm5: tuple[Path, PlainMTP]
+) -> None:
+    folder, slow = glm5
+    spec = mtp(mtp_eagle_one_model=one_model)
+    check_drafts(
+        folder, situation, lambda _, some: [slow.drafts(each.tokens, 3) for each in some], spec
+    )
+
+
 def check_drafts(folder: Path, situation: str, slow: SlowDrafts, spec: dict[str, Any]) -> None:
     options = {"max_batch_size": 3, "max_seq_len": 64, "kv_cache_config": PAGES}
     options |= {"disable_overlap_scheduler": True} | SITUATIONS[situation]
@@ -139,8 +160,18 @@ def test_every_tree_is_that_of_a_slow_reference(
     one_model: bool, is_vanilla: bool, vanilla: tuple[Path, list[PlainMTP]]
 ) -> None:
     folder, (first, *later) = vanilla
-    tree = {"use_dynamic_tree": True, "dynamic_tree_max_topK": 3, "max_total_draft_tokens": 8}
     options = {"mtp_eagle_one_model": one_model, "use_mtp_vanilla": is_vanilla}
+    check_trees(folder, first, later if is_vanilla else (), **options)
+
+
+def test_nodes_of_glm_5s_trees_attend_to_their_ancestors_and_the_first_choice(
+    glm5: tuple[Path, PlainMTP],
+) -> None:
+    check_trees(*glm5, ())
+
+
+def check_trees(folder: Path, first: PlainMTP, later: Sequence[PlainMTP], **options: Any) -> None:
+    tree = {"use_dynamic_tree": True, "dynamic_tree_max_topK": 3, "max_total_draft_tokens": 8}
     harness = Harness(
         folder,
         max_seq_len=64,
@@ -157,7 +188,7 @@ def test_every_tree_is_that_of_a_slow_reference(
             def children_of(
                 parent: Candidate, tokens: Sequence[int] = request.tokens
             ) -> list[Candidate]:
-                best = first.best_after(list(tokens), parent.path, 3, later if is_vanilla else ())
+                best = first.best_after(list(tokens), parent.path, 3, later)
                 return [
                     Candidate((*parent.path, token), parent.score * probability)
                     for token, probability in best

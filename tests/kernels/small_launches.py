@@ -180,6 +180,7 @@ def layers() -> None:
         rotary = Rotary(table, rows)
         draft_input(rows, x, x, DraftInputNorms(weight, weight, 1e-6), rotary, int64(2))
         draft_input(None, x, x, None, rotary)
+        draft_input(rows, x, x, DraftInputNorms(weight, weight, 1e-6, True), rotary, int64(0))
         layer = empty(2, 4096, 32, 8, head_dim, dtype=dtype)
         codes = empty(*layer.shape, dtype=CODES)
         widen_pages(codes, int32(64), None, layer)

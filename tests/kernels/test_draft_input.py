@@ -156,6 +156,17 @@ def test_hidden_states_may_be_views(device: str) -> None:
 
 
 @on_each_kernel_device
+def test_the_embedding_at_position_0_may_be_zeros(device: str) -> None:
+    given = arguments((5, 192), torch.bfloat16, device)
+    given[4].positions[1] = 0
+    expected = draft_input(*given).both.clone()
+    expected[given[4].positions == 0, :192] = 0
+    given = *given[:3], replace(given[3], hides_first=True), given[4]
+    assert torch.equal(draft_input(*given).both, expected)
+    assert torch.equal(draft_input.reference(*given).both[:, :192].any(1), expected[:, :192].any(1))
+
+
+@on_each_kernel_device
 def test_a_nan_stays_in_its_own_half_of_its_row(device: str) -> None:
     given = arguments((4, 192), torch.bfloat16, device)
     given[2][1, 7] = torch.nan

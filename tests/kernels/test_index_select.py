@@ -109,6 +109,7 @@ def test_a_choice_does_not_depend_on_the_other_rows_or_on_tiles(
     expected = Problem(requests, ends, device).choose(32)
     monkeypatch.setattr(module, "SCORE_BYTES", 10 * 316 * 4)
     monkeypatch.setattr(module, "SMALL_BLOCK", 64)
+    monkeypatch.setattr(module, "WRITTEN_BLOCK", 32)
     monkeypatch.setattr(module, "MAX_BLOCK", 128)
     monkeypatch.setattr(module, "ROWS_OF_PROGRAM", 1)
     assert Problem(requests, ends, device).choose(32) == expected

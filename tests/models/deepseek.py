@@ -25,7 +25,7 @@ V3: dict[str, Any] = DEEPSEEK | {"n_group": 4, "topk_group": 2, "num_nextn_predi
 # Many heads, so that few scores are 0, and fewer keys than most rows see.
 V32 = V3 | {"index_topk": 12, "index_head_dim": 16, "index_n_heads": 8}
 GLM5: dict[str, Any] = V32 | {"n_group": 1, "topk_group": 1, "v_head_dim": 16}
-GLM5["indexer_types"] = ["full", "shared", "full"]
+GLM5 |= {"indexer_types": ["full", "shared", "full"], "index_share_for_mtp_iteration": True}
 MSCALE_YARN = {
     "rope_type": "yarn",
     "rope_theta": 1000.0,

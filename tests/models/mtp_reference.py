@@ -85,6 +85,30 @@ class PlainMTP:
         own = {name: x for name, x in tensors.items() if not name.startswith(outer)}
         self.load_layer(own, config.n_routed_experts)
         self.eps = config.rms_norm_eps
+        raw = json.loads((folder / "config.json").read_text())
+        self.hides_first = raw["architectures"] == ["GlmMoeDsaForCausalLM"]
+        if raw.get("index_share_for_mtp_iteration"):
+            self.layer.self_attn.indexer.register_forward_hook(self._share)
+
+    hides_first = False
+    first: torch.Tensor | None = None
+    """Where steps share a choice, the keys `[1, T, n]` that the rows of the first attend to; None:
+    it has not run."""
+
+    def _share(self, module: Any, given: Any, chosen: torch.Tensor) -> torch.Tensor | None:
+        """Rows of later steps attend to the keys of the first step's last row, and to all keys from
+        there to their own."""
+        if self.first is None:
+            self.first = chosen
+            return None
+        length = self.first.shape[1]
+        later = range(length, chosen.shape[1])
+        repeated = self.first[:, :, :1].expand(-1, -1, len(later))
+        rows = [torch.cat((self.first, repeated), 2)]
+        for row in later:
+            own = torch.arange(length, length + len(later)).clamp_max(row)
+            rows.append(torch.cat((self.first[0, -1], own))[None, None])
+        return torch.cat(rows, 1)
 
     def load_layer(self, tensors: dict[str, torch.Tensor], num_experts: int) -> None:
         """transformers keeps the experts in two tensors."""
@@ -110,6 +134,7 @@ class PlainMTP:
         embedding = self.tensors.get("embed_tokens.weight", self.model.model.embed_tokens.weight)
         of_embedding, of_hidden, projection, last = self.names
         embedded = self._norm(of_embedding, embedding[torch.tensor(tokens)])
+        embedded[0] *= not self.hides_first
         both = torch.cat((embedded, self._norm(of_hidden, hidden)), -1)
         x = (both @ self.tensors[f"{projection}.weight"].t())[None]
         positions = torch.arange(len(tokens))[None]
@@ -134,7 +159,7 @@ class PlainMTP:
         """Greedy drafts after `tokens`, whose last one the target has not read: the module reads
         the target's states first, then its own. later: the modules that make the steps after the
         first, in place of this one."""
-        hidden, drafted = self.target_states(tokens[:-1]), list[int]()
+        hidden, drafted, self.first = self.target_states(tokens[:-1]), list[int](), None
         read = tokens[1:]
         for module in [self, *(later or [self] * count)][:count]:
             states = module.states(read, hidden)
@@ -147,7 +172,7 @@ class PlainMTP:
         self, tokens: list[int], path: Sequence[int], topk: int, later: "Sequence[PlainMTP]" = ()
     ) -> list[tuple[int, float]]:
         """The best drafts after `tokens` and the drafts `path`, with their probabilities."""
-        hidden, read = self.target_states(tokens[:-1]), tokens[1:]
+        hidden, read, self.first = self.target_states(tokens[:-1]), tokens[1:], None
         modules = [self, *(later or [self] * len(path))]
         for module, token in zip(modules, path, strict=False):
             hidden = torch.cat((hidden, module.states(read, hidden)[-1:]))

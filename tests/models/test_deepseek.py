@@ -15,7 +15,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from tests.models.deepseek import save_deepseek
-from tests.models.fp8_checkpoint import is_projection, quantise
+from tests.models.fp8_checkpoint import is_projection, keeping_fp8, quantise
 from tests.models.helpers import (
     PagedRunner,
     check_same_logits,
@@ -28,6 +28,7 @@ from tllm_spec.attention.geometry import LatentGeometry
 from tllm_spec.distributed.communicator import SINGLE_RANK
 from tllm_spec.models.mla_config import IndexConfig
 from tllm_spec.models.registry import model_config_of
+from tllm_spec.models.weights import weight_table
 
 
 def test_v2_lite_is_read_as_published() -> None:
@@ -160,15 +161,36 @@ def test_glm_5_has_the_logits_of_the_recipe(kinds: tuple[str, ...], tmp_path: Pa
     assert logits[-1].argmax() == best and float(logits[-1].sum()) == pytest.approx(total, abs=1e-3)
 
 
-def test_quantised_weights_of_the_indexer_choose_as_their_values_do(tmp_path: Path) -> None:
+@pytest.mark.parametrize("left_out", [[], ["re:.*indexer.wk"], ["re:.*kv_a_proj_with_mqa"]])
+def test_quantised_weights_of_the_indexer_choose_as_their_values_do(
+    left_out: list[str], tmp_path: Path
+) -> None:
+    """Its keys are projected with the latents if both are quantised, or neither."""
 
     def wants(name: str) -> bool:
-        return is_projection(name) or name.endswith(("indexer.wq_b.weight", "indexer.wk.weight"))
+        kept = is_projection(name) or name.endswith(("indexer.wq_b.weight", "indexer.wk.weight"))
+        return kept and not any(each[5:] in name for each in left_out)
+
+    def change(folder: Path) -> dict[str, torch.Tensor]:
+        values = quantise(folder, wants, "deepseek")
+        file = folder / "config.json"
+        raw = json.loads(file.read_text())
+        raw["quantization_config"]["modules_to_not_convert"] = left_out
+        file.write_text(json.dumps(raw))
+        return values
 
     own = partial(save, hidden_size=128, q_lora_rank=128)
-    change = partial(quantise, wants=wants, granularity="deepseek")
-    models = [load(each, fp8_activations=False) for each in quantised_pair(tmp_path, own, change)]
+    paths = quantised_pair(tmp_path, own, change)
+    with keeping_fp8():
+        models = [load(each, fp8_activations=False) for each in paths]
     check_same_logits(*models, tokens=TOKENS)
+    attention: Any = models[0].model.layers[0].self_attn
+    assert (attention.indexer.wk is None) == (left_out == [])
+    is_quantised = {part: part not in str(left_out) for part in ("wk", "kv_a_proj_with_mqa")}
+    slots = weight_table(models[0])
+    for part, expected in is_quantised.items():
+        [name] = [each for each in slots if ".0." in each and each.endswith(f"{part}.weight")]
+        assert slots[name].is_quantised == expected
 
 
 def test_a_tensor_next_to_the_indexer_and_an_indexer_of_v3_are_surplus(tmp_path: Path) -> None:

@@ -254,6 +254,10 @@ Q_PROJ = "model.layers.0.self_attn.q_proj"
             "g_idx of model.layers.0.self_attn.._proj is not that of the layers",
         ),
         (Style("awq"), {"other": torch.ones(1)}, f"surplus {Q_PROJ}.other"),
+        (Style("awq"), {"qzeros": None}, f"has no {Q_PROJ}.qzeros for {Q_PROJ}.qweight"),
+        (Style("gptq"), {"qzeros": None}, f"has no {Q_PROJ}.qzeros for"),
+        (Style("compressed"), {"weight_zero_point": None}, f"no {Q_PROJ}.weight_zero_point for"),
+        (Style("gptq", is_ordered=True), {"g_idx": None}, f"has no {Q_PROJ}.g_idx for"),
     ],
     ids=(
         "no scales",
@@ -264,6 +268,10 @@ Q_PROJ = "model.layers.0.self_attn.q_proj"
         "uneven groups",
         "two orders",
         "an unknown tensor",
+        "no zero points of AWQ",
+        "no zero points of GPTQ",
+        "no zero points of compressed-tensors",
+        "no order of groups",
     ),
 )
 def test_tensors_that_do_not_fit_are_refused_by_name(

@@ -16,7 +16,9 @@ from tllm_spec.attention.interface import (
     AttentionBackend,
     AttentionMetadata,
     AttentionPlan,
+    FirstChoice,
     ForwardContext,
+    slots_of,
 )
 from tllm_spec.kernels.attention.index_select import SeenKeys, select_keys
 from tllm_spec.kernels.attention.index_write import IndexNorm, index_write
@@ -60,10 +62,12 @@ class IndexInputs:
 
 @dataclass(frozen=True)
 class IndexPlan(AttentionPlan):
-    """None: all rows attend to all keys."""
+    """None: all rows attend to all keys. is_later: an earlier step has chosen, and nothing reads
+    the rows' keys."""
 
     seen: SeenKeys | None
     chosen: ChosenKeys | None
+    is_later: bool = False
 
 
 def chosen_keys(context: ForwardContext) -> ChosenKeys | None:
@@ -72,10 +76,23 @@ def chosen_keys(context: ForwardContext) -> ChosenKeys | None:
     return plan.chosen if isinstance(plan, IndexPlan) else None
 
 
+def first_choice(context: ForwardContext) -> FirstChoice:
+    """What later steps take over from a first one: the choice of the wanted rows."""
+    chosen, wanted = chosen_keys(context), context.wanted
+    if chosen is None or wanted is None:
+        return FirstChoice()
+    slots, counts = (each.index_select(0, wanted) for each in (chosen.slots, chosen.counts))
+    return FirstChoice(0, slots, counts)
+
+
 def chosen_rows(metadata: AttentionMetadata, topk: int | None) -> slice:
     """The rows that may see more than `topk` keys: those of all chunks, of all windows, of both, or
-    none. None: there is no indexer."""
+    none. None: there is no indexer. Where steps share a choice, all rows or none."""
     first, lens = sum(metadata.context_lens), metadata.context_kv_lens
+    if topk is not None and (shared := metadata.first_choice) is not None:
+        longest = max((*lens, metadata.max_kv_len))
+        is_chosen = shared.slots is not None if shared.step else longest > topk
+        return slice(0, len(metadata.kv_slots)) if is_chosen else slice(first, first)
     start = 0 if topk is not None and max(lens, default=0) > topk else first
     has_windows = topk is not None and metadata.max_kv_len > topk
     return slice(start, len(metadata.kv_slots) if has_windows else first)
@@ -93,7 +110,10 @@ class IndexBackend(AttentionBackend):
 
     def plan(self, metadata: AttentionMetadata) -> IndexPlan:
         rows, topk = chosen_rows(metadata, self.geometry.topk), self.geometry.topk
-        number = rows.stop - rows.start
+        number, shared = rows.stop - rows.start, metadata.first_choice
+        if shared is not None and shared.step:
+            later = _later_keys(metadata, shared, self.pool.page_size) if number else None
+            return IndexPlan(metadata.kv_slots, None, later, is_later=True)
         if not number:
             return IndexPlan(metadata.kv_slots, None, None)
         slots = metadata.block_tables.new_empty(number, topk)
@@ -120,6 +140,26 @@ class IndexBackend(AttentionBackend):
     ) -> None:
         """Norm, rotate and write the rows' keys; rotate the queries, if there are any."""
         index_write(keys, queries, rotary, plan.kv_slots, self._layers[layer], norm)
+
+
+def _later_keys(metadata: AttentionMetadata, shared: FirstChoice, page_size: int) -> ChosenKeys:
+    """The keys of a first step, and for each row those of the drafts up to its own."""
+    number, tables = len(metadata.kv_slots), metadata.block_tables
+    seen = _seen_keys(metadata, slice(0, number))
+    assert shared.slots is not None and shared.counts is not None
+    slots, counts = (each.index_select(0, seen.requests) for each in (shared.slots, shared.counts))
+    width = shared.step if metadata.tree is None else metadata.tree.length
+    places = torch.arange(width, device=tables.device)
+    positions = seen.ends.unsqueeze(1) + (places - (0 if seen.bits is not None else width))
+    is_seen = torch.ones_like(positions)
+    if seen.bits is not None:
+        is_seen = (seen.bits.unsqueeze(1) >> places) & 1
+    positions = positions.clamp_max(tables.shape[1] * page_size - 1)
+    later = slots_of(tables.index_select(0, seen.requests), positions, page_size)
+    columns = counts.unsqueeze(1) + is_seen.cumsum(1) - 1
+    columns = torch.where(is_seen != 0, columns, slots.shape[1] + width - 1)  # which none has
+    slots = F.pad(slots, (0, width)).scatter_(1, columns, later.to(torch.int32))
+    return ChosenKeys(slice(0, number), slots, counts + is_seen.sum(1, dtype=torch.int32))
 
 
 def _seen_keys(metadata: AttentionMetadata, rows: slice) -> SeenKeys:

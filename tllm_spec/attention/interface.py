@@ -87,6 +87,20 @@ class SpecMetadata:
         return self.buffer[:num_rows]
 
 
+@dataclass(frozen=True)
+class FirstChoice:
+    """The keys that a draft network's indexer chooses in a round's first step only. Later steps
+    attend to these and to the keys of the drafts before them."""
+
+    step: int = 0
+    """0 is the first one, which has not chosen yet."""
+    slots: torch.Tensor | None = None
+    """[N, topk] int32: the pool's slots of the keys that the N requests' drafts begin with; None:
+    all of their keys."""
+    counts: torch.Tensor | None = None
+    """[N] int32: how many of them there are; None as above."""
+
+
 @dataclass
 class AttentionMetadata:
     """The rows of one forward: first C context chunks one after another, then B generation
@@ -121,6 +135,8 @@ class AttentionMetadata:
     """Which keys the generation rows see, with R = W. Then `kv_slots` are those of the last W keys,
     `positions` follow the depths in the tree, and there is no padding. None: each row sees the keys
     up to its own."""
+    first_choice: FirstChoice | None = None
+    """None: rows choose keys of their own, if there is an indexer."""
 
 
 @dataclass(frozen=True)

@@ -280,6 +280,7 @@ class LatentAttention(Module):
     residual stream. `input_size`: the hidden size unless given."""
 
     q_b_proj: ColumnLinear | None
+    indexer: Indexer | None
 
     def __init__(
         self, config: ModelConfig, layer: int, placement: Placement, input_size: int | None = None
@@ -295,19 +296,24 @@ class LatentAttention(Module):
         query_rows = _rows(self.num_heads, mla.nope_dim, mla.rope_dim)
         orders = {latent: _rows(1, mla.kv_lora_rank, mla.rope_dim)}
         orders |= {"q_proj": query_rows, "q_b_proj": query_rows}
+        orders = orders if mla.is_interleaved else {}
+        self.indexer, keys = None, dict[str, int]()
+        if config.indexer is not None and layer not in config.indexer.shared_layers:
+            self.indexer = Indexer(config, layer, placement)
+            keys, orders = self.indexer.fused, orders | self.indexer.orders
         # A rank has the queries of its heads, and all of the latents.
         projection = partial(
             ColumnLinear,
             bias=False,
             placement=placement,
-            copies={latent: mapping.tp_size, "q_a_proj": mapping.tp_size},
-            orders=orders if mla.is_interleaved else {},
+            copies=dict.fromkeys((latent, "q_a_proj", *keys), mapping.tp_size),
+            orders=orders,
         )
         if mla.q_lora_rank is None:
             self.a_proj = projection(input_size, {"q_proj": queries, latent: self.latent_dim})
             self.q_b_proj = None
         else:
-            parts = {"q_a_proj": mla.q_lora_rank, latent: self.latent_dim}
+            parts = {"q_a_proj": mla.q_lora_rank, **keys, latent: self.latent_dim}
             self.a_proj = projection(input_size, parts)
             self.q_a_layernorm = RMSNorm(mla.q_lora_rank, mla.norm_eps, placement)
             self.q_b_proj = projection(mla.q_lora_rank, {"q_b_proj": queries})
@@ -317,9 +323,6 @@ class LatentAttention(Module):
         self.o_proj = RowLinear(
             total * mla.value_dim, config.hidden_size, bias=False, placement=placement
         )
-        self.indexer = None
-        if config.indexer is not None and layer not in config.indexer.shared_layers:
-            self.indexer = Indexer(config, layer, placement)
 
     def forward(
         self, hidden: torch.Tensor, norm: RMSNorm | None, rotary: Rotary, context: ForwardContext
@@ -327,9 +330,9 @@ class LatentAttention(Module):
         """The input of `o_proj`, `[T, H * V]`, for `norm(hidden)` `[T, input_size]`."""
         if self.indexer is not None and norm is not None:  # which reads the same
             hidden, norm = norm.forward(hidden), None
-        q, latent = self._project(hidden, norm)
+        q, keys, latent = self._project(hidden, norm)
         if self.indexer is not None:
-            self.indexer.forward(hidden, q, self.q_a_layernorm, rotary, context)
+            self.indexer.forward(hidden, keys, q, self.q_a_layernorm, rotary, context)
         heads, up = self._queries(q, rotary), self.kv_b_proj
         own = heads, latent, self.norm, up.heads
         inputs = LatentInputs(*own, chosen_keys(context), up.adapters)
@@ -340,9 +343,11 @@ class LatentAttention(Module):
         self, hidden: torch.Tensor, norm: RMSNorm | None, rotary: Rotary, context: ForwardContext
     ) -> None:
         """The same, but only latents and keys are computed and written."""
+        if self.indexer is not None and norm is not None:
+            hidden, norm = norm.forward(hidden), None
+        _, keys, latent = self._project(hidden, norm)
         if self.indexer is not None:
-            self.indexer.write(hidden if norm is None else norm.forward(hidden), rotary, context)
-        _, latent = self._project(hidden, norm)
+            self.indexer.write(hidden, keys, rotary, context)
         backend, plan = context.groups[0]
         backend.write(self.layer, latent, self.norm, rotary, plan)
 
@@ -354,9 +359,14 @@ class LatentAttention(Module):
 
     def _project(
         self, hidden: torch.Tensor, norm: RMSNorm | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        both = self.a_proj.forward(hidden, norm)
-        return both[:, : -self.latent_dim], both[:, -self.latent_dim :]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Latents of queries, or queries; keys of the indexer, where they are fused; and the latent
+        with the shared key."""
+        projected = self.a_proj.forward(hidden, norm)
+        size = 0 if self.indexer is None else sum(self.indexer.fused.values())
+        sizes = projected.shape[1] - size - self.latent_dim, size, self.latent_dim
+        q, keys, latent = projected.split_with_sizes(sizes, 1)
+        return q, keys, latent
 
 
 class DeepseekLayer(DecoderLayer):
@@ -379,3 +389,7 @@ class DeepseekForCausalLM(CausalLM):
             return not (mla is not None and mla.leaves_out(name)) and wants(name)
 
         return super().stored_tensors(path, config, is_wanted)
+
+
+class GlmMoeDsaForCausalLM(DeepseekForCausalLM):
+    nextn_hides_first = True

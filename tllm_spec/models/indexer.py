@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from tllm_spec.attention.geometry import place_of
-from tllm_spec.attention.indexed import IndexBackend, IndexInputs, chosen_keys
+from tllm_spec.attention.indexed import IndexBackend, IndexInputs, IndexPlan, chosen_keys
 from tllm_spec.attention.interface import ForwardContext
 from tllm_spec.kernels.attention.index_write import IndexNorm
 from tllm_spec.kernels.attention.rotary_write import Rotary
@@ -18,6 +18,7 @@ from tllm_spec.models.layers import Module, Placement, RMSNorm, WeightSlot
 from tllm_spec.models.linear import ColumnLinear, Linear
 
 _EPS = 1e-6  # of the keys' norm
+KEYS = "indexer.wk"  # their projection, below the layer's attention
 
 
 class KeyNorm(Module):
@@ -34,7 +35,11 @@ class KeyNorm(Module):
 
 
 class Indexer(Module):
-    """Queries, keys and the heads' weights of one layer."""
+    """Queries, keys and the heads' weights of one layer. `fused`: the parts of a projection of the
+    same hidden states that give the keys, unless `wk` does, where quantisation differs; `orders`:
+    of their rows."""
+
+    wk: ColumnLinear | None = None
 
     def __init__(self, config: ModelConfig, layer: int, placement: Placement) -> None:
         super().__init__()
@@ -54,8 +59,11 @@ class Indexer(Module):
             copies=dict.fromkeys(("wq_b", "wk"), mapping.tp_size),
             orders={"wq_b": (heads + order).flatten(), "wk": order},
         )
+        self.fused, self.orders = {KEYS: index.head_dim}, {KEYS: order}
         self.wq_b = projection(mla.q_lora_rank, {"wq_b": index.num_heads * index.head_dim})
-        self.wk = projection(config.hidden_size, {"wk": index.head_dim})
+        path, keeps = f"model.layers.{layer}.self_attn.", config.quantisation.keeps
+        if keeps(f"{path}{KEYS}") != keeps(f"{path}kv_a_proj_with_mqa"):
+            self.fused, self.wk = {}, projection(config.hidden_size, {"wk": index.head_dim})
         self.k_norm = KeyNorm(index.head_dim, order, placement)
         sizes = config.hidden_size, index.num_heads
         self.weights_proj = Linear(*sizes, bias=False, placement=placement.wide)
@@ -64,25 +72,32 @@ class Indexer(Module):
     def forward(
         self,
         hidden: torch.Tensor,
+        keys: torch.Tensor,
         q: torch.Tensor,
         norm: RMSNorm,
         rotary: Rotary,
         context: ForwardContext,
     ) -> None:
         """Writes keys and, unless all rows attend to all keys, chooses those of each row. For
-        normed states `[T, H]` and the latents of queries `[T, Q]` before their norm."""
+        normed states `[T, H]`, fused keys `[T, D]` and the latents of queries `[T, Q]` before their
+        norm. Nothing where an earlier step has chosen."""
         backend, plan = context.groups[self.group]
         assert isinstance(backend, IndexBackend)
+        if isinstance(plan, IndexPlan) and plan.is_later:
+            return
         if chosen_keys(context) is None:
-            self.write(hidden, rotary, context)
+            self.write(hidden, keys, rotary, context)
             return
         queries = self.wq_b.forward(q, norm).view(-1, self.num_heads, self.head_dim)
         weights = self.weights_proj.unrounded(hidden) * self.scale
-        own = IndexInputs(self.wk.forward(hidden), self.k_norm.kernel_norm, queries, weights)
+        keys = keys if self.wk is None else self.wk.forward(hidden)
+        own = IndexInputs(keys, self.k_norm.kernel_norm, queries, weights)
         backend.choose(self.layer, own, rotary, plan)
 
-    def write(self, hidden: torch.Tensor, rotary: Rotary, context: ForwardContext) -> None:
+    def write(
+        self, hidden: torch.Tensor, keys: torch.Tensor, rotary: Rotary, context: ForwardContext
+    ) -> None:
         """The part of `forward` that writes keys."""
         backend, plan = context.groups[self.group]
-        keys = self.wk.forward(hidden)
+        keys = keys if self.wk is None else self.wk.forward(hidden)
         backend.write(self.layer, keys, self.k_norm.kernel_norm, rotary, plan)

@@ -380,6 +380,8 @@ class CausalLM(Module):
     nextn_names: tuple[str, ...] = ("enorm", "hnorm", "eh_proj", "shared_head.norm", "")
     """Below `nextn_prefix`: of the embedding's norm, the hidden state's, the projection of both,
     the norm before the output layer, and the decoder layer; "": its parts have no common name."""
+    nextn_hides_first: bool = False
+    """Whether such a layer reads zeros in place of the embedding at position 0."""
     draft_to_target: torch.Tensor | None = None
     """`[V_draft]` int64: of a draft model, the target's ids of its logits; None: they are equal."""
     read_as: torch.Tensor | None = None

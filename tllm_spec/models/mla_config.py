@@ -26,6 +26,9 @@ class IndexConfig:
     """Layers without an indexer: they attend to the keys of the newest layer that has one."""
     is_needed: bool = True
     """Whether texts may have more than `topk` tokens; otherwise its tensors are left out."""
+    is_shared_by_steps: bool = False
+    """Whether only the first step of an MTP module chooses keys. Later ones attend to them and to
+    those of the drafts before."""
 
 
 @dataclass(frozen=True)
@@ -117,4 +120,5 @@ def read_indexer(flat: dict[str, Any]) -> IndexConfig:
         head_dim=int(flat["index_head_dim"]),
         is_interleaved=bool(flat.get("indexer_rope_interleave")),
         shared_layers=frozenset(i for i, kind in enumerate(kinds) if kind == "shared"),
+        is_shared_by_steps=bool(flat.get("index_share_for_mtp_iteration")),
     )

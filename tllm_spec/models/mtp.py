@@ -134,7 +134,8 @@ class NextnModule(Module):
         modules = embedding_norm, hidden_norm, eh_proj, last_norm, layer
         for name, module in zip(target.nextn_names, modules, strict=True):
             _put(self, name, module)
-        norms = DraftInputNorms(embedding_norm.weight, hidden_norm.weight, eps)
+        weights = embedding_norm.weight, hidden_norm.weight
+        norms = DraftInputNorms(*weights, eps, target.nextn_hides_first)
         # Not submodules: they have no names of their own, and the target's weights are not these.
         self.__dict__ |= {"target": target, "norms": norms, "eh_proj": eh_proj}
         self.__dict__ |= {"layer": layer, "last_norm": last_norm}
@@ -195,6 +196,10 @@ class NextnModules(DraftHead):
             indexer = replace(mla.indexer, shared_layers=frozenset())
             config = replace(config, mla=replace(mla, indexer=indexer))
         self.config = config
+        self.shares_choice = (
+            count == 1 and config.indexer is not None and config.indexer.is_shared_by_steps
+        )
+        """Whether later steps attend to the keys that the first one has chosen."""
         sizes, wide = (config.vocab_size, config.hidden_size), placement.wide
         self.embed_tokens = Embedding(*sizes, wide) if EMBEDDING in owns else None
         self.lm_head = OutputLinear(*sizes[::-1], placement=wide) if OUTPUT in owns else None

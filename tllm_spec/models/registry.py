@@ -12,7 +12,12 @@ from tllm_spec.distributed.communicator import SINGLE, Communicator, Mapping
 from tllm_spec.models.checkpoint import checkpoint_names, has_own_output
 from tllm_spec.models.config import WITH_IMAGES, ModelConfig, text_part_of, token_ids_of
 from tllm_spec.models.config_file import read_checked, read_config
-from tllm_spec.models.deepseek import DeepseekForCausalLM, read_deepseek, read_glm4_moe
+from tllm_spec.models.deepseek import (
+    DeepseekForCausalLM,
+    GlmMoeDsaForCausalLM,
+    read_deepseek,
+    read_glm4_moe,
+)
 from tllm_spec.models.formats.kv_cache_formats import kv_cache_setting
 from tllm_spec.models.formats.quantisation import Quantisation
 from tllm_spec.models.formats.quantisation_readers import read_quantisation
@@ -84,7 +89,7 @@ MODELS: dict[str, Family] = {
     "DeepseekV2ForCausalLM": _DEEPSEEK,
     "DeepseekV3ForCausalLM": _DEEPSEEK,
     "DeepseekV32ForCausalLM": _DEEPSEEK,
-    "GlmMoeDsaForCausalLM": _DEEPSEEK,
+    "GlmMoeDsaForCausalLM": Family(GlmMoeDsaForCausalLM, read_deepseek),
     "Mistral4ForCausalLM": Family(Mistral4ForCausalLM, read_mistral4),
 }
 

@@ -11,7 +11,13 @@ from dataclasses import replace
 import torch
 
 from tllm_spec.attention.geometry import KVPool
-from tllm_spec.attention.interface import AttentionMetadata, ForwardContext, SpecMetadata
+from tllm_spec.attention.indexed import first_choice
+from tllm_spec.attention.interface import (
+    AttentionMetadata,
+    FirstChoice,
+    ForwardContext,
+    SpecMetadata,
+)
 from tllm_spec.distributed.communicator import VocabShard
 from tllm_spec.draft_network.network import (
     LOGITS,
@@ -62,6 +68,8 @@ class DraftNet:
     # Windows are a rectangle: `Windows.part` is not served.
     reads_whole_windows: bool = False
     has_keys: bool = True  # and values, of its own
+    # Of the latest first step, where its indexer chooses for later ones, too.
+    first_choice: FirstChoice | None = None
     rows: RowBuilder  # with the block table
     attention: AttentionGroups
 
@@ -112,14 +120,20 @@ class DraftNet:
         that are returned (`ForwardContext.wanted`); None: all. step: 0 reads what the target has
         read, k what draft k - 1 is, or blocks of k rows."""
         only_writes = self.has_one_layer and wanted is not None and not len(wanted)
-        rows = self.attention.plan(chunks, windows, only_writes=only_writes)
+        choice = self.first_choice
+        if choice is not None:
+            choice = replace(choice, step=step) if step else FirstChoice()
+        rows = self.attention.plan(chunks, windows, only_writes=only_writes, first_choice=choice)
         if patched is not None:
             to_patch = to_device(patched[0], rows.token_ids.device)
             rows.token_ids.index_copy_(0, to_patch, patched[1])
         if state is None and self.spec is not None and not step:
             state = self.fuse(self.spec.captured(len(rows.token_ids)))
         context = ForwardContext(rows.groups, wanted=wanted)
-        return self.run(rows.token_ids, rows.positions, state, context, step)
+        states = self.run(rows.token_ids, rows.positions, state, context, step)
+        if choice is not None and not step:
+            self.first_choice = first_choice(context)
+        return states
 
     def after_last(self, windows: Windows) -> torch.Tensor:
         """The states after the last token of each window, `[B, H]`, of a network that reads tokens
@@ -141,6 +155,8 @@ class HeadNet(DraftNet):
         # after the other.
         is_written_alone = head.block is not None or isinstance(head, NextnModules)
         self.has_one_layer = is_written_alone or head.config.num_layers == 1
+        if isinstance(head, NextnModules) and head.shares_choice:
+            self.first_choice = FirstChoice()
         self.vocab_size, self.token_map = head.num_logits, head.draft_to_target
         self.shard, self.masks = head.output.shard, head.masks
         self.run = head.forward

@@ -44,6 +44,7 @@ Tensors = Mapping[str, torch.Tensor]
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _AWQ_PLACES = tuple(AWQ_ORDER.index(column) for column in range(8))
 SYMMETRIC_ZERO = 8
+_ZEROS, _ORDERS = ("qzeros", "weight_zero_point"), ("g_idx", "weight_g_idx")
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,11 @@ class PackedTensors:
     weights that are not quantised, if the name is `weight`."""
     required: tuple[str, ...] = ()
     """Beside codes and scales."""
+
+    def needed(self, *, has_zeros: bool, is_ordered: bool) -> list[str]:
+        """Beside codes, with zero points or with groups in an order of their own."""
+        names = set[str]().union(_ZEROS if has_zeros else (), _ORDERS if is_ordered else ())
+        return [self.scales, *self.required, *(name for name in self.optional if name in names)]
 
 
 def four_bits(words: torch.Tensor) -> torch.Tensor:

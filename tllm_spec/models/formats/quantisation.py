@@ -164,7 +164,7 @@ class Quantisation:
     targets: ModuleNames | None = None
     """Other modules have no quantised weights either; None: any may have them."""
     is_symmetric: bool | None = field(default=None, compare=False)
-    """Whether the settings of AWQ and GPTQ say that zero points are 8; None: they do not say."""
+    """Whether the settings of 4-bit weights say that zero points are 8; None: they do not say."""
     unused: tuple[str, ...] = field(default=(), compare=False)
     """What the configuration says of activations, and why it is not used: a sentence for each. It
     does not change how weights are read."""

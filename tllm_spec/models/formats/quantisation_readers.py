@@ -225,7 +225,7 @@ def _read_awq(settings: Settings, reasons: list[str]) -> Quantisation:
         four_bit=FourBitGroups(_group_size(settings, key, reasons)),
         packing="awq",
         ignored=_names_in(settings, "modules_to_not_convert", reasons),
-        is_symmetric=None if settings.get("zero_point", True) else True,
+        is_symmetric=not settings.get("zero_point", True),
     )
 
 
@@ -358,7 +358,8 @@ def _compressed_four_bit(group: Settings, written: str, reasons: list[str]) -> Q
         size = _group_size(weights, "group_size", reasons)
     is_ordered = weights.get("actorder") in ("group", True) and size > 0
     groups = FourBitGroups(size, is_ordered, written != _PACKED)
-    return Quantisation(four_bit=groups, packing=packing, unused=unused)
+    is_symmetric = weights.get("symmetric") is not False
+    return Quantisation(four_bit=groups, packing=packing, is_symmetric=is_symmetric, unused=unused)
 
 
 def _target_names(group: Settings, reasons: list[str]) -> list[str] | None:

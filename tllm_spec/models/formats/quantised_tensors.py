@@ -182,7 +182,9 @@ def four_bit_tensors(
             yield name, tensor
             continue
         own = parts.pop(module, {}) | {packing.codes: tensor}
-        for kind in (packing.scales, *packing.required):
+        for kind in packing.needed(
+            has_zeros=form.is_symmetric is False, is_ordered=form.four_bit.is_ordered
+        ):
             if kind not in own:
                 raise ValueError(f"{path} has no {module}.{kind} for {name}.")
         for kind in {packing.codes, "qzeros", "weight_zero_point"} & own.keys():
