@@ -69,7 +69,7 @@ OPTIONS = {
     "device": "cpu",
     "max_batch_size": 16,
     "max_num_tokens": 2048,
-    "kv_cache_config": {"enable_block_reuse": False, "max_tokens": 32768},
+    "kv_cache_config": {"max_tokens": 49152},  # of the prompts of one kind of traffic
 }
 DRAFTS = {
     "AUTO": None,
@@ -79,7 +79,7 @@ DRAFTS = {
     "AUTO, MTP": None,
 }
 BATCH_SIZES = (1, 4, 16)
-NUM_TEXTS = {1: 4, 4: 8, 16: 16}
+NUM_TEXTS = {1: 2, 4: 4, 16: 16}
 MIN_BEST, MIN_PLAIN = 0.97, 0.99
 TEMPERATURE = 0.8
 Texts = Sequence[tuple[list[int], list[int]]]
@@ -270,7 +270,7 @@ def zoo(options: Options) -> Iterator[Row]:
     names = options.text("configs", "")
     found = configs(names.split(";") if names else ["sa", "AUTO"] if options.quick else ())
     texts = all_texts(is_quick=options.quick)
-    times = measured(found, 1 if options.quick else 3)
+    times = measured(found, 1 if options.quick else 2)
     plain: dict[tuple[str, str, int], float] = {}
     for config in found:
         player, own = Player(config, texts), times[config.name]
