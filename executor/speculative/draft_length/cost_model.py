@@ -2,8 +2,8 @@
 
 Expected tokens come from the slot's estimate, seconds from the round times of the batch size. What
 rounds do not show by themselves is learned by probes: a few rounds of another tier, within a small
-share of the time. For chains that is the next longer length. A tree is used when it is expected to
-win: chains give the evidence for it."""
+share of the time. For chains that is the next longer length. Without drafts, probes that change
+nothing become rarer. A tree is used when it is expected to win: chains give the evidence for it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,6 +20,7 @@ PROBE_TRIALS = 8  # requests that a probe should see, over its rounds
 MAX_PROBE_ROUNDS = 4  # with drafts of the probed length
 SPARE_ROUNDS = 3  # of a probe: the first has no such drafts yet, and results are read late
 MAX_SAVED_ROUNDS = 40.0  # of the present length: time that quiet traffic may save up for probes
+MAX_PROBE_WAIT = 4.0  # times as rare, where rounds have no drafts and probes change nothing
 SHARE_ROUNDS = 8  # memory of the share of requests that are drafted for
 
 
@@ -52,6 +53,7 @@ class CostModelSlot:
         self._decided: dict[int, int] = {}  # since the last round: batch sizes and their max_tier
         self._probe: _Probe | None = None
         self._saved_seconds = 0.0  # for probes
+        self._wait = 1.0  # times as rare as the options say
 
     def tier_for(self, batch_size: int, max_tier: int) -> int:
         """The tier, at most `max_tier`; 0 = plain decoding. Asking changes no later answer."""
@@ -89,7 +91,8 @@ class CostModelSlot:
             probe.rounds_left -= 1
             probe.rounds_to_see -= tier == probe.tier
         else:
-            saved = self._saved_seconds + self._probe_share * row.get(chosen, 0.0)
+            share = self._probe_share if chosen else self._probe_share / self._wait
+            saved = self._saved_seconds + share * row.get(chosen, 0.0)
             self._saved_seconds = min(saved, MAX_SAVED_ROUNDS * row.get(chosen, 0.0))
         self._decided.clear()
         self._decide(batch_size, max_tier)
@@ -126,6 +129,7 @@ class CostModelSlot:
         """Logs that the batch size changes to `tier`, which it returns."""
         present = self._tiers.get(batch_size)
         if present not in (None, tier):
+            self._wait = 1.0
             rates = " ".join(f"{rate:.2f}" for rate in self._estimate.rates)
             reason = f"{why}; acceptance given the drafts before {rates}"
             names = self._shapes.name(present), self._shapes.name(tier)
@@ -137,6 +141,7 @@ class CostModelSlot:
         if probe is not None:
             if tier >= probe.tier or not probe.rounds_left or not probe.rounds_to_see:
                 self._probe = None
+                self._wait = min(2 * self._wait, MAX_PROBE_WAIT)
             return
         probed = self._estimate.probe_of(batch_size, tier)
         if probed is None or probed > max_tier:
