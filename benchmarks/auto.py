@@ -5,9 +5,9 @@ of the same EAGLE-3 head on a GPU.
         [--acceptances 0,0.6] [--lengths 1,3,5,7] [--output result.json]
 
 zoo: on a CPU, speed is counts times times: the rounds that a configuration takes for given texts,
-by batch size and by what is drafted, times the shortest of several measurements of such a round,
-all taken in turns in one process. So the figures do not depend on what else the machine does.
-Adaptive configurations decide by the same times. Texts are those of plain decoding.
+by batch size and by what is drafted, times the shortest of several measurements of such a round, in
+seconds of the process, all taken in turns. So the figures do not depend on what else the machine
+does. Adaptive configurations decide by the same times. Texts are those of plain decoding.
 
 code     held-out code as it is: drafts are seldom right
 edits    an edit of the code in the prompt (harness/edited_code.py)
@@ -30,6 +30,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
+from time import process_time
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -52,6 +53,7 @@ from tllm_spec.config.llm_args import LlmArgs, read_options
 from tllm_spec.executor import build
 from tllm_spec.executor.building.plan import BuildPlan
 from tllm_spec.executor.building.rounds import RoundTimer
+from tllm_spec.executor.graphs import slot_graphs
 from tllm_spec.executor.graphs.context_graphs import ContextLimits
 from tllm_spec.executor.request import DecodingRules, DraftCounters, LlmRequest, RequestPause
 from tllm_spec.executor.rounds.round_runner import RoundRunner
@@ -155,7 +157,8 @@ def round_times(config: Config) -> Iterator[dict[int, dict[int, float]]]:
     timer = RoundTimer(runner, plan.shapes, plan.slots.dummy_slot, plan.device, limits)
     tiers: Any = SimpleNamespace(tiers=sorted({0, *executor.executor.parts.controller.tiers}))
     while True:
-        times = timer.measure(tiers, BATCH_SIZES, is_shown=False)
+        with mock.patch.object(slot_graphs, "perf_counter", process_time):
+            times = timer.measure(tiers, BATCH_SIZES, is_shown=False)
         yield {n: {t: times.round_time(n, t) for t in tiers.tiers} for n in BATCH_SIZES}
 
 
@@ -357,8 +360,9 @@ class Heads:
             self.auto = self._engine(script=self.script, speculative_config=auto)
         self.candidates = [0, *(length for length in lengths if length <= self.longest)]
         fixed = models.eagle3(self.longest, adaptive={"candidate_steps": self.candidates})
-        self.lengths = self._engine(weights_of=self.auto, speculative_config=fixed)
-        self.plain = self._engine(weights_of=self.auto)
+        self.plain = self.lengths = self._engine(weights_of=self.auto)
+        if len(self.candidates) > 1:
+            self.lengths = self._engine(weights_of=self.auto, speculative_config=fixed)
         self._fresh = self.auto.executor.parts.controller
 
     def _engine(self, **options: Any) -> ForcedRounds:
@@ -382,11 +386,13 @@ class Heads:
         controller, blocks = copy.deepcopy(self._fresh), {n: Block() for n in sides}
         with scripted_candidates(self.script):
             self.auto.play(controller, rounds=settling)
+        self.auto.refill()  # so that all sides have equal contexts
         own, without = Block(), Block()
         for order in (list(sides), list(reversed(sides))):
             for length in order:
                 sides[length].play(held[length], rounds=2)
-                blocks[length] += sides[length].play(held[length], rounds=rounds // 4)
+                number = rounds // 8 if length else rounds // 4
+                blocks[length] += sides[length].play(held[length], rounds=number)
             if order[0] == 0:
                 with scripted_candidates(self.script):
                     without += self.auto.play(held[0], rounds=rounds // 2)
@@ -411,7 +417,7 @@ def heads(options: Options) -> Iterator[Row]:
         sizes, room = (options.numbers("batch_sizes"), 2560) if models.is_8b else ([1], 320)
         lengths = options.numbers("lengths")
         found = Heads(models, sizes, 512 if models.is_8b else 32, room, lengths)
-        settling, rounds = (200, 48) if models.is_8b else (3, 4)
+        settling, rounds = (200, 192) if models.is_8b else (3, 8)
         acceptances = [float(each) for each in options.text("acceptances", "").split(",")]
         for batch_size in sizes:
             for acceptance in acceptances if models.is_8b else (0.0, 0.9):

@@ -54,6 +54,8 @@ class CostModelSlot:
         self._probe: _Probe | None = None
         self._saved_seconds = 0.0  # for probes
         self._wait = 1.0  # times as rare as the options say
+        # Before any drafts were made, a probe comes at once and is paid for afterwards.
+        self._has_drafted = False
 
     def tier_for(self, batch_size: int, max_tier: int) -> int:
         """The tier, at most `max_tier`; 0 = plain decoding. Asking changes no later answer."""
@@ -83,6 +85,7 @@ class CostModelSlot:
         if observed.num_alive and is_own:
             self._estimate.observe(observed, tier)
             if tier:
+                self._has_drafted = True
                 share = len(observed.num_accepted) / observed.num_alive
                 self._drafted_share += (share - self._drafted_share) / SHARE_ROUNDS
         row, chosen = self._times.row(batch_size), self._tiers[batch_size]
@@ -148,8 +151,9 @@ class CostModelSlot:
             return
         num_rounds = min(MAX_PROBE_ROUNDS, ceil(PROBE_TRIALS / batch_size))
         seconds = self._probe_seconds(row, tier, probed)
-        is_paid = self._saved_seconds >= (num_rounds + 1) * seconds
-        if is_paid and self._may_win(row, tier, probed):
+        is_paid = self._saved_seconds >= (num_rounds + 1) * seconds or not self._has_drafted
+        if is_paid and self._probe_share and self._may_win(row, tier, probed):
+            self._has_drafted = True
             self._probe = _Probe(probed, num_rounds, num_rounds + SPARE_ROUNDS)
 
     def _probe_seconds(self, row: dict[int, float], tier: int, probed: int) -> float:
