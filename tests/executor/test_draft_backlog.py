@@ -1,7 +1,6 @@
 """Rounds without drafts inside the forward: a head reads many of them at once, a model whatever
 there is when drafts are wanted again, and its cache then is what it would have been."""
 
-from collections import Counter
 from math import inf
 from pathlib import Path
 from random import Random
@@ -12,7 +11,6 @@ import torch
 
 from tests.executor.draft_caches import (
     HOT,
-    LAYERS,
     SMALL_POOL,
     assert_cached_pages_are_whole,
     assert_nothing_is_missing,
@@ -39,7 +37,6 @@ from tllm_spec.executor.engine.rows import Windows
 from tllm_spec.executor.graphs.slot_graphs import Captured, SlotGraphs, graph_keys
 from tllm_spec.executor.request import LlmRequest, RequestState
 from tllm_spec.executor.speculative.drafting.network_drafter import BACKLOG_LEN, DraftBacklog
-from tllm_spec.kernels.dispatch import Operation
 from tllm_spec.models.eagle3 import Eagle3Head
 
 MODES = ["draft_target", "eagle3", "eagle3_two_model", "eagle3_onnxruntime", "eagle"]
@@ -491,37 +488,3 @@ def test_on_a_gpu_a_replayed_catch_up_is_the_eager_one(
     assert_alike(*run_in_step([harness, eager], sampled))
     assert {size for size, _ in seen} >= sizes_of(mode) and all(in_graph for _, in_graph in seen)
     assert all_pages_are_back(harness.executor)
-
-
-def operations_of(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Names and number of the operations with kernels in twice `BACKLOG_LEN` rounds without
-    drafts."""
-    harness.submit(PROMPT, max_tokens=100, ignore_eos=True)
-    harness.parts.tier_for = lambda batch_size: 0
-    for _ in range(BACKLOG_LEN):
-        harness.executor.step()
-    found, run = Counter[str](), Operation.__call__
-
-    def counted(operation: Operation[..., Any], *args: Any, **kwargs: Any) -> Any:
-        found[operation.__name__] += 1
-        return run(operation, *args, **kwargs)
-
-    monkeypatch.setattr(Operation, "__call__", counted)
-    for _ in range(2 * BACKLOG_LEN):
-        harness.executor.step()
-    monkeypatch.undo()
-    return found
-
-
-def test_a_round_without_drafts_does_what_plain_decoding_does_and_keeps_what_a_head_reads_later(
-    tiny: Path, tiny_draft: Path, head: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With trees and matches in the text, of which nothing but these few copies is left."""
-    options = one_model(tiny_draft, head, "eagle3_sa_tree", adaptive={"candidate_steps": [0, 3]})
-    sides = (Harness(tiny, max_batch_size=1, **each) for each in ({}, options))
-    plain, own = (operations_of(each, monkeypatch) for each in sides)
-    kept = {"copy_rows": len(LAYERS), "store_in_rings": 1, "append_tokens": 1}
-    rounds = 2 * BACKLOG_LEN
-    more = own - plain - Counter({name: number * rounds for name, number in kept.items()})
-    assert not plain - own
-    assert more.total() < rounds, more  # the head's forward of each `BACKLOG_LEN` rounds
