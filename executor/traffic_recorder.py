@@ -154,8 +154,8 @@ class TrafficRecorder:
         acceptance_length = self._num_emitted / self._num_rounds
         if acceptance_length < LOW_ACCEPTANCE_LENGTH:
             logger.info(
-                "the first %d recorded requests had %.2f tokens a round; tllm-bench tune %s --config "
-                "FILE says whether another drafter would be better",
+                "the first %d recorded requests had %.2f tokens a round; "
+                "tllm-bench tune %s --config FILE says whether another drafter would be better",
                 *(ADVISED_RECORDS, acceptance_length, self._folder.path),
             )
 

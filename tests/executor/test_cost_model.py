@@ -256,6 +256,15 @@ def test_a_probe_comes_at_once_without_evidence_and_later_when_the_saved_time_pa
     assert starts == pytest.approx([1, 1 + 9 / 0.025, 1 + 9 / 0.025 + 4 / 0.0125], abs=10)
 
 
+def test_a_probe_ends_where_the_length_falls_below_what_it_began_from() -> None:
+    """Otherwise no other would ever begin."""
+    controls = controller(candidate_steps=[0, 1, 2, 3, 5, 7], probe_time_share=0.5)
+    while controls.state()["slots"]["1"]["probe"] not in (5, 7):
+        play(controls, 1, 3)
+    play(controls, 100, 0)
+    assert settled(controls) == 0 and 1 in play(controls, 1000, 0)
+
+
 def test_saved_time_is_capped_so_that_hard_texts_after_easy_ones_see_few_probes() -> None:
     """The longest length has nothing to probe: 20,000 of its rounds would save the time of 110
     plain ones, of which 40 are kept. A draft takes a tenth of a plain round."""
