@@ -279,14 +279,14 @@ def test_saved_time_is_capped_so_that_hard_texts_after_easy_ones_see_few_probes(
 @pytest.mark.parametrize(("batch_size", "rounds"), [(1, 4), (2, 4), (4, 2), (16, 1)])
 def test_a_probe_ends_after_four_rounds_or_eight_requests(batch_size: int, rounds: int) -> None:
     controls = controller()
-    play(controls, 500, 0, batch_size)
+    play(controls, 4000, 0, batch_size)
     assert lengths_of_probes(play(controls, 5000, 0, batch_size)) == {rounds}
 
 
 def test_rounds_of_a_probe_in_which_its_drafts_are_not_there_yet_do_not_count() -> None:
     """A round's drafts were made in the round before, so the first round has none."""
     controls = controller()
-    play(controls, 500, 0)
+    play(controls, 4000, 0)
     asked = [0]
     for _ in range(5000):
         before = asked[-1]
