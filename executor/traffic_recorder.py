@@ -39,6 +39,9 @@ MAX_ENDS = 1 << 10  # requests that wait to be written; more are lost
 MAX_TEXTS = 8  # that may have all of the memory for states of running requests
 PAUSE_SECONDS = 0.5  # after which rounds are looked at though no request has ended
 END_SECONDS = 10.0  # for what is left to write at the end
+# After so many records the log says once where another drafter may be found, if their requests had
+# fewer tokens a round than this.
+ADVISED_RECORDS, LOW_ACCEPTANCE_LENGTH = 64, 1.3
 
 
 class ReadRound(NamedTuple):
@@ -80,6 +83,7 @@ class TrafficRecorder:
         self._epoch_us = int((time() - monotonic()) * 1e6)
         self._is_failing = False
         self._run_id, self._num_records = secrets.token_hex(6), 0
+        self._num_rounds = self._num_emitted = 0
         self._thread = threading.Thread(target=self._main, name="tllm-recorder", daemon=True)
         self._thread.start()
 
@@ -140,6 +144,20 @@ class TrafficRecorder:
                     self._folder.append([record.to_line() for record in records])
             for request, record in zip(requests, records, strict=True):
                 self._add_states(request, record)
+                self._advise(record)
+
+    def _advise(self, record: TrafficRecord) -> None:
+        self._num_rounds += record.num_rounds
+        self._num_emitted += record.num_emitted
+        if not record.id.endswith(f"-{ADVISED_RECORDS}") or not self._num_rounds:
+            return
+        acceptance_length = self._num_emitted / self._num_rounds
+        if acceptance_length < LOW_ACCEPTANCE_LENGTH:
+            logger.info(
+                "the first %d recorded requests had %.2f tokens a round; "
+                "tllm-bench tune %s --config FILE says whether another drafter would be better",
+                *(ADVISED_RECORDS, acceptance_length, self._folder.path),
+            )
 
     def _take_ended(self) -> list[LlmRequest | None]:
         """Waits for requests that have ended. None among them: the recorder ends."""

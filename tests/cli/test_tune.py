@@ -27,7 +27,7 @@ from tllm_spec.bench.tune import (
     score_of,
     simulate,
 )
-from tllm_spec.bench.tune_report import best_yaml, share_of_other_rounds, tune
+from tllm_spec.bench.tune_report import advice, best_yaml, share_of_other_rounds, tune
 from tllm_spec.cli.bench import main
 from tllm_spec.config.llm_args import LlmArgs, read_options
 from tllm_spec.config.speculative_config import speculative_config_from
@@ -87,6 +87,23 @@ def test_the_best_configuration_says_why() -> None:
     text = best_yaml(scores)
     assert "# sa 3: 4.000 ms a token" in text and "1.50 times that" in text
     assert text.endswith("speculative_config:\n  decoding_type: SA\n  max_draft_len: 3\n")
+
+
+@pytest.mark.parametrize(
+    ("ms", "said"),
+    [
+        ((6.0, 5.0, 4.0, 3.0), "better: sa 3 takes 0.75 of the time that head 2 takes"),
+        ((6.0, 5.0, 4.0, 3.95), "no other of these drafters is better than head (head 2)."),
+        ((3.0, 5.0, 4.0, 3.5), "better: plain takes 0.75 of"),
+    ],
+)
+def test_a_sentence_says_whether_another_drafter_would_be_better(
+    ms: Sequence[float], said: str
+) -> None:
+    names = (PLAIN, PLAIN), ("head", "1"), ("head", "2"), ("sa", "3")
+    found = [Candidate(*name, None if name[0] == PLAIN else {}) for name in names]
+    scores = [Score(each, 1.0, 1.0, own, 1.0, 1) for each, own in zip(found, ms, strict=True)]
+    assert said in advice(scores)
 
 
 def test_the_best_configuration_is_whole_and_loads_again_equal(tiny: Path, tmp_path: Path) -> None:

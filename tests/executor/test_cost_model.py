@@ -173,12 +173,16 @@ def lengths_of_probes(asked: list[int]) -> set[int]:
 
 
 @pytest.mark.parametrize("share", [0.005, 0.02])
-def test_probes_cost_their_share_of_the_time(share: float) -> None:
+def test_probes_cost_at_most_their_share_of_the_time_and_a_quarter_if_they_change_nothing(
+    share: float,
+) -> None:
     controls = controller(probe_time_share=share)
-    play(controls, 500, 0)
-    asked = play(controls, 20_000, 0)
-    drafted = sum(steps for steps in asked)  # each draft adds a tenth of a plain round
-    assert 0.4 * share < drafted * 0.1 / len(asked) < 1.1 * share
+    shares = []
+    for rounds in (800, 20_000):
+        play(controls, 200, 0)
+        asked = play(controls, rounds, 0)
+        shares.append(sum(asked) * 0.1 / len(asked))  # a draft adds a tenth of a plain round
+    assert shares[0] < 1.3 * share and 0.1 * share < shares[1] < 0.3 * share
 
 
 def test_without_a_share_of_the_time_there_are_no_probes() -> None:
@@ -244,10 +248,21 @@ def test_a_step_of_several_drafts_is_judged_by_all_of_them() -> None:
     assert settled(controls) == 3
 
 
-def test_a_probe_starts_when_the_saved_time_pays_for_all_of_its_rounds() -> None:
-    """A round of 10 ms saves 0.05 ms. Four rounds and a spare one add 1 ms each."""
-    asked = play(controller(prior_acceptance=0.0), 200, 0)
-    assert asked.index(1) == pytest.approx(100, abs=2)
+def test_a_probe_comes_at_once_without_evidence_and_later_when_the_saved_time_pays_for_it() -> None:
+    """A round of 10 ms saves 0.05 ms, half of that after a probe in vain, then a quarter. Each of
+    four rounds takes 1 ms more, which the first probe owes, and one is spare."""
+    asked = play(controller(prior_acceptance=0.0), 1000, 0)
+    starts = [number for number, pair in enumerate(pairwise(asked), 1) if pair == (0, 1)]
+    assert starts == pytest.approx([1, 1 + 9 / 0.025, 1 + 9 / 0.025 + 4 / 0.0125], abs=10)
+
+
+def test_a_probe_ends_where_the_length_falls_below_what_it_began_from() -> None:
+    """Otherwise no other would ever begin."""
+    controls = controller(candidate_steps=[0, 1, 2, 3, 5, 7], probe_time_share=0.5)
+    while controls.state()["slots"]["1"]["probe"] not in (5, 7):
+        play(controls, 1, 3)
+    play(controls, 100, 0)
+    assert settled(controls) == 0 and 1 in play(controls, 1000, 0)
 
 
 def test_saved_time_is_capped_so_that_hard_texts_after_easy_ones_see_few_probes() -> None:
@@ -265,14 +280,14 @@ def test_saved_time_is_capped_so_that_hard_texts_after_easy_ones_see_few_probes(
 @pytest.mark.parametrize(("batch_size", "rounds"), [(1, 4), (2, 4), (4, 2), (16, 1)])
 def test_a_probe_ends_after_four_rounds_or_eight_requests(batch_size: int, rounds: int) -> None:
     controls = controller()
-    play(controls, 500, 0, batch_size)
+    play(controls, 4000, 0, batch_size)
     assert lengths_of_probes(play(controls, 5000, 0, batch_size)) == {rounds}
 
 
 def test_rounds_of_a_probe_in_which_its_drafts_are_not_there_yet_do_not_count() -> None:
     """A round's drafts were made in the round before, so the first round has none."""
     controls = controller()
-    play(controls, 500, 0)
+    play(controls, 4000, 0)
     asked = [0]
     for _ in range(5000):
         before = asked[-1]

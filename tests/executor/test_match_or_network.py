@@ -1,6 +1,7 @@
 """Drafts of a network next to those of a match in the request's text: each request has those of one
 source, and the network's cache misses nothing."""
 
+from collections import Counter
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 
 from tests.executor.draft_caches import (
     HOT,
+    LAYERS,
     SMALL_POOL,
     assert_nothing_is_missing,
     generating,
@@ -29,6 +31,8 @@ from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.executor.building.memory import reserved_bytes
 from tllm_spec.executor.building.plan import BuildPlan
 from tllm_spec.executor.request import LlmRequest, RequestState
+from tllm_spec.executor.speculative.drafting.network_drafter import BACKLOG_LEN
+from tllm_spec.kernels.dispatch import Operation
 from tllm_spec.kernels.drafts.draft_sources import MATCH, NETWORK, DraftSources
 
 OVERLAPPING = ["draft_target", "eagle3", "eagle3_two_model", "eagle3_sa_tree"]
@@ -209,3 +213,37 @@ def test_the_memory_plan_counts_the_texts(tiny: Path, tiny_draft: Path, head: Pa
     ]
     more = reserved_bytes(plans[0], None, ()) - reserved_bytes(plans[1], None, ())
     assert more == 9 * plans[0].max_len * 4
+
+
+def operations_of(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Names and number of the operations with kernels in twice `BACKLOG_LEN` rounds without
+    drafts."""
+    harness.submit([3, 14, 15, 9], max_tokens=100, ignore_eos=True)
+    harness.parts.tier_for = lambda batch_size: 0
+    for _ in range(BACKLOG_LEN):
+        harness.executor.step()
+    found, run = Counter[str](), Operation.__call__
+
+    def counted(operation: Operation[..., Any], *args: Any, **kwargs: Any) -> Any:
+        found[operation.__name__] += 1
+        return run(operation, *args, **kwargs)
+
+    monkeypatch.setattr(Operation, "__call__", counted)
+    for _ in range(2 * BACKLOG_LEN):
+        harness.executor.step()
+    monkeypatch.undo()
+    return found
+
+
+def test_a_round_without_drafts_does_what_plain_decoding_does_and_keeps_what_a_head_reads_later(
+    tiny: Path, tiny_draft: Path, head: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With trees and matches in the text, of which nothing but these few copies is left."""
+    options = one_model(tiny_draft, head, "eagle3_sa_tree", adaptive={"candidate_steps": [0, 3]})
+    sides = (Harness(tiny, max_batch_size=1, **each) for each in ({}, options))
+    plain, own = (operations_of(each, monkeypatch) for each in sides)
+    kept = {"copy_rows": len(LAYERS), "store_in_rings": 1, "append_tokens": 1}
+    rounds = 2 * BACKLOG_LEN
+    more = own - plain - Counter({name: number * rounds for name, number in kept.items()})
+    assert not plain - own
+    assert more.total() < rounds, more  # the head's forward of each `BACKLOG_LEN` rounds

@@ -18,6 +18,7 @@ from tests.executor.harness import Harness, user_provided
 from tests.lossless.engines import tiny_engine
 from tests.lossless.test_row_counts import draw_budgets
 from tllm_spec.bench.tune_report import read_served, replay_report
+from tllm_spec.executor import traffic_recorder
 from tllm_spec.executor.graphs.slot_graphs import graph_keys
 from tllm_spec.llm import LLM
 from tllm_spec.recording import traffic_folder
@@ -33,6 +34,7 @@ from tllm_spec.recording.traffic_folder import (
 )
 from tllm_spec.sampling_params import SamplingParams
 
+NO_MATCH = {"speculative_config": {"decoding_type": "NGram", "max_draft_len": 2}}
 PROMPTS = [[(7 * i + j) % 60 + 1 for j in range(5 + i)] for i in range(4)]
 MODES = ("plain", "ngram", "draft_target", "eagle3", "eagle3_two_model", "eagle3_sa", "peagle")
 WAYS = [(mode, way) for mode in (*MODES, "eagle3_tree") for way in ("", "graphs", "chunks")]
@@ -430,3 +432,23 @@ def test_a_full_disk_loses_records_and_no_request(
     with make_llm(tiny, folder) as llm:
         llm.generate([3], PARAMS)
     assert [record.prompt for record in read_records(folder)] == [[3]]
+
+
+@pytest.mark.parametrize(("low", "is_said"), [(1.3, True), (1.0, False)])
+def test_the_log_says_once_where_few_drafts_are_accepted_that_another_drafter_may_be_better(
+    tiny: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    low: float,
+    is_said: bool,
+) -> None:
+    monkeypatch.setattr(traffic_recorder, "ADVISED_RECORDS", 3)
+    monkeypatch.setattr(traffic_recorder, "LOW_ACCEPTANCE_LENGTH", low)
+    caplog.set_level("INFO")
+    with LLM(tiny, skip_tokenizer_init=True, record_traffic=str(tmp_path / "t"), **NO_MATCH) as llm:
+        for _ in range(2):
+            llm.generate(PROMPTS, SamplingParams(max_tokens=3, ignore_eos=True))
+    said = [each for each in caplog.messages if f"tune {tmp_path / 't'}" in each]
+    assert len(said) == is_said
+    assert all(each.startswith("the first 3 recorded requests had 1.0") for each in said)

@@ -163,6 +163,7 @@ NOT_WRITTEN = {  # of the best configuration: what it has from elsewhere, and wh
     "record_hidden_states",
 }
 MATCHES = {"decoding_type": "SA", "max_draft_len": 5}
+MAX_SHARE = 0.98  # of the time for a token, to call another drafter better
 
 
 def tune(
@@ -298,6 +299,20 @@ def tune_curves(scores: Sequence[Score]) -> dict[str, list[LoadPoint]]:
         point = LoadPoint(each.candidate.shape, each.output_tokens_per_s, latencies)
         curves.setdefault(each.candidate.drafter, []).append(point)
     return curves
+
+
+def advice(scores: Sequence[Score]) -> str:
+    """A sentence: whether another drafter would be better than the first, which is the one that
+    served, or the first file's."""
+    own = next(each.candidate.drafter for each in scores if each.candidate.spec is not None)
+    best, first = best_of(scores), best_of([s for s in scores if s.candidate.drafter == own])
+    name, share = first.candidate.name, best.ms_per_token / first.ms_per_token
+    if share > MAX_SHARE or best.candidate.drafter == own:
+        return f"For this traffic no other of these drafters is better than {own} ({name})."
+    return (
+        f"For this traffic another drafter would be better: {best.candidate.name} takes {share:.2f}"
+        f" of the time that {name} takes for a token."
+    )
 
 
 def best_yaml(scores: Sequence[Score]) -> str:

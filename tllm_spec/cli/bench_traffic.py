@@ -123,7 +123,7 @@ def tune(
     from tllm_spec.bench import tune_report as reports
 
     scores = reports.tune(data, None if model is None else model.path, configs, num_requests)
-    click.echo(reports.tune_table(scores))
+    click.echo(reports.tune_table(scores) + "\n\n" + reports.advice(scores))
     best = reports.best_yaml(scores)
     click.echo(best)
     if output is not None:

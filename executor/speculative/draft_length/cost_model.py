@@ -2,8 +2,8 @@
 
 Expected tokens come from the slot's estimate, seconds from the round times of the batch size. What
 rounds do not show by themselves is learned by probes: a few rounds of another tier, within a small
-share of the time. For chains that is the next longer length. A tree is used when it is expected to
-win: chains give the evidence for it."""
+share of the time. For chains that is the next longer length. Without drafts, probes that change
+nothing become rarer. A tree is used when it is expected to win: chains give the evidence for it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,6 +20,8 @@ PROBE_TRIALS = 8  # requests that a probe should see, over its rounds
 MAX_PROBE_ROUNDS = 4  # with drafts of the probed length
 SPARE_ROUNDS = 3  # of a probe: the first has no such drafts yet, and results are read late
 MAX_SAVED_ROUNDS = 40.0  # of the present length: time that quiet traffic may save up for probes
+MIN_DRAFTING = 32  # rounds with drafts that were no mere trial
+MAX_PROBE_WAIT = 4.0  # times as rare, where rounds have no drafts and probes change nothing
 SHARE_ROUNDS = 8  # memory of the share of requests that are drafted for
 
 
@@ -52,6 +54,10 @@ class CostModelSlot:
         self._decided: dict[int, int] = {}  # since the last round: batch sizes and their max_tier
         self._probe: _Probe | None = None
         self._saved_seconds = 0.0  # for probes
+        self._wait = 1.0  # times as rare as the options say
+        self._num_drafting = 0  # rounds since drafts were chosen
+        # Before any drafts were made, a probe comes at once and is paid for afterwards.
+        self._has_drafted = False
 
     def tier_for(self, batch_size: int, max_tier: int) -> int:
         """The tier, at most `max_tier`; 0 = plain decoding. Asking changes no later answer."""
@@ -81,16 +87,20 @@ class CostModelSlot:
         if observed.num_alive and is_own:
             self._estimate.observe(observed, tier)
             if tier:
+                self._has_drafted = True
                 share = len(observed.num_accepted) / observed.num_alive
                 self._drafted_share += (share - self._drafted_share) / SHARE_ROUNDS
         row, chosen = self._times.row(batch_size), self._tiers[batch_size]
-        if (probe := self._probe) is not None and before != chosen:
+        if (probe := self._probe) is not None:
+            probe.rounds_left -= 1  # also where its batch size has moved on to another tier
+        if probe is not None and before != chosen:
             self._saved_seconds -= self._probe_seconds(row, chosen, before)
-            probe.rounds_left -= 1
             probe.rounds_to_see -= tier == probe.tier
         else:
-            saved = self._saved_seconds + self._probe_share * row.get(chosen, 0.0)
+            share = self._probe_share if chosen else self._probe_share / self._wait
+            saved = self._saved_seconds + share * row.get(chosen, 0.0)
             self._saved_seconds = min(saved, MAX_SAVED_ROUNDS * row.get(chosen, 0.0))
+        self._num_drafting = self._num_drafting + 1 if chosen else 0
         self._decided.clear()
         self._decide(batch_size, max_tier)
         self._start_or_end_probe(row, batch_size, max_tier)
@@ -126,6 +136,8 @@ class CostModelSlot:
         """Logs that the batch size changes to `tier`, which it returns."""
         present = self._tiers.get(batch_size)
         if present not in (None, tier):
+            if not tier:  # drafts that were tried for a short time are a probe, too
+                self._end_trial(is_in_vain=self._num_drafting < MIN_DRAFTING)
             rates = " ".join(f"{rate:.2f}" for rate in self._estimate.rates)
             reason = f"{why}; acceptance given the drafts before {rates}"
             names = self._shapes.name(present), self._shapes.name(tier)
@@ -137,15 +149,22 @@ class CostModelSlot:
         if probe is not None:
             if tier >= probe.tier or not probe.rounds_left or not probe.rounds_to_see:
                 self._probe = None
+                if tier < probe.tier:
+                    self._end_trial(is_in_vain=True)
             return
         probed = self._estimate.probe_of(batch_size, tier)
         if probed is None or probed > max_tier:
             return
         num_rounds = min(MAX_PROBE_ROUNDS, ceil(PROBE_TRIALS / batch_size))
         seconds = self._probe_seconds(row, tier, probed)
+        is_first = not (tier or self._has_drafted) and self._probe_share > 0
         is_paid = self._saved_seconds >= (num_rounds + 1) * seconds
-        if is_paid and self._may_win(row, tier, probed):
+        if (is_first or is_paid) and self._may_win(row, tier, probed):
+            self._has_drafted = True
             self._probe = _Probe(probed, num_rounds, num_rounds + SPARE_ROUNDS)
+
+    def _end_trial(self, *, is_in_vain: bool) -> None:
+        self._wait = min(2 * self._wait, MAX_PROBE_WAIT) if is_in_vain else 1.0
 
     def _probe_seconds(self, row: dict[int, float], tier: int, probed: int) -> float:
         """What a round of a probe costs. One with fewer rows may take less time and emit fewer
