@@ -13,12 +13,19 @@ import torch
 from tllm_spec.kernels.dispatch import has_kernels, tl, triton, with_kernel
 from tllm_spec.kernels.experts.grouped_gemm import hit_experts
 from tllm_spec.kernels.experts.permute import ExpertRows, moe_permute
-from tllm_spec.kernels.launch import begin, programmatic_launch
+from tllm_spec.kernels.gemm.norms import NormWeight, normed_row, rms_norm
+from tllm_spec.kernels.launch import (
+    begin,
+    launch_dependents,
+    programmatic_launch,
+    wait_for_previous,
+)
 
 RANK_STEP = 16  # of a slot's rank; tensor cores multiply as many at a time
 TILE_ROWS = 16
 CHUNK, BLOCK_IN = 1024, 128
 BLOCK_OUT = 256
+RANKS, ELEMENTS_PER_WARP = 2, 512  # of a program that shrinks one row
 
 
 @dataclass(frozen=True)
@@ -45,6 +52,31 @@ class AdapterWeights:
     def step(self) -> int:
         """R."""
         return self.b.shape[2]
+
+
+@dataclass(frozen=True)
+class Shrunk:
+    """`A x` of a layer's few rows, which its GEMM expands (`small_m_gemm`)."""
+
+    weights: AdapterWeights
+    slots: torch.Tensor
+    """`[T]` int32, contiguous: of each row, -1: it has none."""
+    sums: torch.Tensor
+    """`[T, P * R]` float32, rounded to the type of x; 0 after a part's rank, up to the next
+    multiple of RANK_STEP, and undefined after that."""
+
+    def added_to(self, output: torch.Tensor) -> torch.Tensor:
+        """The reference of the GEMM's last step: `output + B A x`, rounded to its type."""
+        output, step = output.clone(), self.weights.step
+        for row, slot in enumerate(self.slots.tolist()):
+            first = 0
+            for part, size in enumerate(self.weights.sizes if slot >= 0 else ()):
+                rank = int(self.weights.ranks[slot, part])
+                own = self.sums[row, part * step : part * step + rank]
+                delta = self.weights.b[slot, first : first + size, :rank].float().mv(own)
+                output[row, first : first + size] += delta.to(output.dtype)
+                first += size
+        return output
 
 
 def padded_rank(rank: int) -> int:
@@ -95,6 +127,99 @@ def add_adapters(
                 b = weights.b[slot // weights.share_b, outputs, :rank].float()
                 delta = own.mm(a.t()).to(x.dtype).float().mm(b.t())
                 total[mine, outputs] = (total[mine, outputs].float() + delta).to(total.dtype)
+
+
+@with_kernel("shrink_rows_triton")
+def shrink_rows(
+    x: torch.Tensor, weights: AdapterWeights, slots: torch.Tensor, norm: NormWeight | None
+) -> Shrunk:
+    """`A norm(x)` of each row, in float32, or of x without a norm.
+
+    Args:
+        x: `[T, K]`, any stride between rows.
+        weights: of all slots, which share no matrix.
+        slots: as `Shrunk` has them.
+    """
+    if norm is not None:
+        x = rms_norm(x, norm.weight, norm.eps)
+    sums = x.new_zeros(len(x), weights.a.shape[1], dtype=torch.float32)
+    for row, slot in enumerate(slots.tolist()):
+        for part, rank in enumerate(weights.ranks[slot].tolist() if slot >= 0 else ()):
+            own = slice(part * weights.step, part * weights.step + rank)
+            sums[row, own] = weights.a[slot, own].float().mv(x[row].float()).to(x.dtype).float()
+    return Shrunk(weights, slots, sums)
+
+
+def shrink_rows_triton(
+    x: torch.Tensor, weights: AdapterWeights, slots: torch.Tensor, norm: NormWeight | None
+) -> Shrunk:
+    """See `shrink_rows`."""
+    num_rows, inputs = x.shape
+    assert weights.a.is_contiguous() and slots.is_contiguous() and x.stride(1) == 1
+    ranks = weights.a.shape[1]
+    shrunk = Shrunk(weights, slots, x.new_empty(num_rows, ranks, dtype=torch.float32))
+    block = triton.next_power_of_2(inputs)
+    shrink_rows_kernel[(ranks // RANKS, num_rows)](
+        x,
+        x.stride(0),
+        None if norm is None else norm.weight,
+        0.0 if norm is None else norm.eps,
+        weights.a,
+        weights.ranks,
+        slots,
+        shrunk.sums,
+        IN=inputs,
+        BLOCK=block,
+        PARTS=len(weights.sizes),
+        STEP=weights.step,
+        RANKS=RANKS,
+        RANK_STEP=RANK_STEP,
+        **programmatic_launch(x.device, max(1, min(block // ELEMENTS_PER_WARP, 16))),
+    )
+    return shrunk
+
+
+@triton.jit
+def _own_rows(
+    a: tl.tensor, ranks: tl.tensor, slot: tl.tensor, rank: tl.tensor, columns: tl.tensor,
+    IN: tl.constexpr, PARTS: tl.constexpr, STEP: tl.constexpr, RANKS: tl.constexpr,
+    RANK_STEP: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
+    """RANKS rows of the slot's A, `[RANKS, BLOCK]`, and whether its adapter has them."""
+    used = tl.load(ranks + tl.maximum(slot, 0) * PARTS + rank // STEP)
+    used = tl.where(slot >= 0, tl.cdiv(used, RANK_STEP) * RANK_STEP, 0)
+    has_rank = rank % STEP < used
+    rows = (slot.to(tl.int64) * PARTS * STEP + rank + tl.arange(0, RANKS)) * IN
+    kept = (columns < tl.where(has_rank, IN, 0))[None, :]
+    return tl.load(a + rows[:, None] + columns[None, :], mask=kept, other=0.0), has_rank
+
+
+@triton.jit
+def shrink_rows_kernel(
+    x: tl.tensor, x_stride: tl.tensor, norm: tl.tensor, eps: tl.tensor, a: tl.tensor,
+    ranks: tl.tensor, slots: tl.tensor, sums: tl.tensor, IN: tl.constexpr, BLOCK: tl.constexpr,
+    PARTS: tl.constexpr, STEP: tl.constexpr, RANKS: tl.constexpr, RANK_STEP: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:  # fmt: skip
+    """Grid (RANKS ranks of a part, rows). Matrices are read while the previous kernel runs, and
+    again if only now the row has its slot."""
+    launch_dependents(PDL)
+    rank, row, columns = tl.program_id(0) * RANKS, tl.program_id(1), tl.arange(0, BLOCK)
+    real, before = columns < IN, tl.load(slots + row)
+    own, has_rank = _own_rows(a, ranks, before, rank, columns, IN, PARTS, STEP, RANKS, RANK_STEP)
+    if norm is not None:
+        factors = tl.load(norm + columns, mask=real, other=0.0)
+    wait_for_previous(PDL)
+    slot = tl.load(slots + row, volatile=True)
+    if slot != before:
+        own, has_rank = _own_rows(a, ranks, slot, rank, columns, IN, PARTS, STEP, RANKS, RANK_STEP)
+    if has_rank:
+        values = tl.load(x + row.to(tl.int64) * x_stride + columns, mask=real, other=0.0)
+        if norm is not None:
+            values = normed_row(values, factors, eps, IN).to(values.dtype)
+        total = tl.sum(own.to(tl.float32) * values.to(tl.float32)[None, :], 1)
+        targets = sums + row * (PARTS * STEP) + rank + tl.arange(0, RANKS)
+        tl.store(targets, total.to(x.dtype.element_ty).to(tl.float32))
 
 
 def add_adapters_triton(

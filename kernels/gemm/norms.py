@@ -81,8 +81,16 @@ def norm_row(
     SIZE: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """RMSNorm of one row, in float32."""
-    weights = tl.load(weight + columns, mask=real, other=0.0).to(tl.float32)
-    values = tl.load(x + columns, mask=real, other=0.0).to(tl.float32)
+    weights = tl.load(weight + columns, mask=real, other=0.0)
+    return normed_row(tl.load(x + columns, mask=real, other=0.0), weights, eps, SIZE)
+
+
+@triton.jit
+def normed_row(
+    values: tl.tensor, weights: tl.tensor, eps: tl.tensor, SIZE: tl.constexpr
+) -> tl.tensor:
+    """`norm_row` of loaded values, 0 after SIZE."""
+    values, weights = values.to(tl.float32), weights.to(tl.float32)
     mean_square = tl.div_rn(tl.sum(values * values, 0), SIZE * 1.0)
     return values * tl.rsqrt(mean_square + eps) * weights
 

@@ -13,8 +13,10 @@ from tllm_spec.kernels.gemm.adapter_gemm import (
     add_adapters,
     output_blocks,
     padded_rank,
+    shrink_rows,
     sorted_by_slot,
 )
+from tllm_spec.kernels.gemm.norms import NormWeight
 
 SIZES, INPUTS, RANKS = (96, 40, 136), 592, (20, 0, 7)
 NUM_SLOTS = 3
@@ -86,6 +88,29 @@ def test_a_rows_bits_depend_on_no_other_row_and_on_no_number_of_rows(device: str
     for rows in ([79], [5, 3, 4], [17, 0, 8, 7, 6, *range(20, 60)]):
         own = torch.tensor(rows, device=device)
         assert torch.equal(added(weights, x[own], slots[own], total[own]), whole[own])
+
+
+@on_each_kernel_device
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("normed", [False, True])
+def test_few_rows_are_shrunk_as_by_the_reference_whatever_the_other_rows_are(
+    normed: bool, dtype: torch.dtype, device: str
+) -> None:
+    weights, x, _ = problem(device, dtype)
+    slots = torch.tensor([1, -1, 0, 2, 0], dtype=torch.int32, device=device)
+    x, norm = x[:5], NormWeight(x[9].contiguous(), 1e-5) if normed else None
+    used = torch.zeros(5, len(SIZES), weights.step, dtype=torch.bool, device=device)
+    for row, slot in enumerate(slots.tolist()):
+        for part, rank in enumerate(weights.ranks[slot].tolist() if slot >= 0 else ()):
+            used[row, part, : padded_rank(rank)] = True
+    used = used.flatten(1)
+    found = shrink_rows(x, weights, slots, norm).sums.where(used, 0)
+    expected = shrink_rows.reference(x, weights, slots, norm).sums
+    rounding = torch.finfo(dtype).eps
+    torch.testing.assert_close(found, expected, rtol=4 * rounding, atol=16 * rounding)
+    assert (found != 0).any(1).tolist() == [True, False, True, False, True]
+    alone = shrink_rows(x[2:3], weights, slots[2:3], norm).sums.where(used[2:3], 0)
+    assert torch.equal(alone, found[2:3])
 
 
 @on_each_kernel_device

@@ -20,13 +20,21 @@ from tllm_spec.kernels.gemm.adapter_gemm import (
     add_adapters,
     output_blocks,
     padded_rank,
+    shrink_rows,
     sorted_by_slot,
 )
 from tllm_spec.kernels.gemm.norms import silu_and_mul
+from tllm_spec.kernels.gemm.small_m_gemm import takes
 from tllm_spec.models.checkpoint import listed
 from tllm_spec.models.deepseek import LatentUp
 from tllm_spec.models.formats.stacked_weight import StackedWeight
-from tllm_spec.models.formats.weight_format import CudaWeight, Part, Rows, WeightFormat
+from tllm_spec.models.formats.weight_format import (
+    CudaWeight,
+    FewRowsFormat,
+    Part,
+    Rows,
+    WeightFormat,
+)
 from tllm_spec.models.gpt_oss import GptOssForCausalLM
 from tllm_spec.models.layers import RMSNorm, WeightSlot
 from tllm_spec.models.linear import Linear, OutputLinear
@@ -143,17 +151,35 @@ class AdaptedWeight(WeightFormat):
         return self._added(self._base.multiply(x), x)
 
     def forward(self, x: torch.Tensor, norm: RMSNorm | None = None) -> torch.Tensor:
+        if (fused := self._few_rows(x, norm)) is not None:
+            return fused
         output = self._base.forward(x, norm)
         if not self.acts:
             return output
         return self._added(output, x if norm is None else norm.forward(x))
 
     def gated(self, x: torch.Tensor, norm: RMSNorm | None = None) -> torch.Tensor:
+        if (fused := self._few_rows(x, norm, gated=True)) is not None:
+            return fused
         return silu_and_mul(self.forward(x, norm)) if self.acts else self._base.gated(x, norm)
 
     def add_to(self, total: torch.Tensor, x: torch.Tensor) -> None:
-        self._base.add_to(total, x)
-        self._added(total, x)
+        if self._few_rows(x, add_to=total) is None:
+            self._base.add_to(total, x)
+            self._added(total, x)
+
+    def _few_rows(
+        self, x: torch.Tensor, norm: RMSNorm | None = None, **options: Any
+    ) -> torch.Tensor | None:
+        """Two launches: the second is the base's, which expands. None where it cannot."""
+        base, weights = self._base, self.weights
+        if weights is None or not self.acts or not isinstance(base, FewRowsFormat):
+            return None
+        if not base.fuses_adapters(x) or not takes(weights):
+            return None
+        slots = self.rows.of(len(x)).experts
+        shrunk = shrink_rows(x, weights, slots, None if norm is None else norm.kernel_weight)
+        return base.few_rows(x, norm, adapters=shrunk, **options)
 
     def add_gated_to(
         self, total: torch.Tensor, gate_up: WeightFormat, x: torch.Tensor, norm: RMSNorm | None

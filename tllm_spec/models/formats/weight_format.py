@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from tllm_spec.kernels.gemm.adapter_gemm import Shrunk
 from tllm_spec.kernels.gemm.batch_invariant_linear import batch_invariant_linear
 from tllm_spec.kernels.gemm.norms import silu_and_mul
 from tllm_spec.kernels.gemm.small_m_gemm import serves, small_m_gemm
@@ -105,22 +106,26 @@ class FewRowsFormat(WeightFormat):
 
     is_invariant = False
 
+    def fuses_adapters(self, x: torch.Tensor) -> bool:
+        """Whether `few_rows` serves x `[T, K]`, with adapters."""
+        return self._are_few(x)
+
     def _are_few(self, x: torch.Tensor) -> bool:
         return not self.is_invariant and serves(x, self.weight, self.scales, self.group)
 
     def forward(self, x: torch.Tensor, norm: RMSNorm | None = None) -> torch.Tensor:
         if self._are_few(x):
-            return self._few_rows(x, norm)
+            return self.few_rows(x, norm)
         return self.multiply(x if norm is None else norm.forward(x))
 
     def gated(self, x: torch.Tensor, norm: RMSNorm | None = None) -> torch.Tensor:
         if self._are_few(x):
-            return self._few_rows(x, norm, gated=True)
+            return self.few_rows(x, norm, gated=True)
         return silu_and_mul(self.multiply(x if norm is None else norm.forward(x)))
 
     def add_to(self, total: torch.Tensor, x: torch.Tensor) -> None:
         if self._are_few(x):
-            self._few_rows(x, add_to=total)
+            self.few_rows(x, add_to=total)
         else:
             self.add_rows_to(total, x)
 
@@ -128,14 +133,16 @@ class FewRowsFormat(WeightFormat):
     def add_rows_to(self, total: torch.Tensor, x: torch.Tensor) -> None:
         """`add_to` for more rows."""
 
-    def _few_rows(
+    def few_rows(
         self,
         x: torch.Tensor,
         norm: RMSNorm | None = None,
         *,
         gated: bool = False,
         add_to: torch.Tensor | None = None,
+        adapters: Shrunk | None = None,
     ) -> torch.Tensor:
+        """All in one kernel; with adapters, they are added before the gate."""
         return small_m_gemm(
             x,
             self.weight,
@@ -145,6 +152,7 @@ class FewRowsFormat(WeightFormat):
             norm=None if norm is None else norm.kernel_weight,
             gated=gated,
             add_to=add_to,
+            adapters=adapters,
         )
 
 
