@@ -7,13 +7,14 @@ layer, whose inputs are cut into chunks of CHUNK, with float32 sums. The second 
 order and expands. So a row's bits do not depend on the other rows, nor on how many there are."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from tllm_spec.kernels.dispatch import has_kernels, tl, triton, with_kernel
 from tllm_spec.kernels.experts.grouped_gemm import hit_experts
 from tllm_spec.kernels.experts.permute import ExpertRows, moe_permute
-from tllm_spec.kernels.gemm.norms import NormWeight, normed_row, rms_norm
+from tllm_spec.kernels.gemm.norms import NormWeight, normed_row, rms_norm, silu_and_mul
 from tllm_spec.kernels.launch import (
     begin,
     launch_dependents,
@@ -25,6 +26,7 @@ RANK_STEP = 16  # of a slot's rank; tensor cores multiply as many at a time
 TILE_ROWS = 16
 CHUNK, BLOCK_IN = 1024, 128
 BLOCK_OUT = 256
+MAX_BLOCKS = 16  # of rows, before programs take several
 RANKS, ELEMENTS_PER_WARP = 2, 512  # of a program that shrinks one row
 
 
@@ -226,38 +228,84 @@ def add_adapters_triton(
     x: torch.Tensor, weights: AdapterWeights, rows: ExpertRows, total: torch.Tensor
 ) -> None:
     """See `add_adapters`."""
-    (num_rows, inputs), (_, features, step) = x.shape, weights.b.shape
-    if not num_rows:
-        return
-    assert weights.a.is_contiguous() and weights.b[0].is_contiguous()
-    assert x.stride(1) == total.stride(1) == 1 and total.shape == (num_rows, features)
-    parts, chunks = len(weights.sizes), -(-inputs // CHUNK)
-    sums = torch.empty((chunks, num_rows, parts * step), dtype=torch.float32, device=x.device)
-    room = rows.blocks.shape[1]
-    own = weights.ranks, rows.order, rows.blocks, rows.num_blocks, room, num_rows
-    options = {
-        "PARTS": parts,
-        "STEP": step,
+    assert total.shape == (len(x), weights.b.shape[1])
+    if len(x):
+        _expand(_shrink(x, weights, rows), weights, rows, total, None)
+
+
+@with_kernel("gated_with_adapters_triton")
+def gated_with_adapters(
+    gate_up: torch.Tensor, x: torch.Tensor, weights: AdapterWeights, rows: ExpertRows
+) -> torch.Tensor:
+    """`silu_and_mul` of gate_up `[T, 2 * I]` after `add_adapters`, `[T, I]`. May change gate_up."""
+    add_adapters.reference(x, weights, rows, gate_up)
+    return silu_and_mul.reference(gate_up)
+
+
+def gated_with_adapters_triton(
+    gate_up: torch.Tensor, x: torch.Tensor, weights: AdapterWeights, rows: ExpertRows
+) -> torch.Tensor:
+    """See `gated_with_adapters`."""
+    output = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
+    if len(x):
+        _expand(_shrink(x, weights, rows), weights, rows, gate_up, output)
+    return output
+
+
+def _options(weights: AdapterWeights, device: torch.device) -> dict[str, Any]:
+    """Of both kernels."""
+    return {
+        "PARTS": len(weights.sizes),
+        "STEP": weights.step,
         "TILE_ROWS": TILE_ROWS,
         "RANK_STEP": RANK_STEP,
         "SHARE_A": weights.share_a,
         "SHARE_B": weights.share_b,
-        "WIDEN": x.device.type == "cpu",  # the interpreter cannot multiply bfloat16
-        **programmatic_launch(x.device, 4),
+        "WIDEN": device.type == "cpu",  # the interpreter cannot multiply bfloat16
+        **programmatic_launch(device, 4),
     }
-    shrink_kernel[(room, parts * step // RANK_STEP, chunks)](
-        *(x, x.stride(0), weights.a, sums, *own),
+
+
+def _shrink(x: torch.Tensor, weights: AdapterWeights, rows: ExpertRows) -> torch.Tensor:
+    """`A x` of each chunk of the inputs, `[chunks, T, P * R]` float32."""
+    assert weights.a.is_contiguous() and x.stride(1) == 1
+    (num_rows, inputs), ranks = x.shape, weights.a.shape[1]
+    chunks, room = -(-inputs // CHUNK), rows.blocks.shape[1]
+    sums = x.new_empty(chunks, num_rows, ranks, dtype=torch.float32)
+    shrink_kernel[(min(room, MAX_BLOCKS), ranks // RANK_STEP, chunks)](
+        *(x, x.stride(0), weights.a, sums, weights.ranks),
+        *(rows.order, rows.blocks, rows.num_blocks, room, num_rows),
         IN=inputs,
         CHUNK=CHUNK,
         BLOCK_IN=BLOCK_IN,
         num_stages=4,
-        **options,
+        **_options(weights, x.device),
     )
-    expand_kernel[(room, len(weights.blocks))](
-        *(sums, weights.b, weights.b.stride(0), weights.blocks, total, total.stride(0), *own),
-        CHUNKS=chunks,
-        BLOCK_OUT=BLOCK_OUT,
-        **options,
+    return sums
+
+
+def _expand(
+    sums: torch.Tensor,
+    weights: AdapterWeights,
+    rows: ExpertRows,
+    total: torch.Tensor,
+    gated: torch.Tensor | None,
+) -> None:
+    """Adds to `total`, or writes SwiGLU of the sum to `gated`."""
+    assert weights.b[0].is_contiguous() and total.stride(1) == 1
+    num_blocks, room = len(weights.blocks), rows.blocks.shape[1]
+    block_out, size = BLOCK_OUT, 0
+    if gated is not None:
+        block_out, size = BLOCK_OUT // 2, gated.shape[1]
+        num_blocks = -(-size // block_out)
+    expand_kernel[(min(room, MAX_BLOCKS), num_blocks)](
+        *(sums, weights.b, weights.b.stride(0), weights.blocks, total, total.stride(0)),
+        *(gated, weights.ranks),
+        *(rows.order, rows.blocks, rows.num_blocks, room, sums.shape[1]),
+        CHUNKS=len(sums),
+        GATED=size,
+        BLOCK_OUT=block_out,
+        **_options(weights, total.device),
     )
 
 
@@ -269,10 +317,10 @@ def shrink_kernel(
     PARTS: tl.constexpr, STEP: tl.constexpr, TILE_ROWS: tl.constexpr, RANK_STEP: tl.constexpr,
     SHARE_A: tl.constexpr, SHARE_B: tl.constexpr, WIDEN: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Grid (blocks of rows, RANK_STEP ranks of a part, chunks of inputs)."""
+    """Grid (programs that share the blocks of rows, RANK_STEP ranks of a part, chunks)."""
     begin(PDL)
-    block, rank, chunk = tl.program_id(0), tl.program_id(1) * RANK_STEP, tl.program_id(2)
-    if block < tl.load(num_blocks):
+    rank, chunk = tl.program_id(1) * RANK_STEP, tl.program_id(2)
+    for block in tl.range(tl.program_id(0), tl.load(num_blocks), tl.num_programs(0)):
         slot, end = tl.load(blocks + block), tl.load(blocks + 2 * room + block)
         places = tl.load(blocks + room + block) + tl.arange(0, TILE_ROWS)
         used = tl.load(ranks + slot // max(SHARE_A, SHARE_B) * PARTS + rank // STEP)
@@ -291,45 +339,90 @@ def shrink_kernel(
                 total = tl.dot(
                     values.to(dot_type), weights.to(dot_type), total, input_precision="ieee"
                 )
-            targets = (chunk * num_rows + places).to(tl.int64)[:, None] * (PARTS * STEP)
+            targets = (chunk * num_rows + rows)[:, None] * (PARTS * STEP)
             tl.store(sums + targets + columns[None, :], total, mask=real[:, None])
+
+
+@triton.jit
+def _expanded(
+    values: tl.tensor, sums: tl.tensor, b: tl.tensor, rank: tl.tensor, part: tl.tensor,
+    rows: tl.tensor, outs: tl.tensor, real: tl.tensor, inside: tl.tensor, num_rows: tl.tensor,
+    CHUNKS: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr, RANK_STEP: tl.constexpr,
+    WIDEN: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """The values and B A x of the rows and outputs, rounded. b: of the slot."""
+    b_type: tl.constexpr = b.dtype.element_ty
+    dot_type: tl.constexpr = tl.float32 if WIDEN else b_type
+    added = tl.zeros(values.shape, tl.float32)
+    for start in tl.range(0, rank, RANK_STEP):
+        r = start + tl.arange(0, RANK_STEP)
+        weights = tl.load(b + outs[None, :] * STEP + r[:, None], mask=inside[None, :], other=0.0)
+        sources = rows[:, None] * WIDTH + (part * STEP + r)[None, :]
+        shrunk = tl.zeros([rows.shape[0], RANK_STEP], tl.float32)
+        for chunk in tl.static_range(CHUNKS):
+            offset = num_rows.to(tl.int64) * (chunk * WIDTH)
+            shrunk += tl.load(sums + offset + sources, mask=real[:, None], other=0.0)
+        shrunk = shrunk.to(b_type).to(dot_type)
+        added = tl.dot(shrunk, weights.to(dot_type), added, input_precision="ieee")
+    rounded = (values.to(tl.float32) + added).to(values.dtype)
+    return tl.where(rank > 0, rounded, values)
 
 
 @triton.jit(do_not_specialize=["room", "num_rows"])
 def expand_kernel(
     sums: tl.tensor, b: tl.tensor, b_stride: tl.tensor, outputs: tl.tensor, total: tl.tensor,
-    total_stride: tl.tensor, ranks: tl.tensor, order: tl.tensor, blocks: tl.tensor,
-    num_blocks: tl.tensor, room: tl.tensor, num_rows: tl.tensor, CHUNKS: tl.constexpr,
-    BLOCK_OUT: tl.constexpr, PARTS: tl.constexpr, STEP: tl.constexpr, TILE_ROWS: tl.constexpr,
-    RANK_STEP: tl.constexpr, SHARE_A: tl.constexpr, SHARE_B: tl.constexpr, WIDEN: tl.constexpr,
-    PDL: tl.constexpr,
+    total_stride: tl.tensor, gated: tl.tensor, ranks: tl.tensor, order: tl.tensor,
+    blocks: tl.tensor, num_blocks: tl.tensor, room: tl.tensor, num_rows: tl.tensor,
+    CHUNKS: tl.constexpr, GATED: tl.constexpr, BLOCK_OUT: tl.constexpr, PARTS: tl.constexpr,
+    STEP: tl.constexpr, TILE_ROWS: tl.constexpr, RANK_STEP: tl.constexpr, SHARE_A: tl.constexpr,
+    SHARE_B: tl.constexpr, WIDEN: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Grid (blocks of rows, blocks of outputs)."""
+    """Grid (programs that share the blocks of rows, blocks of outputs). GATED: outputs of `gated`,
+    or 0; rows without a slot, which are the last ones, follow in blocks of their own."""
     begin(PDL)
-    block, own = tl.program_id(0), outputs + tl.program_id(1) * 3
-    if block < tl.load(num_blocks):
-        part, last = tl.load(own), tl.load(own + 2)
-        outs = tl.load(own + 1) + tl.arange(0, BLOCK_OUT)
-        slot, end = tl.load(blocks + block), tl.load(blocks + 2 * room + block)
-        places = tl.load(blocks + room + block) + tl.arange(0, TILE_ROWS)
-        rank = tl.load(ranks + slot // max(SHARE_A, SHARE_B) * PARTS + part)
-        if rank > 0:
-            real, inside = places < end, (outs < last)[None, :]
-            rows = tl.load(order + places, mask=real, other=0).to(tl.int64)
-            targets = total + rows[:, None] * total_stride + outs[None, :]
-            kept = real[:, None] & inside
-            before = tl.load(targets, mask=kept, other=0.0).to(tl.float32)
-            b_rows = b + (slot // SHARE_B).to(tl.int64) * b_stride + outs * STEP
-            dot_type: tl.constexpr = tl.float32 if WIDEN else total.dtype.element_ty
-            added = tl.zeros([TILE_ROWS, BLOCK_OUT], tl.float32)
-            for start in tl.range(0, rank, RANK_STEP):
-                r = start + tl.arange(0, RANK_STEP)
-                weights = tl.load(b_rows[None, :] + r[:, None], mask=inside, other=0.0)
-                sources = places.to(tl.int64)[:, None] * (PARTS * STEP) + (part * STEP + r)[None, :]
-                shrunk = tl.zeros([TILE_ROWS, RANK_STEP], tl.float32)
-                for chunk in tl.static_range(CHUNKS):
-                    offset = num_rows.to(tl.int64) * (chunk * PARTS * STEP)
-                    shrunk += tl.load(sums + offset + sources, mask=real[:, None], other=0.0)
-                shrunk = shrunk.to(total.dtype.element_ty).to(dot_type)
-                added = tl.dot(shrunk, weights.to(dot_type), added, input_precision="ieee")
-            tl.store(targets, (before + added).to(total.dtype.element_ty), mask=kept)
+    number, columns = tl.load(num_blocks), tl.arange(0, BLOCK_OUT)
+    if GATED > 0:
+        part, last, outs = 0, GATED, tl.program_id(1) * BLOCK_OUT + columns
+        none = tl.load(blocks + 2 * room + tl.maximum(number - 1, 0))
+        none = tl.where(number > 0, none, 0)
+        all_blocks = number + tl.cdiv(num_rows - none, TILE_ROWS)
+    else:
+        own, all_blocks, none = outputs + tl.program_id(1) * 3, number, number * 0
+        part, outs, last = tl.load(own), tl.load(own + 1) + columns, tl.load(own + 2)
+    inside = outs < last
+    for block in tl.range(tl.program_id(0), all_blocks, tl.num_programs(0)):
+        is_adapted, place = block < number, blocks + tl.minimum(block, room - 1)
+        slot = tl.where(is_adapted, tl.load(place), 0)
+        first = tl.where(is_adapted, tl.load(place + room), none + (block - number) * TILE_ROWS)
+        end = tl.where(is_adapted, tl.load(place + 2 * room), num_rows)
+        places = first + tl.arange(0, TILE_ROWS)
+        real = places < end
+        rows = tl.load(order + places, mask=real, other=0).to(tl.int64)
+        targets = total + rows[:, None] * total_stride + outs[None, :]
+        kept = real[:, None] & inside[None, :]
+        own_ranks = ranks + slot // max(SHARE_A, SHARE_B) * PARTS
+        rank = tl.where(is_adapted, tl.load(own_ranks + part), 0)
+        b_slot = b + (slot // SHARE_B).to(tl.int64) * b_stride
+        if GATED > 0:
+            gate = tl.load(targets, mask=kept, other=0.0)
+            up = tl.load(targets + GATED, mask=kept, other=0.0)
+            gate = _expanded(
+                gate, sums, b_slot, rank, 0, rows, outs, real, inside, num_rows, CHUNKS,
+                PARTS * STEP, STEP, RANK_STEP, WIDEN,
+            )  # fmt: skip
+            rank = tl.where(is_adapted, tl.load(own_ranks + PARTS - 1), 0)
+            up = _expanded(
+                up, sums, b_slot + GATED * STEP, rank, PARTS - 1, rows, outs, real, inside,
+                num_rows, CHUNKS, PARTS * STEP, STEP, RANK_STEP, WIDEN,
+            )  # fmt: skip
+            gate = gate.to(tl.float32)
+            activated = gate / (1.0 + tl.exp(-gate)) * up.to(tl.float32)
+            targets = gated + rows[:, None] * GATED + outs[None, :]
+            tl.store(targets, activated.to(up.dtype), mask=kept)
+        elif rank > 0:
+            values = tl.load(targets, mask=kept, other=0.0)
+            values = _expanded(
+                values, sums, b_slot, rank, part, rows, outs, real, inside, num_rows, CHUNKS,
+                PARTS * STEP, STEP, RANK_STEP, WIDEN,
+            )  # fmt: skip
+            tl.store(targets, values, mask=kept)

@@ -18,12 +18,12 @@ from tllm_spec.kernels.gemm.adapter_gemm import (
     CHUNK,
     AdapterWeights,
     add_adapters,
+    gated_with_adapters,
     output_blocks,
     padded_rank,
     shrink_rows,
     sorted_by_slot,
 )
-from tllm_spec.kernels.gemm.norms import silu_and_mul
 from tllm_spec.kernels.gemm.small_m_gemm import takes
 from tllm_spec.models.checkpoint import listed
 from tllm_spec.models.deepseek import LatentUp
@@ -151,17 +151,28 @@ class AdaptedWeight(WeightFormat):
         return self._added(self._base.multiply(x), x)
 
     def forward(self, x: torch.Tensor, norm: RMSNorm | None = None) -> torch.Tensor:
+        if not self.acts:
+            return self._base.forward(x, norm)
         if (fused := self._few_rows(x, norm)) is not None:
             return fused
-        output = self._base.forward(x, norm)
-        if not self.acts:
-            return output
-        return self._added(output, x if norm is None else norm.forward(x))
+        output, x = self._of_base(x, norm)
+        return self._added(output, x)
 
     def gated(self, x: torch.Tensor, norm: RMSNorm | None = None) -> torch.Tensor:
+        if self.weights is None or not self.acts:
+            return self._base.gated(x, norm)
         if (fused := self._few_rows(x, norm, gated=True)) is not None:
             return fused
-        return silu_and_mul(self.forward(x, norm)) if self.acts else self._base.gated(x, norm)
+        output, x = self._of_base(x, norm)
+        return gated_with_adapters(output, x, self.weights, self.rows.of(len(x)))
+
+    def _of_base(self, x: torch.Tensor, norm: RMSNorm | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """The base's output, and what adapters read."""
+        if norm is None:
+            return self._base.forward(x), x
+        normed = norm.forward(x)
+        fuses = self._base.fuses_norm(x)
+        return self._base.forward(x, norm) if fuses else self._base.forward(normed), normed
 
     def add_to(self, total: torch.Tensor, x: torch.Tensor) -> None:
         if self._few_rows(x, add_to=total) is None:

@@ -184,6 +184,9 @@ class QuantisedActivations(ScaledWeight):
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         return self.forward(x)
 
+    def fuses_norm(self, x: torch.Tensor) -> bool:
+        return True
+
     def fuses_adapters(self, x: torch.Tensor) -> bool:
         """No: its GEMM multiplies codes of activations."""
         return False

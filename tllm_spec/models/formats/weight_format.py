@@ -95,6 +95,10 @@ class WeightFormat(ABC):
         """`add_to` for `gate_up.gated(x, norm)`, which may be fused."""
         self.add_to(total, gate_up.gated(x, norm))
 
+    def fuses_norm(self, x: torch.Tensor) -> bool:
+        """Whether `forward` of x `[T, K]` rounds otherwise than `multiply` of its norm."""
+        return False
+
     @abstractmethod
     def full_weight(self) -> torch.Tensor:
         """`[N, K]` in the model's dtype."""
@@ -105,6 +109,9 @@ class FewRowsFormat(WeightFormat):
     each row must have the same bits in every batch (`is_invariant`)."""
 
     is_invariant = False
+
+    def fuses_norm(self, x: torch.Tensor) -> bool:
+        return self._are_few(x)
 
     def fuses_adapters(self, x: torch.Tensor) -> bool:
         """Whether `few_rows` serves x `[T, K]`, with adapters."""
