@@ -75,18 +75,17 @@ __device__ inline void copy_scales(u32 destination, const Scale* source) {
 #if ADAPTERS
 // Low-rank adapters (adapter_gemm.py), `out += B s`. Same layout as _Expansion in small_m_gemm.py.
 struct Expansion {
-    const u16* b;
+    const u16 *b;
     const float* sums;
     const int *slots, *ranks;
     long long slot_stride;
-    int num_parts, step;
-    int ends[3];
+    int num_parts, step, end_0, end_1, end_2;
 
     // Rows without an adapter keep their bits.
     __device__ float added(int row, int token, float value) const {
         const int slot = slots[token];
         if (slot < 0) return value;
-        const int part = (row >= ends[0]) + (row >= ends[1]) + (row >= ends[2]);
+        const int part = (row >= end_0) + (row >= end_1) + (row >= end_2);
         const int rank = ranks[slot * num_parts + part];
         const u16* factors = b + slot * slot_stride + static_cast<u64>(row) * step;
         const float* own = sums + (token * num_parts + part) * step;

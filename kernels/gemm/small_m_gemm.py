@@ -275,8 +275,7 @@ class _Expansion(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("b", "sums", "slots", "ranks")),
         ("slot_stride", ctypes.c_longlong),
-        *((name, ctypes.c_int) for name in ("num_parts", "step")),
-        ("ends", ctypes.c_int * (MAX_PARTS - 1)),
+        *((name, ctypes.c_int) for name in ("num_parts", "step", "end_0", "end_1", "end_2")),
     )
 
 
@@ -288,12 +287,11 @@ class _AdaptedArguments(ctypes.Structure):
 
 def _expansion(adapters: Shrunk) -> _Expansion:
     weights = adapters.weights
-    ends = [*accumulate(weights.sizes)][:-1]
-    ends += [sum(weights.sizes)] * (MAX_PARTS - 1 - len(ends))
+    ends = [*accumulate(weights.sizes)] + [sum(weights.sizes)] * MAX_PARTS
     tensors = weights.b, adapters.sums, adapters.slots, weights.ranks
     addresses = (tensor.data_ptr() for tensor in tensors)
     numbers = weights.b.stride(0), len(weights.sizes), weights.step
-    return _Expansion(*addresses, *numbers, (ctypes.c_int * (MAX_PARTS - 1))(*ends))
+    return _Expansion(*addresses, *numbers, *ends[: MAX_PARTS - 1])
 
 
 def _launch(

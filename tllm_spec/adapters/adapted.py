@@ -188,7 +188,7 @@ class AdaptedWeight(WeightFormat):
             return None
         if not base.fuses_adapters(x) or not takes(weights):
             return None
-        slots = self.rows.of(len(x)).experts
+        slots = self.rows.of(len(x)).experts.flatten()
         shrunk = shrink_rows(x, weights, slots, None if norm is None else norm.kernel_weight)
         return base.few_rows(x, norm, adapters=shrunk, **options)
 
