@@ -1,5 +1,6 @@
 """Low-rank adapters: the kernels against the reference, and a row's bits in any batch."""
 
+from collections.abc import Callable
 from itertools import product
 
 import pytest
@@ -18,6 +19,7 @@ from tllm_spec.kernels.gemm.adapter_gemm import (
     sorted_by_slot,
 )
 from tllm_spec.kernels.gemm.norms import NormWeight, silu_and_mul
+from tllm_spec.kernels.gemm.small_m_gemm import plain_small_m_gemm, small_m_gemm
 
 SIZES, INPUTS, RANKS = (96, 40, 136), 592, (20, 0, 7)
 NUM_SLOTS = 3
@@ -160,6 +162,48 @@ def test_no_rows_launch_nothing(device: str) -> None:
     before = total.clone()
     add_adapters(x[:0], weights, by_slot(weights, slots_of(3, device)), total[:0])
     assert torch.equal(total, before)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("normed", "gated", "adds"),
+    [(False, False, False), (True, False, False), (False, False, True), (True, True, False)],
+)
+def test_the_gemm_of_few_rows_expands(
+    normed: bool, gated: bool, adds: bool, dtype: torch.dtype
+) -> None:
+    weights, x, total = problem("cuda", dtype, inputs=640)
+    base = torch.randn(sum(SIZES), 640, device="cuda").to(dtype) / 25
+    norm = NormWeight(x[9].contiguous(), 1e-5) if normed else None
+    if gated:
+        sizes = (sum(SIZES) // 2,) * 2
+        weights = AdapterWeights(
+            weights.a[:, : 2 * weights.step].contiguous(),
+            weights.b,
+            weights.ranks[:, :2].contiguous(),
+            output_blocks(sizes, x.device),
+            sizes,
+        )
+    slots = torch.tensor([0, -1, 1, 2, 1, 0, -1, 1], dtype=torch.int32, device="cuda")
+
+    def run(
+        gemm: Callable[..., torch.Tensor], rows: slice, is_adapted: bool = True
+    ) -> torch.Tensor:
+        own = shrink_rows(x[rows], weights, slots[rows], norm) if is_adapted else None
+        add_to = total[rows].clone() if adds else None
+        return gemm(x[rows], base, norm=norm, gated=gated, add_to=add_to, adapters=own)
+
+    whole = run(small_m_gemm, slice(8))
+    expected, rounding = run(plain_small_m_gemm, slice(8)), torch.finfo(dtype).eps
+    error = (whole - expected).float().norm() / expected.float().norm()
+    assert error < 2 * rounding
+    none, plain = slots < 0, run(small_m_gemm, slice(8), False)
+    none[3] = True  # its slot has no rank
+    assert torch.equal(whole[none], plain[none])
+    assert ((whole != plain).float().mean(1)[~none] > 0.4).all()
+    for rows in (slice(2, 3), slice(4, 7)):
+        assert torch.equal(run(small_m_gemm, rows), whole[rows])
 
 
 @pytest.mark.gpu
