@@ -338,7 +338,8 @@ def test_a_layers_few_rows_take_one_launch_more_for_each_projection(
     """Where the base fuses norm, SwiGLU and residual addition, its GEMM also expands."""
     with keeping_fp8(), keeping_int4():
         base, plain = quantised_folders(tmp_path, name)
-        pairs = random_pairs(linear_shapes(load_file(plain / "model.safetensors"), *ATTENTION, *MLP))
+        tensors = load_file(plain / "model.safetensors")
+        pairs = random_pairs(linear_shapes(tensors, *ATTENTION, *MLP))
         tables = with_tables(model := load(base))
         put(tables, 0, write_adapter(tmp_path / "adapter", pairs))
         expected = logits(model, tables, [0, -1], tokens=TOKENS[:4])
