@@ -262,7 +262,6 @@ def _options(weights: AdapterWeights, device: torch.device) -> dict[str, Any]:
         "SHARE_A": weights.share_a,
         "SHARE_B": weights.share_b,
         "WIDEN": device.type == "cpu",  # the interpreter cannot multiply bfloat16
-        **programmatic_launch(device, 4),
     }
 
 
@@ -280,6 +279,7 @@ def _shrink(x: torch.Tensor, weights: AdapterWeights, rows: ExpertRows) -> torch
         BLOCK_IN=BLOCK_IN,
         num_stages=4,
         **_options(weights, x.device),
+        **programmatic_launch(x.device, 4),
     )
     return sums
 
@@ -306,6 +306,7 @@ def _expand(
         GATED=size,
         BLOCK_OUT=block_out,
         **_options(weights, total.device),
+        **programmatic_launch(total.device, 4),
     )
 
 
