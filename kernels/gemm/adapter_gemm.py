@@ -26,8 +26,10 @@ RANK_STEP = 16  # of a slot's rank; tensor cores multiply as many at a time
 TILE_ROWS = 16
 CHUNK, BLOCK_IN = 1024, 128
 BLOCK_OUT = 256
-MAX_BLOCKS = 16  # of rows, before programs take several
-RANKS, ELEMENTS_PER_WARP = 2, 512  # of a program that shrinks one row
+MAX_PROGRAMS = 1056  # that expand: 8 for each multiprocessor of an H200
+# Rows that are shrunk one by one; ranks and elements of one program.
+FEW_ROWS, MAX_INPUTS = 64, 32768
+RANKS, FEW_RANKS, MAX_FEW, ELEMENTS_PER_WARP = 4, 2, 8, 512
 
 
 @dataclass(frozen=True)
@@ -56,31 +58,6 @@ class AdapterWeights:
         return self.b.shape[2]
 
 
-@dataclass(frozen=True)
-class Shrunk:
-    """`A x` of a layer's few rows, which its GEMM expands (`small_m_gemm`)."""
-
-    weights: AdapterWeights
-    slots: torch.Tensor
-    """`[T]` int32, contiguous: of each row, -1: it has none."""
-    sums: torch.Tensor
-    """`[T, P * R]` float32, rounded to the type of x; 0 after a part's rank, up to the next
-    multiple of RANK_STEP, and undefined after that."""
-
-    def added_to(self, output: torch.Tensor) -> torch.Tensor:
-        """The reference of the GEMM's last step: `output + B A x`, rounded to its type."""
-        output, step = output.clone(), self.weights.step
-        for row, slot in enumerate(self.slots.tolist()):
-            first = 0
-            for part, size in enumerate(self.weights.sizes if slot >= 0 else ()):
-                rank = int(self.weights.ranks[slot, part])
-                own = self.sums[row, part * step : part * step + rank]
-                delta = self.weights.b[slot, first : first + size, :rank].float().mv(own)
-                output[row, first : first + size] += delta.to(output.dtype)
-                first += size
-        return output
-
-
 def padded_rank(rank: int) -> int:
     """The next multiple of RANK_STEP."""
     return -(-rank // RANK_STEP) * RANK_STEP
@@ -105,7 +82,25 @@ def sorted_by_slot(slots: torch.Tensor, num_slots: int) -> ExpertRows:
     return moe_permute(slots.unsqueeze(1), num_slots, block_rows, 0)
 
 
-@with_kernel("add_adapters_triton")
+@dataclass(frozen=True)
+class Shrunk:
+    """`A x` of a layer's rows."""
+
+    weights: AdapterWeights
+    rows: ExpertRows
+    """`sorted_by_slot`."""
+    x: torch.Tensor
+    """`[T, K]`: what A was multiplied with."""
+    sums: torch.Tensor
+    """`[C, T, P * R]` float32, of C chunks of the inputs. Undefined for rows without a slot, and
+    after a part's rank, padded to a multiple of RANK_STEP."""
+
+    @property
+    def slots(self) -> torch.Tensor:
+        """`[T]` int32: of each row, -1: it has none."""
+        return self.rows.experts.flatten()
+
+
 def add_adapters(
     x: torch.Tensor, weights: AdapterWeights, rows: ExpertRows, total: torch.Tensor
 ) -> None:
@@ -118,67 +113,159 @@ def add_adapters(
         rows: `sorted_by_slot`. Those without a slot keep their bits.
         total: `[T, N]`, any stride between rows.
     """
-    step, number = weights.step, max(weights.share_a, weights.share_b)
-    for slot, begins, ends in hit_experts(rows):
-        mine = rows.order[begins:ends].long()
-        own, ranks, first = x[mine].float(), weights.ranks[slot // number].tolist(), 0
-        for part, (rank, size) in enumerate(zip(ranks, weights.sizes, strict=True)):
-            outputs, first = slice(first, first + size), first + size
-            if rank:
-                a = weights.a[slot // weights.share_a, part * step : part * step + rank].float()
-                b = weights.b[slot // weights.share_b, outputs, :rank].float()
-                delta = own.mm(a.t()).to(x.dtype).float().mm(b.t())
-                total[mine, outputs] = (total[mine, outputs].float() + delta).to(total.dtype)
+    expand(shrink(x, weights, rows), total)
 
 
-@with_kernel("shrink_rows_triton")
-def shrink_rows(
-    x: torch.Tensor, weights: AdapterWeights, slots: torch.Tensor, norm: NormWeight | None
+@with_kernel("shrink_triton")
+def shrink(
+    x: torch.Tensor,
+    weights: AdapterWeights,
+    rows: ExpertRows,
+    norm: NormWeight | None = None,
+    *,
+    one_by_one: bool = False,
+    keeps_norm: bool = True,
 ) -> Shrunk:
-    """`A norm(x)` of each row, in float32, or of x without a norm.
+    """`A norm(x)`, or of x.
 
     Args:
-        x: `[T, K]`, any stride between rows.
-        weights: of all slots, which share no matrix.
-        slots: as `Shrunk` has them.
+        x, weights, rows: as of `add_adapters`.
+        one_by_one: each of few rows may read a matrix for itself, which is faster. Then the order
+            of sums depends on the number of rows.
+        keeps_norm: otherwise the result's x may be that without the norm.
     """
     if norm is not None:
         x = rms_norm(x, norm.weight, norm.eps)
-    sums = x.new_zeros(len(x), weights.a.shape[1], dtype=torch.float32)
-    for row, slot in enumerate(slots.tolist()):
-        for part, rank in enumerate(weights.ranks[slot].tolist() if slot >= 0 else ()):
-            own = slice(part * weights.step, part * weights.step + rank)
-            sums[row, own] = weights.a[slot, own].float().mv(x[row].float()).to(x.dtype).float()
-    return Shrunk(weights, slots, sums)
+    step, number = weights.step, max(weights.share_a, weights.share_b)
+    sums = x.new_zeros(1, len(x), weights.a.shape[1], dtype=torch.float32)
+    for slot, begins, ends in hit_experts(rows):
+        mine = rows.order[begins:ends].long()
+        for part, rank in enumerate(weights.ranks[slot // number].tolist()):
+            own = slice(part * step, part * step + rank)
+            sums[0, mine, own] = (
+                x[mine].float().mm(weights.a[slot // weights.share_a, own].float().t())
+            )
+    return Shrunk(weights, rows, x, sums)
 
 
-def shrink_rows_triton(
-    x: torch.Tensor, weights: AdapterWeights, slots: torch.Tensor, norm: NormWeight | None
+@with_kernel("expand_triton", 1)
+def expand(shrunk: Shrunk, total: torch.Tensor, *, gated: bool = False) -> torch.Tensor:
+    """Adds `B s` to total `[T, N]`, in place; gated: `silu_and_mul` of the sum, `[T, N / 2]`, and
+    total may change."""
+    weights, rows, x = shrunk.weights, shrunk.rows, shrunk.x
+    step, number = weights.step, max(weights.share_a, weights.share_b)
+    for slot, begins, ends in hit_experts(rows):
+        mine, first = rows.order[begins:ends].long(), 0
+        ranks = weights.ranks[slot // number].tolist()
+        for part, (rank, size) in enumerate(zip(ranks, weights.sizes, strict=True)):
+            outputs, first = slice(first, first + size), first + size
+            if rank:
+                own = shrunk.sums.sum(0)[mine, part * step : part * step + rank].to(x.dtype)
+                b = weights.b[slot // weights.share_b, outputs, :rank].float()
+                delta = own.float().mm(b.t())
+                total[mine, outputs] = (total[mine, outputs].float() + delta).to(total.dtype)
+    return silu_and_mul.reference(total) if gated else total
+
+
+def shrink_triton(
+    x: torch.Tensor,
+    weights: AdapterWeights,
+    rows: ExpertRows,
+    norm: NormWeight | None = None,
+    *,
+    one_by_one: bool = False,
+    keeps_norm: bool = True,
 ) -> Shrunk:
-    """See `shrink_rows`."""
+    """See `shrink`."""
+    assert weights.a.is_contiguous() and x.stride(1) == 1
+    shares = weights.share_a > 1 or weights.share_b > 1
+    if one_by_one and len(x) <= FEW_ROWS and x.shape[1] <= MAX_INPUTS and not shares:
+        return _shrink_rows(x, weights, rows, norm, keeps_norm)
+    if norm is not None:
+        x = rms_norm(x, norm.weight, norm.eps)
+    (num_rows, inputs), ranks = x.shape, weights.a.shape[1]
+    chunks, room = -(-inputs // CHUNK), rows.blocks.shape[1]
+    sums = x.new_empty(chunks, num_rows, ranks, dtype=torch.float32)
+    if num_rows:
+        shrink_kernel[(room, ranks // RANK_STEP, chunks)](
+            *(x, x.stride(0), weights.a, sums, weights.ranks),
+            *(rows.order, rows.blocks, rows.num_blocks, room, num_rows),
+            IN=inputs,
+            CHUNK=CHUNK,
+            BLOCK_IN=BLOCK_IN,
+            num_stages=4,
+            **_options(weights, x.device),
+            **programmatic_launch(x.device, 4),
+        )
+    return Shrunk(weights, rows, x, sums)
+
+
+def _shrink_rows(
+    x: torch.Tensor,
+    weights: AdapterWeights,
+    rows: ExpertRows,
+    norm: NormWeight | None,
+    keeps_norm: bool,
+) -> Shrunk:
+    """Each row by itself."""
     num_rows, inputs = x.shape
-    assert weights.a.is_contiguous() and slots.is_contiguous() and x.stride(1) == 1
-    ranks = weights.a.shape[1]
-    shrunk = Shrunk(weights, slots, x.new_empty(num_rows, ranks, dtype=torch.float32))
-    block = triton.next_power_of_2(inputs)
-    shrink_rows_kernel[(ranks // RANKS, num_rows)](
-        x,
-        x.stride(0),
+    ranks, block = weights.a.shape[1], triton.next_power_of_2(inputs)
+    own_ranks = FEW_RANKS if num_rows <= MAX_FEW else RANKS
+    sums = x.new_empty(1, num_rows, ranks, dtype=torch.float32)
+    normed = None if norm is None or not keeps_norm else x.new_empty(num_rows, inputs)
+    shrink_rows_kernel[(ranks // own_ranks, num_rows)](
+        *(x, x.stride(0)),
         None if norm is None else norm.weight,
         0.0 if norm is None else norm.eps,
-        weights.a,
-        weights.ranks,
-        slots,
-        shrunk.sums,
+        *(normed, weights.a, weights.ranks, rows.experts, sums),
         IN=inputs,
         BLOCK=block,
         PARTS=len(weights.sizes),
         STEP=weights.step,
-        RANKS=RANKS,
+        RANKS=own_ranks,
         RANK_STEP=RANK_STEP,
         **programmatic_launch(x.device, max(1, min(block // ELEMENTS_PER_WARP, 16))),
     )
-    return shrunk
+    return Shrunk(weights, rows, x if normed is None else normed, sums)
+
+
+def expand_triton(shrunk: Shrunk, total: torch.Tensor, *, gated: bool = False) -> torch.Tensor:
+    """See `expand`."""
+    weights, rows, sums = shrunk.weights, shrunk.rows, shrunk.sums
+    features = weights.b.shape[1]
+    assert weights.b[0].is_contiguous() and total.stride(1) == 1
+    assert total.shape == (sums.shape[1], features)
+    output, size = total, 0
+    num_blocks, room = len(weights.blocks), rows.blocks.shape[1]
+    if gated:
+        size = features // 2
+        output = total.new_empty(len(total), size)
+        num_blocks, room = -(-size // (BLOCK_OUT // 2)), room + 1
+    if len(total):
+        expand_kernel[(min(room * num_blocks, MAX_PROGRAMS),)](
+            *(sums, weights.b, weights.b.stride(0), weights.blocks, num_blocks),
+            *(total, total.stride(0), output, weights.ranks),
+            *(rows.order, rows.blocks, rows.num_blocks, rows.blocks.shape[1], len(total)),
+            CHUNKS=len(sums),
+            GATED=size,
+            BLOCK_OUT=BLOCK_OUT // 2 if gated else BLOCK_OUT,
+            **_options(weights, total.device),
+            **programmatic_launch(total.device, 4),
+        )
+    return output
+
+
+def _options(weights: AdapterWeights, device: torch.device) -> dict[str, Any]:
+    """Of both kernels with tiles."""
+    return {
+        "PARTS": len(weights.sizes),
+        "STEP": weights.step,
+        "TILE_ROWS": TILE_ROWS,
+        "RANK_STEP": RANK_STEP,
+        "SHARE_A": weights.share_a,
+        "SHARE_B": weights.share_b,
+        "WIDEN": device.type == "cpu",  # the interpreter cannot multiply bfloat16
+    }
 
 
 @triton.jit
@@ -198,10 +285,10 @@ def _own_rows(
 
 @triton.jit
 def shrink_rows_kernel(
-    x: tl.tensor, x_stride: tl.tensor, norm: tl.tensor, eps: tl.tensor, a: tl.tensor,
-    ranks: tl.tensor, slots: tl.tensor, sums: tl.tensor, IN: tl.constexpr, BLOCK: tl.constexpr,
-    PARTS: tl.constexpr, STEP: tl.constexpr, RANKS: tl.constexpr, RANK_STEP: tl.constexpr,
-    PDL: tl.constexpr,
+    x: tl.tensor, x_stride: tl.tensor, norm: tl.tensor, eps: tl.tensor, normed: tl.tensor,
+    a: tl.tensor, ranks: tl.tensor, slots: tl.tensor, sums: tl.tensor, IN: tl.constexpr,
+    BLOCK: tl.constexpr, PARTS: tl.constexpr, STEP: tl.constexpr, RANKS: tl.constexpr,
+    RANK_STEP: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """Grid (RANKS ranks of a part, rows). Matrices are read while the previous kernel runs, and
     again if only now the row has its slot."""
@@ -215,99 +302,15 @@ def shrink_rows_kernel(
     slot = tl.load(slots + row, volatile=True)
     if slot != before:
         own, has_rank = _own_rows(a, ranks, slot, rank, columns, IN, PARTS, STEP, RANKS, RANK_STEP)
+    values = tl.load(x + row.to(tl.int64) * x_stride + columns, mask=real, other=0.0)
+    if norm is not None:
+        values = normed_row(values, factors, eps, IN).to(values.dtype)
+        if normed is not None:
+            kept = real & (rank == 0)
+            tl.store(normed + row.to(tl.int64) * IN + columns, values, mask=kept)
     if has_rank:
-        values = tl.load(x + row.to(tl.int64) * x_stride + columns, mask=real, other=0.0)
-        if norm is not None:
-            values = normed_row(values, factors, eps, IN).to(values.dtype)
         total = tl.sum(own.to(tl.float32) * values.to(tl.float32)[None, :], 1)
-        targets = sums + row * (PARTS * STEP) + rank + tl.arange(0, RANKS)
-        tl.store(targets, total.to(x.dtype.element_ty).to(tl.float32))
-
-
-def add_adapters_triton(
-    x: torch.Tensor, weights: AdapterWeights, rows: ExpertRows, total: torch.Tensor
-) -> None:
-    """See `add_adapters`."""
-    assert total.shape == (len(x), weights.b.shape[1])
-    if len(x):
-        _expand(_shrink(x, weights, rows), weights, rows, total, None)
-
-
-@with_kernel("gated_with_adapters_triton")
-def gated_with_adapters(
-    gate_up: torch.Tensor, x: torch.Tensor, weights: AdapterWeights, rows: ExpertRows
-) -> torch.Tensor:
-    """`silu_and_mul` of gate_up `[T, 2 * I]` after `add_adapters`, `[T, I]`. May change gate_up."""
-    add_adapters.reference(x, weights, rows, gate_up)
-    return silu_and_mul.reference(gate_up)
-
-
-def gated_with_adapters_triton(
-    gate_up: torch.Tensor, x: torch.Tensor, weights: AdapterWeights, rows: ExpertRows
-) -> torch.Tensor:
-    """See `gated_with_adapters`."""
-    output = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
-    if len(x):
-        _expand(_shrink(x, weights, rows), weights, rows, gate_up, output)
-    return output
-
-
-def _options(weights: AdapterWeights, device: torch.device) -> dict[str, Any]:
-    """Of both kernels."""
-    return {
-        "PARTS": len(weights.sizes),
-        "STEP": weights.step,
-        "TILE_ROWS": TILE_ROWS,
-        "RANK_STEP": RANK_STEP,
-        "SHARE_A": weights.share_a,
-        "SHARE_B": weights.share_b,
-        "WIDEN": device.type == "cpu",  # the interpreter cannot multiply bfloat16
-    }
-
-
-def _shrink(x: torch.Tensor, weights: AdapterWeights, rows: ExpertRows) -> torch.Tensor:
-    """`A x` of each chunk of the inputs, `[chunks, T, P * R]` float32."""
-    assert weights.a.is_contiguous() and x.stride(1) == 1
-    (num_rows, inputs), ranks = x.shape, weights.a.shape[1]
-    chunks, room = -(-inputs // CHUNK), rows.blocks.shape[1]
-    sums = x.new_empty(chunks, num_rows, ranks, dtype=torch.float32)
-    shrink_kernel[(min(room, MAX_BLOCKS), ranks // RANK_STEP, chunks)](
-        *(x, x.stride(0), weights.a, sums, weights.ranks),
-        *(rows.order, rows.blocks, rows.num_blocks, room, num_rows),
-        IN=inputs,
-        CHUNK=CHUNK,
-        BLOCK_IN=BLOCK_IN,
-        num_stages=4,
-        **_options(weights, x.device),
-        **programmatic_launch(x.device, 4),
-    )
-    return sums
-
-
-def _expand(
-    sums: torch.Tensor,
-    weights: AdapterWeights,
-    rows: ExpertRows,
-    total: torch.Tensor,
-    gated: torch.Tensor | None,
-) -> None:
-    """Adds to `total`, or writes SwiGLU of the sum to `gated`."""
-    assert weights.b[0].is_contiguous() and total.stride(1) == 1
-    num_blocks, room = len(weights.blocks), rows.blocks.shape[1]
-    block_out, size = BLOCK_OUT, 0
-    if gated is not None:
-        block_out, size = BLOCK_OUT // 2, gated.shape[1]
-        num_blocks = -(-size // block_out)
-    expand_kernel[(min(room, MAX_BLOCKS), num_blocks)](
-        *(sums, weights.b, weights.b.stride(0), weights.blocks, total, total.stride(0)),
-        *(gated, weights.ranks),
-        *(rows.order, rows.blocks, rows.num_blocks, room, sums.shape[1]),
-        CHUNKS=len(sums),
-        GATED=size,
-        BLOCK_OUT=block_out,
-        **_options(weights, total.device),
-        **programmatic_launch(total.device, 4),
-    )
+        tl.store(sums + row * (PARTS * STEP) + rank + tl.arange(0, RANKS), total)
 
 
 @triton.jit(do_not_specialize=["room", "num_rows"])
@@ -318,10 +321,10 @@ def shrink_kernel(
     PARTS: tl.constexpr, STEP: tl.constexpr, TILE_ROWS: tl.constexpr, RANK_STEP: tl.constexpr,
     SHARE_A: tl.constexpr, SHARE_B: tl.constexpr, WIDEN: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Grid (programs that share the blocks of rows, RANK_STEP ranks of a part, chunks)."""
+    """Grid (blocks of rows, RANK_STEP ranks of a part, chunks of inputs)."""
     begin(PDL)
-    rank, chunk = tl.program_id(1) * RANK_STEP, tl.program_id(2)
-    for block in tl.range(tl.program_id(0), tl.load(num_blocks), tl.num_programs(0)):
+    block, rank, chunk = tl.program_id(0), tl.program_id(1) * RANK_STEP, tl.program_id(2)
+    if block < tl.load(num_blocks):
         slot, end = tl.load(blocks + block), tl.load(blocks + 2 * room + block)
         places = tl.load(blocks + room + block) + tl.arange(0, TILE_ROWS)
         used = tl.load(ranks + slot // max(SHARE_A, SHARE_B) * PARTS + rank // STEP)
@@ -346,84 +349,87 @@ def shrink_kernel(
 
 @triton.jit
 def _expanded(
-    values: tl.tensor, sums: tl.tensor, b: tl.tensor, rank: tl.tensor, part: tl.tensor,
-    rows: tl.tensor, outs: tl.tensor, real: tl.tensor, inside: tl.tensor, num_rows: tl.tensor,
+    values: tl.tensor, sums: tl.tensor, b: tl.tensor, rank: tl.tensor, rows: tl.tensor,
+    outs: tl.tensor, real: tl.tensor, inside: tl.tensor, num_rows: tl.tensor,
     CHUNKS: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr, RANK_STEP: tl.constexpr,
     WIDEN: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """The values and B A x of the rows and outputs, rounded. b: of the slot."""
+    """The values and B A x of the rows and outputs, rounded. sums, b: of the part and slot."""
     b_type: tl.constexpr = b.dtype.element_ty
     dot_type: tl.constexpr = tl.float32 if WIDEN else b_type
     added = tl.zeros(values.shape, tl.float32)
     for start in tl.range(0, rank, RANK_STEP):
         r = start + tl.arange(0, RANK_STEP)
         weights = tl.load(b + outs[None, :] * STEP + r[:, None], mask=inside[None, :], other=0.0)
-        sources = rows[:, None] * WIDTH + (part * STEP + r)[None, :]
         shrunk = tl.zeros([rows.shape[0], RANK_STEP], tl.float32)
         for chunk in tl.static_range(CHUNKS):
-            offset = num_rows.to(tl.int64) * (chunk * WIDTH)
-            shrunk += tl.load(sums + offset + sources, mask=real[:, None], other=0.0)
+            sources = (chunk * num_rows + rows)[:, None] * WIDTH + r[None, :]
+            shrunk += tl.load(sums + sources, mask=real[:, None], other=0.0)
         shrunk = shrunk.to(b_type).to(dot_type)
         added = tl.dot(shrunk, weights.to(dot_type), added, input_precision="ieee")
     rounded = (values.to(tl.float32) + added).to(values.dtype)
     return tl.where(rank > 0, rounded, values)
 
 
-@triton.jit(do_not_specialize=["room", "num_rows"])
+@triton.jit(do_not_specialize=["room", "num_rows", "num_outputs"])
 def expand_kernel(
-    sums: tl.tensor, b: tl.tensor, b_stride: tl.tensor, outputs: tl.tensor, total: tl.tensor,
-    total_stride: tl.tensor, gated: tl.tensor, ranks: tl.tensor, order: tl.tensor,
-    blocks: tl.tensor, num_blocks: tl.tensor, room: tl.tensor, num_rows: tl.tensor,
-    CHUNKS: tl.constexpr, GATED: tl.constexpr, BLOCK_OUT: tl.constexpr, PARTS: tl.constexpr,
-    STEP: tl.constexpr, TILE_ROWS: tl.constexpr, RANK_STEP: tl.constexpr, SHARE_A: tl.constexpr,
-    SHARE_B: tl.constexpr, WIDEN: tl.constexpr, PDL: tl.constexpr,
+    sums: tl.tensor, b: tl.tensor, b_stride: tl.tensor, outputs: tl.tensor, num_outputs: tl.tensor,
+    total: tl.tensor, total_stride: tl.tensor, output: tl.tensor, ranks: tl.tensor,
+    order: tl.tensor, blocks: tl.tensor, num_blocks: tl.tensor, room: tl.tensor,
+    num_rows: tl.tensor, CHUNKS: tl.constexpr, GATED: tl.constexpr, BLOCK_OUT: tl.constexpr,
+    PARTS: tl.constexpr, STEP: tl.constexpr, TILE_ROWS: tl.constexpr, RANK_STEP: tl.constexpr,
+    SHARE_A: tl.constexpr, SHARE_B: tl.constexpr, WIDEN: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Grid (programs that share the blocks of rows, blocks of outputs). GATED: outputs of `gated`,
-    or 0; rows without a slot, which are the last ones, follow in blocks of their own."""
+    """Programs share the blocks of rows times those of outputs. GATED: outputs of SwiGLU, or 0;
+    with it rows without a slot, which are the last ones, follow in blocks of their own."""
     begin(PDL)
     number, columns = tl.load(num_blocks), tl.arange(0, BLOCK_OUT)
+    num_adapted, all_blocks = number * 0, number
     if GATED > 0:
-        part, last, outs = 0, GATED, tl.program_id(1) * BLOCK_OUT + columns
-        none = tl.load(blocks + 2 * room + tl.maximum(number - 1, 0))
-        none = tl.where(number > 0, none, 0)
-        all_blocks = number + tl.cdiv(num_rows - none, TILE_ROWS)
-    else:
-        own, all_blocks, none = outputs + tl.program_id(1) * 3, number, number * 0
-        part, outs, last = tl.load(own), tl.load(own + 1) + columns, tl.load(own + 2)
-    inside = outs < last
-    for block in tl.range(tl.program_id(0), all_blocks, tl.num_programs(0)):
+        num_adapted = tl.load(blocks + 2 * room + tl.maximum(number - 1, 0))
+        num_adapted = tl.where(number > 0, num_adapted, 0)
+        all_blocks += tl.cdiv(num_rows - num_adapted, TILE_ROWS)
+    for item in tl.range(tl.program_id(0), all_blocks * num_outputs, tl.num_programs(0)):
+        block, own = item // num_outputs, item % num_outputs
         is_adapted, place = block < number, blocks + tl.minimum(block, room - 1)
         slot = tl.where(is_adapted, tl.load(place), 0)
-        first = tl.where(is_adapted, tl.load(place + room), none + (block - number) * TILE_ROWS)
-        end = tl.where(is_adapted, tl.load(place + 2 * room), num_rows)
-        places = first + tl.arange(0, TILE_ROWS)
-        real = places < end
+        none = num_adapted + (block - number) * TILE_ROWS
+        places = tl.where(is_adapted, tl.load(place + room), none) + tl.arange(0, TILE_ROWS)
+        real = places < tl.where(is_adapted, tl.load(place + 2 * room), num_rows)
         rows = tl.load(order + places, mask=real, other=0).to(tl.int64)
-        targets = total + rows[:, None] * total_stride + outs[None, :]
-        kept = real[:, None] & inside[None, :]
         own_ranks = ranks + slot // max(SHARE_A, SHARE_B) * PARTS
-        rank = tl.where(is_adapted, tl.load(own_ranks + part), 0)
         b_slot = b + (slot // SHARE_B).to(tl.int64) * b_stride
         if GATED > 0:
+            outs = own * BLOCK_OUT + columns
+            inside = outs < GATED
+            kept = real[:, None] & inside[None, :]
+            targets = total + rows[:, None] * total_stride + outs[None, :]
             gate = tl.load(targets, mask=kept, other=0.0)
             up = tl.load(targets + GATED, mask=kept, other=0.0)
+            rank = tl.where(is_adapted, tl.load(own_ranks), 0)
             gate = _expanded(
-                gate, sums, b_slot, rank, 0, rows, outs, real, inside, num_rows, CHUNKS,
-                PARTS * STEP, STEP, RANK_STEP, WIDEN,
-            )  # fmt: skip
+                gate, sums, b_slot, rank, rows, outs, real, inside, num_rows, CHUNKS, PARTS * STEP,
+                STEP, RANK_STEP, WIDEN,
+            ).to(tl.float32)  # fmt: skip
             rank = tl.where(is_adapted, tl.load(own_ranks + PARTS - 1), 0)
             up = _expanded(
-                up, sums, b_slot + GATED * STEP, rank, PARTS - 1, rows, outs, real, inside,
-                num_rows, CHUNKS, PARTS * STEP, STEP, RANK_STEP, WIDEN,
+                up, sums + (PARTS - 1) * STEP, b_slot + GATED * STEP, rank, rows, outs, real,
+                inside, num_rows, CHUNKS, PARTS * STEP, STEP, RANK_STEP, WIDEN,
             )  # fmt: skip
-            gate = gate.to(tl.float32)
             activated = gate / (1.0 + tl.exp(-gate)) * up.to(tl.float32)
-            targets = gated + rows[:, None] * GATED + outs[None, :]
+            targets = output + rows[:, None] * GATED + outs[None, :]
             tl.store(targets, activated.to(up.dtype), mask=kept)
-        elif rank > 0:
-            values = tl.load(targets, mask=kept, other=0.0)
-            values = _expanded(
-                values, sums, b_slot, rank, part, rows, outs, real, inside, num_rows, CHUNKS,
-                PARTS * STEP, STEP, RANK_STEP, WIDEN,
-            )  # fmt: skip
-            tl.store(targets, values, mask=kept)
+        else:
+            part = tl.load(outputs + own * 3)
+            outs = tl.load(outputs + own * 3 + 1) + columns
+            inside = outs < tl.load(outputs + own * 3 + 2)
+            rank = tl.load(own_ranks + part)
+            if rank > 0:
+                kept = real[:, None] & inside[None, :]
+                targets = total + rows[:, None] * total_stride + outs[None, :]
+                values = tl.load(targets, mask=kept, other=0.0)
+                values = _expanded(
+                    values, sums + part * STEP, b_slot, rank, rows, outs, real, inside, num_rows,
+                    CHUNKS, PARTS * STEP, STEP, RANK_STEP, WIDEN,
+                )  # fmt: skip
+                tl.store(targets, values, mask=kept)

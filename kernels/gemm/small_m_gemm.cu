@@ -13,7 +13,7 @@
 //
 // W does not depend on earlier kernels. With programmatic dependent launch the copies of its first
 // steps start while the previous kernel still runs. Nothing else is read or written before
-// `griddepcontrol.wait`.
+// `griddepcontrol.wait`, but slots of adapters, whose B is fetched into the cache.
 //
 // The order of the columns inside a dot product does not matter as long as W and x use the same
 // one. A thread multiplies the 8 adjacent elements of one 16-byte piece of W by those of x. The
@@ -73,13 +73,16 @@ __device__ inline void copy_scales(u32 destination, const Scale* source) {
 }
 
 #if ADAPTERS
+constexpr int LINE = 64;  // elements of 128 bytes
+
 // Low-rank adapters (adapter_gemm.py), `out += B s`. Same layout as _Expansion in small_m_gemm.py.
 struct Expansion {
     const u16 *b;
     const float* sums;
     const int *slots, *ranks;
     long long slot_stride;
-    int num_parts, step, end_0, end_1, end_2;
+    int num_slots, num_parts, step;
+    int end_0, end_1, end_2;
 
     // Rows without an adapter keep their bits.
     __device__ float added(int row, int token, float value) const {
@@ -101,6 +104,16 @@ struct Expansion {
             }
         }
         return rank > 0 ? value + sum : value;
+    }
+    // Fetches a run of B into the L2 cache, [first, first + size), for each token's slot. Called
+    // before the wait: the slots may be those of an earlier round, or no slots at all.
+    __device__ void fetch(int first, int size, int num_tokens) const {
+        for (int i = threadIdx.x; i < size / LINE * num_tokens; i += blockDim.x) {
+            const int slot = slots[i % num_tokens];
+            if (slot < 0 || slot >= num_slots) continue;
+            const u16* line = b + slot * slot_stride + first + i / num_tokens * LINE;
+            asm volatile("prefetch.global.L2 [%0];" :: "l"(line));
+        }
     }
 };
 #endif
@@ -137,6 +150,17 @@ struct Gemm {
         if (residual != nullptr) value += widen(residual[index]);
         out[index] = narrow(value);
     }
+
+#if ADAPTERS
+    __device__ void fetch_adapters(int tile) const {
+        const int rows = row_groups * (gated ? 8 : 16), first = tile * rows;
+        for (int half = 0; half <= gated; ++half) {
+            const int last = min(first + rows, gated ? out_features / 2 : out_features);
+            const int start = first + half * (out_features / 2), step = adapters.step;
+            if (last > first) adapters.fetch(start * step, (last - first) * step, num_tokens);
+        }
+    }
+#endif
 
     // Epilogue of a pair of rows, after all columns are summed.
     __device__ void finish(int low, int token, float first, float second) const {
@@ -372,6 +396,10 @@ small_m_gemm(const __grid_constant__ Gemm p) {
 #pragma unroll 1
     for (int slot = 0;; ++slot) {
         if (slot == EARLY_SLOTS) {
+#if ADAPTERS
+            for (int tile = part.first_tile; tile < p.num_tiles; tile += part.num_workers)
+                p.fetch_adapters(tile);
+#endif
             sum.arrive();
             asm volatile("griddepcontrol.wait;" ::: "memory");
             // After the wait, so that the next kernel may read the output of all kernels before

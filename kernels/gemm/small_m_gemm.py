@@ -16,7 +16,7 @@ from itertools import accumulate
 import torch
 
 from tllm_spec.kernels import nvrtc
-from tllm_spec.kernels.gemm.adapter_gemm import AdapterWeights, Shrunk
+from tllm_spec.kernels.gemm.adapter_gemm import AdapterWeights, Shrunk, expand
 from tllm_spec.kernels.gemm.int4_weights import check_int4
 from tllm_spec.kernels.gemm.norms import NormWeight, rms_norm, silu_and_mul
 from tllm_spec.kernels.gemm.scaled_linear import BLOCK, check_scaled, scaled_linear
@@ -275,7 +275,8 @@ class _Expansion(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("b", "sums", "slots", "ranks")),
         ("slot_stride", ctypes.c_longlong),
-        *((name, ctypes.c_int) for name in ("num_parts", "step", "end_0", "end_1", "end_2")),
+        *((name, ctypes.c_int) for name in ("num_slots", "num_parts", "step")),
+        *((name, ctypes.c_int) for name in ("end_0", "end_1", "end_2")),
     )
 
 
@@ -290,7 +291,7 @@ def _expansion(adapters: Shrunk) -> _Expansion:
     ends = [*accumulate(weights.sizes)] + [sum(weights.sizes)] * MAX_PARTS
     tensors = weights.b, adapters.sums, adapters.slots, weights.ranks
     addresses = (tensor.data_ptr() for tensor in tensors)
-    numbers = weights.b.stride(0), len(weights.sizes), weights.step
+    numbers = weights.b.stride(0), len(weights.ranks), len(weights.sizes), weights.step
     return _Expansion(*addresses, *numbers, *ends[: MAX_PARTS - 1])
 
 
@@ -354,7 +355,7 @@ def plain_small_m_gemm(
     else:
         output = scaled_linear.reference(x, weight, scales, bias, group=group)
     if adapters is not None:
-        output = adapters.added_to(output)
+        output = expand.reference(adapters, output)
     if gated:
         output = silu_and_mul.reference(output)
     return output if add_to is None else add_to.add_(output)

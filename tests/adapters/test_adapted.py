@@ -355,10 +355,10 @@ def test_a_layers_few_rows_take_one_launch_more_for_each_projection(
         monkeypatch.setattr(weight_format, "serves", lambda x, *weight: len(x) <= 8)
         gemm = counting("gemm", plain_small_m_gemm)
         monkeypatch.setattr(weight_format, "small_m_gemm", gemm)
-        for each in ("shrink_rows", "add_adapters", "gated_with_adapters"):
+        for each in ("shrink", "expand", "add_adapters"):
             monkeypatch.setattr(adapted, each, counting(each, getattr(adapted, each)))
         found = logits(model, tables, [0, -1], tokens=TOKENS[:4])
-        assert launched == ["shrink_rows", "gemm"] * 4 * model.config.num_layers
+        assert launched == ["shrink", "gemm"] * 4 * model.config.num_layers
         close(torch.cat(found), torch.cat(expected))
         assert (found[0] - found[1]).abs().max() > 0.3
         launched.clear()

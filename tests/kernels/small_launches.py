@@ -38,9 +38,9 @@ from tllm_spec.kernels.gemm.adapter_gemm import (
     TILE_ROWS,
     AdapterWeights,
     add_adapters,
-    gated_with_adapters,
+    expand,
     output_blocks,
-    shrink_rows,
+    shrink,
 )
 from tllm_spec.kernels.gemm.norms import NormWeight, rms_norm, silu_and_mul
 from tllm_spec.kernels.parallel.rank_sum import (
@@ -284,10 +284,9 @@ def adapters() -> None:
         rows = moe_permute.moe_permute(int32(num_rows, 1), 4, TILE_ROWS, 0)
         add_adapters(x, weights, rows, total)
         norm = NormWeight(empty(inputs, dtype=dtype), 1e-6)
-        for each in (None, norm):
-            shrink_rows(x, weights, rows.experts.flatten(), each)
+        shrunk = shrink(x, weights, rows, norm, one_by_one=True)
         if len(sizes) == 1:
-            gated_with_adapters(total, x, weights, rows)
+            expand(shrunk, total, gated=True)
 
 
 CALLS: dict[str, Callable[[], None]] = {

@@ -12,10 +12,10 @@ from tllm_spec.kernels.experts.permute import ExpertRows
 from tllm_spec.kernels.gemm.adapter_gemm import (
     AdapterWeights,
     add_adapters,
-    gated_with_adapters,
+    expand,
     output_blocks,
     padded_rank,
-    shrink_rows,
+    shrink,
     sorted_by_slot,
 )
 from tllm_spec.kernels.gemm.norms import NormWeight, silu_and_mul
@@ -73,7 +73,7 @@ def test_the_kernels_add_what_the_reference_adds(
     x, total, slots = x[:num_rows], total[:num_rows], slots_of(num_rows, device)
     slots[0] = 0
     expected = total.clone()
-    add_adapters.reference(x, weights, by_slot(weights, slots), expected)
+    expand.reference(shrink.reference(x, weights, by_slot(weights, slots)), expected)
     found, rounding = added(weights, x, slots, total), torch.finfo(dtype).eps
     # The sums of A x may round to a neighbour.
     torch.testing.assert_close(found, expected, rtol=2 * rounding, atol=256 * rounding)
@@ -108,8 +108,8 @@ def test_swiglu_follows_the_expand_and_rows_without_an_adapter_have_the_bits_of_
     weights = AdapterWeights(a, weights.b, ranks, output_blocks(sizes, a.device), sizes)
     x, gate_up, slots = x[:num_rows], gate_up[:num_rows], slots_of(num_rows, device)
     by_slots, plain = by_slot(weights, slots), silu_and_mul(gate_up)
-    found = gated_with_adapters(gate_up.clone(), x, weights, by_slots)
-    expected = gated_with_adapters.reference(gate_up.clone(), x, weights, by_slots)
+    found = expand(shrink(x, weights, by_slots), gate_up.clone(), gated=True)
+    expected = expand.reference(shrink.reference(x, weights, by_slots), gate_up.clone(), gated=True)
     rounding = torch.finfo(dtype).eps
     torch.testing.assert_close(found, expected, rtol=4 * rounding, atol=4096 * rounding)
     none = (slots < 0) | (slots == 2)
@@ -131,13 +131,17 @@ def test_few_rows_are_shrunk_as_by_the_reference_whatever_the_other_rows_are(
         for part, rank in enumerate(weights.ranks[slot].tolist() if slot >= 0 else ()):
             used[row, part, : padded_rank(rank)] = True
     used = used.flatten(1)
-    found = shrink_rows(x, weights, slots, norm).sums.where(used, 0)
-    expected = shrink_rows.reference(x, weights, slots, norm).sums
+    shrunk = shrink(x, weights, by_slot(weights, slots), norm, one_by_one=True)
+    found, expected = (
+        shrunk.sums[0].where(used, 0),
+        shrink.reference(x, weights, by_slot(weights, slots), norm),
+    )
     rounding = torch.finfo(dtype).eps
-    torch.testing.assert_close(found, expected, rtol=4 * rounding, atol=16 * rounding)
+    torch.testing.assert_close(found, expected.sums[0], rtol=4 * rounding, atol=16 * rounding)
+    torch.testing.assert_close(shrunk.x, expected.x, rtol=2 * rounding, atol=2 * rounding)
     assert (found != 0).any(1).tolist() == [True, False, True, False]
-    alone = shrink_rows(x[2:3], weights, slots[2:3], norm).sums.where(used[2:3], 0)
-    assert torch.equal(alone, found[2:3])
+    alone = shrink(x[2:3], weights, by_slot(weights, slots[2:3]), norm, one_by_one=True)
+    assert torch.equal(alone.sums[0].where(used[2:3], 0), found[2:3])
 
 
 @on_each_kernel_device
@@ -190,7 +194,9 @@ def test_the_gemm_of_few_rows_expands(
     def run(
         gemm: Callable[..., torch.Tensor], rows: slice, is_adapted: bool = True
     ) -> torch.Tensor:
-        own = shrink_rows(x[rows], weights, slots[rows], norm) if is_adapted else None
+        own = None
+        if is_adapted:
+            own = shrink(x[rows], weights, by_slot(weights, slots[rows]), norm, one_by_one=True)
         add_to = total[rows].clone() if adds else None
         return gemm(x[rows], base, norm=norm, gated=gated, add_to=add_to, adapters=own)
 

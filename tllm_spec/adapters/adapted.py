@@ -17,11 +17,12 @@ from tllm_spec.kernels.experts.permute import ExpertRows
 from tllm_spec.kernels.gemm.adapter_gemm import (
     CHUNK,
     AdapterWeights,
+    Shrunk,
     add_adapters,
-    gated_with_adapters,
+    expand,
     output_blocks,
     padded_rank,
-    shrink_rows,
+    shrink,
     sorted_by_slot,
 )
 from tllm_spec.kernels.gemm.small_m_gemm import takes
@@ -148,49 +149,67 @@ class AdaptedWeight(WeightFormat):
         return self._base.full_weight()
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
-        return self._added(self._base.multiply(x), x)
+        output = self._base.multiply(x)
+        return expand(self._shrunk(x), output) if self.acts else output
 
     def forward(self, x: torch.Tensor, norm: RMSNorm | None = None) -> torch.Tensor:
         if not self.acts:
             return self._base.forward(x, norm)
-        if (fused := self._few_rows(x, norm)) is not None:
-            return fused
-        output, x = self._of_base(x, norm)
-        return self._added(output, x)
+        if self._fuses(x):
+            return self._few_rows(x, norm)
+        output, shrunk = self._of_base(x, norm)
+        return expand(shrunk, output)
 
     def gated(self, x: torch.Tensor, norm: RMSNorm | None = None) -> torch.Tensor:
-        if self.weights is None or not self.acts:
+        if not self.acts:
             return self._base.gated(x, norm)
-        if (fused := self._few_rows(x, norm, gated=True)) is not None:
-            return fused
-        output, x = self._of_base(x, norm)
-        return gated_with_adapters(output, x, self.weights, self.rows.of(len(x)))
-
-    def _of_base(self, x: torch.Tensor, norm: RMSNorm | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """The base's output, and what adapters read."""
-        if norm is None:
-            return self._base.forward(x), x
-        normed = norm.forward(x)
-        fuses = self._base.fuses_norm(x)
-        return self._base.forward(x, norm) if fuses else self._base.forward(normed), normed
+        if self._fuses(x):
+            return self._few_rows(x, norm, gated=True)
+        output, shrunk = self._of_base(x, norm)
+        return expand(shrunk, output, gated=True)
 
     def add_to(self, total: torch.Tensor, x: torch.Tensor) -> None:
-        if self._few_rows(x, add_to=total) is None:
-            self._base.add_to(total, x)
-            self._added(total, x)
+        if self.acts and self._fuses(x):
+            self._few_rows(x, add_to=total)
+            return
+        if self.acts:
+            expand(self._shrunk(x), total)
+        self._base.add_to(total, x)
+
+    def _fuses(self, x: torch.Tensor) -> bool:
+        """Whether the base's GEMM can expand."""
+        base, weights = self._base, self.weights
+        few = isinstance(base, FewRowsFormat) and base.fuses_adapters(x)
+        return few and weights is not None and takes(weights)
 
     def _few_rows(
         self, x: torch.Tensor, norm: RMSNorm | None = None, **options: Any
-    ) -> torch.Tensor | None:
-        """Two launches: the second is the base's, which expands. None where it cannot."""
-        base, weights = self._base, self.weights
-        if weights is None or not self.acts or not isinstance(base, FewRowsFormat):
-            return None
-        if not base.fuses_adapters(x) or not takes(weights):
-            return None
-        slots = self.rows.of(len(x)).experts.flatten()
-        shrunk = shrink_rows(x, weights, slots, None if norm is None else norm.kernel_weight)
-        return base.few_rows(x, norm, adapters=shrunk, **options)
+    ) -> torch.Tensor:
+        """One launch more than without adapters."""
+        assert isinstance(self._base, FewRowsFormat)
+        shrunk = self._shrunk(x, norm, keeps_norm=False)
+        return self._base.few_rows(x, norm, adapters=shrunk, **options)
+
+    def _of_base(self, x: torch.Tensor, norm: RMSNorm | None) -> tuple[torch.Tensor, Shrunk]:
+        """The base's output, and what is to be added. The norm is computed once, unless the base's
+        is another."""
+        shrunk = self._shrunk(x, norm)
+        if norm is None or self._base.fuses_norm(x):
+            return self._base.forward(x, norm), shrunk
+        return self._base.forward(shrunk.x), shrunk
+
+    def _shrunk(
+        self, x: torch.Tensor, norm: RMSNorm | None = None, *, keeps_norm: bool = True
+    ) -> Shrunk:
+        assert self.weights is not None
+        base, rows = self._base, self.rows.of(len(x))
+        one_by_one, kernel_norm = isinstance(base, FewRowsFormat) and not base.is_invariant, None
+        if norm is not None and one_by_one and norm.scaled_weight is None:
+            kernel_norm = norm.kernel_weight
+        elif norm is not None:
+            x = norm.forward(x)
+        options = {"one_by_one": one_by_one, "keeps_norm": keeps_norm}
+        return shrink(x, self.weights, rows, kernel_norm, **options)
 
     def add_gated_to(
         self, total: torch.Tensor, gate_up: WeightFormat, x: torch.Tensor, norm: RMSNorm | None
@@ -199,11 +218,6 @@ class AdaptedWeight(WeightFormat):
             self.add_to(total, gate_up.gated(x, norm))
         else:
             self._base.add_gated_to(total, gate_up.base, x, norm)
-
-    def _added(self, total: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        if self.weights is not None and self.acts:
-            add_adapters(x, self.weights, self.rows.of(len(x)), total)
-        return total
 
     def ranks(self, slot: int) -> torch.Tensor:
         """`[E, P]` int32."""
