@@ -299,10 +299,10 @@ def shrink_rows_kernel(
     if norm is not None:
         factors = tl.load(norm + columns, mask=real, other=0.0)
     wait_for_previous(PDL)
+    values = tl.load(x + row.to(tl.int64) * x_stride + columns, mask=real, other=0.0)
     slot = tl.load(slots + row, volatile=True)
     if slot != before:
         own, has_rank = _own_rows(a, ranks, slot, rank, columns, IN, PARTS, STEP, RANKS, RANK_STEP)
-    values = tl.load(x + row.to(tl.int64) * x_stride + columns, mask=real, other=0.0)
     if norm is not None:
         values = normed_row(values, factors, eps, IN).to(values.dtype)
         if normed is not None:

@@ -105,15 +105,26 @@ struct Expansion {
         }
         return rank > 0 ? value + sum : value;
     }
-    // Fetches a run of B into the L2 cache, [first, first + size), for each token's slot. Called
-    // before the wait: the slots may be those of an earlier round, or no slots at all.
+    // Fetches a run of B, [first, first + size), for each token's slot. Called before the wait: the
+    // slots may be those of an earlier round, or no slots at all, so they stay out of the L1 cache.
     __device__ void fetch(int first, int size, int num_tokens) const {
         for (int i = threadIdx.x; i < size / LINE * num_tokens; i += blockDim.x) {
-            const int slot = slots[i % num_tokens];
+            const int slot = __ldcg(slots + i % num_tokens);
             if (slot < 0 || slot >= num_slots) continue;
             const u16* line = b + slot * slot_stride + first + i / num_tokens * LINE;
             asm volatile("prefetch.global.L2 [%0];" :: "l"(line));
+            if (i < num_tokens) touch(ranks + slot * num_parts);
         }
+    }
+    // Called after the wait: what `added` reads comes into the L1 cache.
+    __device__ void fetch_sums(int num_tokens) const {
+        for (int i = threadIdx.x; i < num_tokens * num_parts * step / 32; i += blockDim.x)
+            touch(sums + 32 * i);
+        if (threadIdx.x < num_tokens) touch(slots + threadIdx.x);
+    }
+    __device__ static void touch(const void* address) {
+        u32 unused;
+        asm volatile("ld.global.u32 %0, [%1];" : "=r"(unused) : "l"(address));
     }
 };
 #endif
@@ -405,6 +416,9 @@ small_m_gemm(const __grid_constant__ Gemm p) {
             // After the wait, so that the next kernel may read the output of all kernels before
             // this one without waiting itself.
             asm volatile("griddepcontrol.launch_dependents;");
+#if ADAPTERS
+            p.adapters.fetch_sums(p.num_tokens);
+#endif
             stage_tokens(
                 p, tokens, stride, squares + 2 * TOKENS, part.first_column, part.share);
         }
