@@ -217,7 +217,7 @@ def _shrink_rows(
         *(x, x.stride(0)),
         None if norm is None else norm.weight,
         0.0 if norm is None else norm.eps,
-        *(normed, weights.a, weights.ranks, rows.experts, sums),
+        *(normed, weights.a, weights.ranks, len(weights.ranks), rows.experts, sums),
         IN=inputs,
         BLOCK=block,
         PARTS=len(weights.sizes),
@@ -270,39 +270,45 @@ def _options(weights: AdapterWeights, device: torch.device) -> dict[str, Any]:
 
 @triton.jit
 def _own_rows(
-    a: tl.tensor, ranks: tl.tensor, slot: tl.tensor, rank: tl.tensor, columns: tl.tensor,
-    IN: tl.constexpr, PARTS: tl.constexpr, STEP: tl.constexpr, RANKS: tl.constexpr,
+    a: tl.tensor, ranks: tl.tensor, slot: tl.tensor, num_slots: tl.tensor, rank: tl.tensor,
+    columns: tl.tensor, IN: tl.constexpr, PARTS: tl.constexpr, STEP: tl.constexpr, RANKS: tl.constexpr,
     RANK_STEP: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
     """RANKS rows of the slot's A, `[RANKS, BLOCK]`, and whether its adapter has them."""
-    used = tl.load(ranks + tl.maximum(slot, 0) * PARTS + rank // STEP)
-    used = tl.where(slot >= 0, tl.cdiv(used, RANK_STEP) * RANK_STEP, 0)
+    is_slot = (slot >= 0) & (slot < num_slots)
+    slot = tl.where(is_slot, slot, 0)
+    used = tl.load(ranks + slot * PARTS + rank // STEP)
+    used = tl.where(is_slot, tl.cdiv(used, RANK_STEP) * RANK_STEP, 0)
     has_rank = rank % STEP < used
     rows = (slot.to(tl.int64) * PARTS * STEP + rank + tl.arange(0, RANKS)) * IN
     kept = (columns < tl.where(has_rank, IN, 0))[None, :]
     return tl.load(a + rows[:, None] + columns[None, :], mask=kept, other=0.0), has_rank
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_slots"])
 def shrink_rows_kernel(
     x: tl.tensor, x_stride: tl.tensor, norm: tl.tensor, eps: tl.tensor, normed: tl.tensor,
-    a: tl.tensor, ranks: tl.tensor, slots: tl.tensor, sums: tl.tensor, IN: tl.constexpr,
-    BLOCK: tl.constexpr, PARTS: tl.constexpr, STEP: tl.constexpr, RANKS: tl.constexpr,
-    RANK_STEP: tl.constexpr, PDL: tl.constexpr,
+    a: tl.tensor, ranks: tl.tensor, num_slots: tl.tensor, slots: tl.tensor, sums: tl.tensor,
+    IN: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, STEP: tl.constexpr,
+    RANKS: tl.constexpr, RANK_STEP: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """Grid (RANKS ranks of a part, rows). Matrices are read while the previous kernel runs, and
-    again if only now the row has its slot."""
+    again if only after it the row has its slot; before, it may have any number."""
     launch_dependents(PDL)
     rank, row, columns = tl.program_id(0) * RANKS, tl.program_id(1), tl.arange(0, BLOCK)
     real, before = columns < IN, tl.load(slots + row)
-    own, has_rank = _own_rows(a, ranks, before, rank, columns, IN, PARTS, STEP, RANKS, RANK_STEP)
+    own, has_rank = _own_rows(
+        a, ranks, before, num_slots, rank, columns, IN, PARTS, STEP, RANKS, RANK_STEP
+    )
     if norm is not None:
         factors = tl.load(norm + columns, mask=real, other=0.0)
     wait_for_previous(PDL)
     values = tl.load(x + row.to(tl.int64) * x_stride + columns, mask=real, other=0.0)
     slot = tl.load(slots + row, volatile=True)
     if slot != before:
-        own, has_rank = _own_rows(a, ranks, slot, rank, columns, IN, PARTS, STEP, RANKS, RANK_STEP)
+        own, has_rank = _own_rows(
+            a, ranks, slot, num_slots, rank, columns, IN, PARTS, STEP, RANKS, RANK_STEP
+        )
     if norm is not None:
         values = normed_row(values, factors, eps, IN).to(values.dtype)
         if normed is not None:
