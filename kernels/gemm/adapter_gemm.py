@@ -271,8 +271,8 @@ def _options(weights: AdapterWeights, device: torch.device) -> dict[str, Any]:
 @triton.jit
 def _own_rows(
     a: tl.tensor, ranks: tl.tensor, slot: tl.tensor, num_slots: tl.tensor, rank: tl.tensor,
-    columns: tl.tensor, IN: tl.constexpr, PARTS: tl.constexpr, STEP: tl.constexpr, RANKS: tl.constexpr,
-    RANK_STEP: tl.constexpr,
+    columns: tl.tensor, IN: tl.constexpr, PARTS: tl.constexpr, STEP: tl.constexpr,
+    RANKS: tl.constexpr, RANK_STEP: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
     """RANKS rows of the slot's A, `[RANKS, BLOCK]`, and whether its adapter has them."""
     is_slot = (slot >= 0) & (slot < num_slots)
