@@ -136,15 +136,10 @@ def shrink(
     """
     if norm is not None:
         x = rms_norm(x, norm.weight, norm.eps)
-    step, number = weights.step, max(weights.share_a, weights.share_b)
-    sums = x.new_zeros(1, len(x), weights.a.shape[1], dtype=torch.float32)
+    sums = x.new_empty(1, len(x), weights.a.shape[1], dtype=torch.float32)
     for slot, begins, ends in hit_experts(rows):
         mine = rows.order[begins:ends].long()
-        for part, rank in enumerate(weights.ranks[slot // number].tolist()):
-            own = slice(part * step, part * step + rank)
-            sums[0, mine, own] = (
-                x[mine].float().mm(weights.a[slot // weights.share_a, own].float().t())
-            )
+        sums[0, mine] = x[mine].float().mm(weights.a[slot // weights.share_a].float().t())
     return Shrunk(weights, rows, x, sums)
 
 
@@ -156,13 +151,12 @@ def expand(shrunk: Shrunk, total: torch.Tensor, *, gated: bool = False) -> torch
     step, number = weights.step, max(weights.share_a, weights.share_b)
     for slot, begins, ends in hit_experts(rows):
         mine, first = rows.order[begins:ends].long(), 0
-        ranks = weights.ranks[slot // number].tolist()
+        ranks, sums = weights.ranks[slot // number].tolist(), shrunk.sums[0, mine].to(x.dtype)
         for part, (rank, size) in enumerate(zip(ranks, weights.sizes, strict=True)):
             outputs, first = slice(first, first + size), first + size
             if rank:
-                own = shrunk.sums.sum(0)[mine, part * step : part * step + rank].to(x.dtype)
-                b = weights.b[slot // weights.share_b, outputs, :rank].float()
-                delta = own.float().mm(b.t())
+                own = sums[:, part * step : part * step + rank].float()
+                delta = own.mm(weights.b[slot // weights.share_b, outputs, :rank].float().t())
                 total[mine, outputs] = (total[mine, outputs].float() + delta).to(total.dtype)
     return silu_and_mul.reference(total) if gated else total
 
