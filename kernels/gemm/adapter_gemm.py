@@ -250,7 +250,7 @@ def expand_triton(shrunk: Shrunk, total: torch.Tensor, *, gated: bool = False) -
 
 
 def _options(weights: AdapterWeights, device: torch.device) -> dict[str, Any]:
-    """Of both kernels with tiles."""
+    """Constants of both kernels with tiles."""
     return {
         "PARTS": len(weights.sizes),
         "STEP": weights.step,
@@ -393,8 +393,8 @@ def expand_kernel(
         block, own = item // num_outputs, item % num_outputs
         is_adapted, place = block < number, blocks + tl.minimum(block, room - 1)
         slot = tl.where(is_adapted, tl.load(place), 0)
-        none = num_adapted + (block - number) * TILE_ROWS
-        places = tl.where(is_adapted, tl.load(place + room), none) + tl.arange(0, TILE_ROWS)
+        first = num_adapted + (block - number) * TILE_ROWS
+        places = tl.where(is_adapted, tl.load(place + room), first) + tl.arange(0, TILE_ROWS)
         real = places < tl.where(is_adapted, tl.load(place + 2 * room), num_rows)
         rows = tl.load(order + places, mask=real, other=0).to(tl.int64)
         own_ranks = ranks + slot // max(SHARE_A, SHARE_B) * PARTS
@@ -416,9 +416,9 @@ def expand_kernel(
                 up, sums + (PARTS - 1) * STEP, b_slot + GATED * STEP, rank, rows, outs, real,
                 inside, num_rows, CHUNKS, PARTS * STEP, STEP, RANK_STEP, WIDEN,
             )  # fmt: skip
-            activated = gate / (1.0 + tl.exp(-gate)) * up.to(tl.float32)
-            targets = output + rows[:, None] * GATED + outs[None, :]
-            tl.store(targets, activated.to(up.dtype), mask=kept)
+            gate = gate / (1.0 + tl.exp(-gate)) * up.to(tl.float32)
+            own_output = output + rows[:, None] * GATED + outs[None, :]
+            tl.store(own_output, gate.to(up.dtype), mask=kept)
         else:
             part = tl.load(outputs + own * 3)
             outs = tl.load(outputs + own * 3 + 1) + columns

@@ -30,7 +30,7 @@ from tests.models.qwen3_next import save_qwen3_next
 from tests.models.test_gemma3 import save_gemma3
 from tests.models.test_llama4 import save_llama4
 from tests.models.test_phi3 import save as save_phi3
-from tllm_spec.adapters import adapted
+from tllm_spec.adapters import adapted_layers
 from tllm_spec.adapters.adapted import AdapterTables
 from tllm_spec.adapters.adapter_folder import read_adapter
 from tllm_spec.attention.choice import create_batch_invariant
@@ -356,7 +356,8 @@ def test_a_layers_few_rows_take_one_launch_more_for_each_projection(
         gemm = counting("gemm", plain_small_m_gemm)
         monkeypatch.setattr(weight_format, "small_m_gemm", gemm)
         for each in ("shrink", "expand", "add_adapters"):
-            monkeypatch.setattr(adapted, each, counting(each, getattr(adapted, each)))
+            work = getattr(adapted_layers, each)
+            monkeypatch.setattr(adapted_layers, each, counting(each, work))
         found = logits(model, tables, [0, -1], tokens=TOKENS[:4])
         assert launched == ["shrink", "gemm"] * 4 * model.config.num_layers
         close(torch.cat(found), torch.cat(expected))
