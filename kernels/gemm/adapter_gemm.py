@@ -1,10 +1,16 @@
 """Low-rank adapters of a linear layer (LoRA, arXiv 2106.09685): `y += B A x` with the matrices of
-each row's adapter, which lie in slots. Two Triton kernels if Triton is available, otherwise the
+each row's adapter, which lie in slots. Triton kernels if Triton is available, otherwise the
 plain-torch reference, which is the definition.
 
 Rows are sorted by slot, in blocks of one slot each. The first kernel shrinks: all parts of a fused
 layer, whose inputs are cut into chunks of CHUNK, with float32 sums. The second adds the chunks in
-order and expands. So a row's bits do not depend on the other rows, nor on how many there are."""
+order and expands, before SwiGLU if the layer has it. So a row's bits do not depend on the other
+rows, nor on how many there are.
+
+Where a layer's own GEMM has another order of sums for few rows, they may be shrunk `one_by_one`: a
+program takes a whole row, norms it and multiplies it with some rows of A. Neighbours with the same
+adapter then read A from the L2 cache. What at most 8 rows add, the GEMM itself expands
+(`small_m_gemm`): a layer has one launch more for each projection."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -384,7 +390,7 @@ def expand_kernel(
     with it rows without a slot, which are the last ones, follow in blocks of their own."""
     begin(PDL)
     number, columns = tl.load(num_blocks), tl.arange(0, BLOCK_OUT)
-    num_adapted, all_blocks = number * 0, number
+    num_adapted, all_blocks = 0, number
     if GATED > 0:
         num_adapted = tl.load(blocks + 2 * room + tl.maximum(number - 1, 0))
         num_adapted = tl.where(number > 0, num_adapted, 0)
@@ -400,8 +406,7 @@ def expand_kernel(
         own_ranks = ranks + slot // max(SHARE_A, SHARE_B) * PARTS
         b_slot = b + (slot // SHARE_B).to(tl.int64) * b_stride
         if GATED > 0:
-            outs = own * BLOCK_OUT + columns
-            inside = outs < GATED
+            outs, inside = own * BLOCK_OUT + columns, own * BLOCK_OUT + columns < GATED
             kept = real[:, None] & inside[None, :]
             targets = total + rows[:, None] * total_stride + outs[None, :]
             gate = tl.load(targets, mask=kept, other=0.0)
@@ -417,8 +422,8 @@ def expand_kernel(
                 inside, num_rows, CHUNKS, PARTS * STEP, STEP, RANK_STEP, WIDEN,
             )  # fmt: skip
             gate = gate / (1.0 + tl.exp(-gate)) * up.to(tl.float32)
-            own_output = output + rows[:, None] * GATED + outs[None, :]
-            tl.store(own_output, gate.to(up.dtype), mask=kept)
+            targets = output + rows[:, None] * GATED + outs[None, :]
+            tl.store(targets, gate.to(up.dtype), mask=kept)
         else:
             part = tl.load(outputs + own * 3)
             outs = tl.load(outputs + own * 3 + 1) + columns
