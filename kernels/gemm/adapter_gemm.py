@@ -63,6 +63,11 @@ class AdapterWeights:
         """R."""
         return self.b.shape[2]
 
+    @property
+    def fit_one_by_one(self) -> bool:
+        """Whether a program can shrink a whole row."""
+        return self.a.shape[2] <= MAX_INPUTS and self.share_a == self.share_b == 1
+
 
 def padded_rank(rank: int) -> int:
     """The next multiple of RANK_STEP."""
@@ -178,8 +183,7 @@ def shrink_triton(
 ) -> Shrunk:
     """See `shrink`."""
     assert weights.a.is_contiguous() and x.stride(1) == 1
-    shares = weights.share_a > 1 or weights.share_b > 1
-    if one_by_one and len(x) <= FEW_ROWS and x.shape[1] <= MAX_INPUTS and not shares:
+    if one_by_one and 0 < len(x) <= FEW_ROWS and weights.fit_one_by_one:
         return _shrink_rows(x, weights, rows, norm, keeps_norm)
     if norm is not None:
         x = rms_norm(x, norm.weight, norm.eps)

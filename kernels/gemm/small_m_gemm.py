@@ -246,7 +246,7 @@ def serves(
 
 def takes(weights: AdapterWeights) -> bool:
     """Whether the kernel can add such adapters."""
-    return len(weights.sizes) <= MAX_PARTS and weights.share_a == weights.share_b == 1
+    return len(weights.sizes) <= MAX_PARTS and weights.fit_one_by_one
 
 
 class _Arguments(ctypes.Structure):
@@ -288,6 +288,7 @@ class _AdaptedArguments(ctypes.Structure):
 
 def _expansion(adapters: Shrunk) -> _Expansion:
     weights = adapters.weights
+    assert len(adapters.sums) == 1
     ends = [*accumulate(weights.sizes)] + [sum(weights.sizes)] * MAX_PARTS
     tensors = weights.b, adapters.sums, adapters.slots, weights.ranks
     addresses = (tensor.data_ptr() for tensor in tensors)

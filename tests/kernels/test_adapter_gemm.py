@@ -10,6 +10,7 @@ from tests.kernels.cuda_graphs import captured_graph
 from tests.kernels.interpreter import on_each_kernel_device
 from tllm_spec.kernels.experts.permute import ExpertRows
 from tllm_spec.kernels.gemm.adapter_gemm import (
+    MAX_INPUTS,
     AdapterWeights,
     add_adapters,
     expand,
@@ -19,7 +20,7 @@ from tllm_spec.kernels.gemm.adapter_gemm import (
     sorted_by_slot,
 )
 from tllm_spec.kernels.gemm.norms import NormWeight, silu_and_mul
-from tllm_spec.kernels.gemm.small_m_gemm import plain_small_m_gemm, small_m_gemm
+from tllm_spec.kernels.gemm.small_m_gemm import plain_small_m_gemm, small_m_gemm, takes
 
 SIZES, INPUTS, RANKS = (96, 40, 136), 592, (20, 0, 7)
 NUM_SLOTS = 3
@@ -162,11 +163,24 @@ def test_neighbouring_slots_may_share_a_matrix(shared: str, device: str) -> None
 
 
 @on_each_kernel_device
-def test_no_rows_launch_nothing(device: str) -> None:
+@pytest.mark.parametrize("one_by_one", [False, True])
+def test_no_rows_launch_nothing(one_by_one: bool, device: str) -> None:
     weights, x, total = problem(device, torch.float32)
-    before = total.clone()
-    add_adapters(x[:0], weights, by_slot(weights, slots_of(3, device)), total[:0])
+    before, rows = total.clone(), by_slot(weights, slots_of(3, device))
+    expand(shrink(x[:0], weights, rows, one_by_one=one_by_one), total[:0])
     assert torch.equal(total, before)
+
+
+def test_a_gemm_expands_up_to_four_parts_of_inputs_that_one_program_can_shrink() -> None:
+    def weights(inputs: int, *sizes: int, **shares: int) -> AdapterWeights:
+        a = torch.empty(2, 16 * len(sizes), inputs, device="meta")
+        b = torch.empty(2, sum(sizes), 16, device="meta")
+        return AdapterWeights(a, b, torch.empty(2, len(sizes)), a, sizes, **shares)
+
+    assert takes(weights(MAX_INPUTS, 8, 8, 8, 8))
+    assert not takes(weights(MAX_INPUTS, 8, 8, 8, 8, 8))
+    assert not takes(weights(2 * MAX_INPUTS, 8))
+    assert not takes(weights(64, 8, share_a=2))
 
 
 @pytest.mark.gpu
