@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import torch
 
-from tllm_spec.adapters.adapted import AdaptedStack, AdaptedWeight
+from tllm_spec.adapters.adapted_layers import AdaptedStack, AdaptedWeight
 from tllm_spec.distributed.communicator import SINGLE, Communicator
 from tllm_spec.executor.device.sleeping_memory import SleepingMemory
 from tllm_spec.models.config_file import read_config

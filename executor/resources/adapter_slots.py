@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from tllm_spec.adapters.adapted import AdapterRows, AdapterTables
+from tllm_spec.adapters.adapted import AdapterTables
+from tllm_spec.adapters.adapted_layers import AdapterRows
 from tllm_spec.adapters.adapter_folder import Adapter, read_adapter
 from tllm_spec.config.engine_config import LoraConfig
 from tllm_spec.distributed.communicator import SINGLE, Communicator

@@ -132,16 +132,16 @@ def norm_row(
     SIZE: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """RMSNorm of one row, in float32."""
-    values = tl.load(x + columns, mask=real, other=0.0).to(tl.float32)
-    return _normed(values, weight, eps, columns, real, SIZE)
+    weights = tl.load(weight + columns, mask=real, other=0.0)
+    return normed_row(tl.load(x + columns, mask=real, other=0.0), weights, eps, SIZE)
 
 
 @triton.jit
-def _normed(
-    values: tl.tensor, weight: tl.tensor, eps: tl.tensor, columns: tl.tensor, real: tl.tensor,
-    SIZE: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
-    weights = tl.load(weight + columns, mask=real, other=0.0).to(tl.float32)
+def normed_row(
+    values: tl.tensor, weights: tl.tensor, eps: tl.tensor, SIZE: tl.constexpr
+) -> tl.tensor:
+    """`norm_row` of loaded values, 0 after SIZE."""
+    values, weights = values.to(tl.float32), weights.to(tl.float32)
     mean_square = tl.div_rn(tl.sum(values * values, 0), SIZE * 1.0)
     return values * tl.rsqrt(mean_square + eps) * weights
 
@@ -163,8 +163,8 @@ def rms_norm_kernel(
     if other is not None:
         beside = norm_row(other + row * other_stride, other_weight, eps, columns, real, SIZE)
         both = (normed.to(tl.float32) + beside.to(own_type).to(tl.float32)).to(own_type)
-        values = both.to(tl.float32)
-        normed = _normed(values, sum_weight, eps, columns, real, SIZE).to(own_type)
+        weights = tl.load(sum_weight + columns, mask=real, other=0.0)
+        normed = normed_row(both, weights, eps, SIZE).to(own_type)
     if total is not None:
         places = total + row * total_stride + columns
         normed = normed.to(tl.float32) + tl.load(places, mask=real, other=0.0).to(tl.float32)
@@ -173,8 +173,8 @@ def rms_norm_kernel(
         normed = normed.to(own_type)
         tl.store(places, normed, mask=real)
         if next_weight is not None:
-            values = normed.to(tl.float32)
-            normed = _normed(values, next_weight, next_eps, columns, real, SIZE).to(own_type)
+            weights = tl.load(next_weight + columns, mask=real, other=0.0)
+            normed = normed_row(normed, weights, next_eps, SIZE).to(own_type)
     if output is not None:
         tl.store(output + row * SIZE + columns, normed, mask=real)
 

@@ -13,7 +13,7 @@
 //
 // W does not depend on earlier kernels. With programmatic dependent launch the copies of its first
 // steps start while the previous kernel still runs. Nothing else is read or written before
-// `griddepcontrol.wait`.
+// `griddepcontrol.wait`, but slots of adapters, whose B is fetched into the cache.
 //
 // The order of the columns inside a dot product does not matter as long as W and x use the same
 // one. A thread multiplies the 8 adjacent elements of one 16-byte piece of W by those of x. The
@@ -31,7 +31,8 @@
 //
 // Compiler options define BFLOAT16 (otherwise float16: x, and W of 16 bits), BITS of a number of W
 // (16, 8 for FP8, or 4), GROUP (columns that share a scale; 0 for 16 bits), E2M1 (whether codes of
-// 4 bits are such numbers), STEP_COLUMNS (a multiple of a block's, at most 32 pieces) and DEPTH.
+// 4 bits are such numbers), STEP_COLUMNS (a multiple of a block's, at most 32 pieces), DEPTH, and
+// ADAPTERS (whether rows may have low-rank adapters, which are added before the gate).
 
 #include "small_m_block.cuh"
 
@@ -71,6 +72,40 @@ __device__ inline void copy_scales(u32 destination, const Scale* source) {
         :: "r"(destination), "l"(source), "n"(sizeof(Scale) * SCALE_PIECE) : "memory");
 }
 
+#if ADAPTERS
+// Low-rank adapters (adapter_gemm.py), `out += B s`. Same layout as _Expansion in small_m_gemm.py.
+struct Expansion {
+    const u16 *b;
+    const float* sums;
+    const int *slots, *ranks;
+    long long slot_stride;
+    int num_parts, step;
+    int end_0, end_1, end_2;
+
+    // Rows without an adapter keep their bits.
+    __device__ float added(int row, int token, float value) const {
+        const int slot = slots[token];
+        if (slot < 0) return value;
+        const int part = (row >= end_0) + (row >= end_1) + (row >= end_2);
+        const int rank = ranks[slot * num_parts + part];
+        const u16* factors = b + slot * slot_stride + static_cast<u64>(row) * step;
+        const float* own = sums + (token * num_parts + part) * step;
+        float sum = 0.0f;
+#pragma unroll 2
+        for (int r = 0; r < rank; r += PIECE) {
+            const uint4 piece = *reinterpret_cast<const uint4*>(factors + r);
+            const u32 pairs[4] = {piece.x, piece.y, piece.z, piece.w};
+            for (int j = 0; j < 4; ++j) {
+                const float2 both = unpack(pairs[j]);
+                const float2 other = *reinterpret_cast<const float2*>(own + r + 2 * j);
+                sum = fmaf(both.x, other.x, fmaf(both.y, other.y, sum));
+            }
+        }
+        return rank > 0 ? value + sum : value;
+    }
+};
+#endif
+
 // Same layout as _Arguments in small_m_gemm.py.
 struct Gemm {
     const u16 *x, *bias;
@@ -82,6 +117,10 @@ struct Gemm {
     int out_features, in_features, x_stride, out_stride;
     int num_tokens, num_tiles, row_groups, splits, gated, is_gelu, up_stride, has_wide_norm;
     float eps;
+
+#if ADAPTERS
+    Expansion adapters;
+#endif
 
     // The two rows of W of a pair: rows r and r + 8 of a group of 16, or a row of the gate and the
     // matching row of `up`.
@@ -121,6 +160,10 @@ struct Gemm {
             if (low < out_features) first += widen(bias[low]);
             if (high < out_features) second += widen(bias[high]);
         }
+#if ADAPTERS
+        if (low < out_features) first = adapters.added(low, token, first);
+        if (high < out_features) second = adapters.added(high, token, second);
+#endif
         if (gated) {
             write(low, token, activated(first) * second);
         } else {

@@ -11,10 +11,12 @@ Everything else is float32, rounded once."""
 import ctypes
 import functools
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
 from tllm_spec.kernels import nvrtc
+from tllm_spec.kernels.gemm.adapter_gemm import AdapterWeights, Shrunk, expand
 from tllm_spec.kernels.gemm.int4_weights import check_int4
 from tllm_spec.kernels.gemm.norms import Activation, NormWeight, rms_norm, silu_and_mul
 from tllm_spec.kernels.gemm.scaled_linear import BLOCK, check_scaled, scaled_linear
@@ -41,6 +43,7 @@ MAX_RING_BYTES, MIN_DEPTH = {16: 160 << 10, 8: 160 << 10, 4: 120 << 10}, 3
 SUM_BYTES = 4 * (2 * 2 * 8 * WARPS * MAX_ROWS + (max(SPLITS) + WARPS) * MAX_ROWS)
 
 
+MAX_PARTS = 4  # of a fused layer with adapters
 MIN_GROUP = 32  # columns of one instruction have one scale
 
 
@@ -106,6 +109,7 @@ def plan(
     features: int,
     gated: bool,
     stored: Stored,
+    adapts: bool,
 ) -> Plan:
     """dtype: of x; features: columns of the output. `splits_that_fit` must not be empty."""
     processors = torch.cuda.get_device_properties(device).multi_processor_count
@@ -115,7 +119,7 @@ def plan(
     grid = min(tiles.number, processors // tiles.splits) * tiles.splits
     shared = shared_bytes(rows, in_features, tiles.splits, ring)
     launch = nvrtc.Launch(grid, 32 * WARPS, tiles.splits, shared)
-    return Plan(_kernel(device, definitions(dtype, ring)), launch, tiles)
+    return Plan(_kernel(device, definitions(dtype, ring, adapts)), launch, tiles)
 
 
 def tiles_of(
@@ -156,7 +160,9 @@ def shared_bytes(rows: int, in_features: int, splits: int, ring: Ring) -> int:
     return ring.bytes_of_all + SUM_BYTES + rows * (in_features // splits * 2 + 16)
 
 
-def definitions(dtype: torch.dtype, ring: Ring) -> tuple[tuple[str, int], ...]:
+def definitions(
+    dtype: torch.dtype, ring: Ring, adapts: bool = False
+) -> tuple[tuple[str, int], ...]:
     """Macros of the source."""
     return (
         ("BFLOAT16", dtype == torch.bfloat16),
@@ -165,6 +171,7 @@ def definitions(dtype: torch.dtype, ring: Ring) -> tuple[tuple[str, int], ...]:
         ("E2M1", ring.stored.is_e2m1),
         ("STEP_COLUMNS", ring.step_columns),
         ("DEPTH", ring.depth),
+        ("ADAPTERS", adapts),
     )
 
 
@@ -191,6 +198,7 @@ def small_m_gemm(
     ups: torch.Tensor | None = None,
     add_to: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
+    adapters: Shrunk | None = None,
 ) -> torch.Tensor:
     """`norm(x) W^T + bias`; if gated, the activation of its first half times its second half; added
     to `add_to` if given. The kernel must serve these tensors (`serves`).
@@ -209,6 +217,7 @@ def small_m_gemm(
         add_to: the residual stream, of the output's shape, any stride between rows; changed in
             place and returned.
         out: without `add_to`, what is written and returned, any stride between rows.
+        adapters: added to the outputs before the gate (`takes`).
     """
     features = weight.shape[0] // 2 if gated else weight.shape[0]
     output = out if add_to is None else add_to
@@ -219,7 +228,8 @@ def small_m_gemm(
     if norm is not None and x.dtype == torch.float16:
         # In float16 x times the norm's weight, without the division, could overflow.
         x, norm = rms_norm(x, norm.weight, norm.eps), None
-    _launch(x, weight, scales, group, bias, norm, gated, activation, ups, add_to, output)
+    own = norm, gated, activation, ups, add_to
+    _launch(x, weight, scales, group, bias, *own, output, adapters)
     return output
 
 
@@ -244,6 +254,11 @@ def serves(
     )
 
 
+def takes(weights: AdapterWeights) -> bool:
+    """Whether the kernel can add such adapters."""
+    return len(weights.sizes) <= MAX_PARTS and weights.fit_one_by_one
+
+
 class _Arguments(ctypes.Structure):
     """The kernel's argument: same layout as `Gemm` in small_m_gemm.cu."""
 
@@ -262,6 +277,33 @@ class _Arguments(ctypes.Structure):
     )
 
 
+class _Expansion(ctypes.Structure):
+    """`Expansion` in small_m_gemm.cu."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("b", "sums", "slots", "ranks")),
+        ("slot_stride", ctypes.c_longlong),
+        *((name, ctypes.c_int) for name in ("num_parts", "step")),
+        *((name, ctypes.c_int) for name in ("end_0", "end_1", "end_2")),
+    )
+
+
+class _AdaptedArguments(ctypes.Structure):
+    """`Gemm` in small_m_gemm.cu with ADAPTERS."""
+
+    _fields_ = (("gemm", _Arguments), ("adapters", _Expansion))
+
+
+def _expansion(adapters: Shrunk) -> _Expansion:
+    weights = adapters.weights
+    assert len(adapters.sums) == 1
+    ends = [*accumulate(weights.sizes)] + [sum(weights.sizes)] * MAX_PARTS
+    tensors = weights.b, adapters.sums, adapters.slots, weights.ranks
+    addresses = (tensor.data_ptr() for tensor in tensors)
+    numbers = weights.b.stride(0), len(weights.sizes), weights.step
+    return _Expansion(*addresses, *numbers, *ends[: MAX_PARTS - 1])
+
+
 def _launch(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -274,6 +316,7 @@ def _launch(
     ups: torch.Tensor | None,
     add_to: torch.Tensor | None,
     output: torch.Tensor,
+    adapters: Shrunk | None,
 ) -> None:
     assert x.stride(1) == output.stride(1) == 1 and weight.is_contiguous()
     stored = stored_as(weight, scales, group)
@@ -283,12 +326,14 @@ def _launch(
     elif scales is not None:
         check_int4(weight, scales, group, x.shape[1])
     (rows, features), device = output.shape, x.device.index or 0
-    prepared = plan(device, x.dtype, rows, x.shape[1], features, gated, stored)
+    prepared = plan(
+        device, x.dtype, rows, x.shape[1], features, gated, stored, adapters is not None
+    )
     norm_weight = None if norm is None else norm.weight
     operands = (x, bias, norm_weight, add_to, ups, weight, scales, output)
     addresses = (None if tensor is None else tensor.data_ptr() for tensor in operands)
     tiles = prepared.tiles
-    arguments = _Arguments(
+    arguments: ctypes.Structure = _Arguments(
         *addresses,
         *(weight.shape[0], x.shape[1], x.stride(0), output.stride(0)),
         *(rows, tiles.number, tiles.row_groups, tiles.splits),
@@ -296,6 +341,8 @@ def _launch(
         norm_weight is not None and norm_weight.dtype == torch.float32,
         0.0 if norm is None else norm.eps,
     )
+    if adapters is not None:
+        arguments = _AdaptedArguments(arguments, _expansion(adapters))
     prepared.kernel.launch(
         prepared.launch, torch.cuda.current_stream(device).cuda_stream, arguments
     )
@@ -313,6 +360,7 @@ def plain_small_m_gemm(
     activation: Activation = "silu",
     ups: torch.Tensor | None = None,
     add_to: torch.Tensor | None = None,
+    adapters: Shrunk | None = None,
 ) -> torch.Tensor:
     """Reference of `small_m_gemm`."""
     if norm is not None:
@@ -321,6 +369,8 @@ def plain_small_m_gemm(
         output = torch.nn.functional.linear(x, weight, bias)
     else:
         output = scaled_linear.reference(x, weight, scales, bias, group=group)
+    if adapters is not None:
+        output = expand.reference(adapters, output)
     if gated or ups is not None:
         output = silu_and_mul.reference(output, activation, ups)
     return output if add_to is None else add_to.add_(output)

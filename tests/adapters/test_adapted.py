@@ -30,11 +30,14 @@ from tests.models.qwen3_next import save_qwen3_next
 from tests.models.test_gemma3 import save_gemma3
 from tests.models.test_llama4 import save_llama4
 from tests.models.test_phi3 import save as save_phi3
+from tllm_spec.adapters import adapted_layers
 from tllm_spec.adapters.adapted import AdapterTables
 from tllm_spec.adapters.adapter_folder import read_adapter
 from tllm_spec.attention.choice import create_batch_invariant
 from tllm_spec.distributed.communicator import SINGLE, SINGLE_RANK, Communicator, Mapping
 from tllm_spec.executor.weight_swap import pairs_of
+from tllm_spec.kernels.gemm.small_m_gemm import plain_small_m_gemm
+from tllm_spec.models.formats import weight_format
 from tllm_spec.models.llama import CausalLM
 from tllm_spec.models.weights import weight_table
 from tllm_spec.zoo.quantise import Style, quantise
@@ -326,6 +329,43 @@ def test_quantised_layers_add_adapters_of_the_models_type(name: str, tmp_path: P
         close(found[1], logits(load(plain), None, [-1])[0])
         [expected] = logits(load(merged(plain, tmp_path / "merged", pairs, 2.0)), None, [-1])
         close(found[0], expected)
+
+
+@pytest.mark.parametrize("name", ["int4", "fp8"])
+def test_a_layers_few_rows_take_one_launch_more_for_each_projection(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the base fuses norm, SwiGLU and residual addition, its GEMM also expands."""
+    with keeping_fp8(), keeping_int4():
+        base, plain = quantised_folders(tmp_path, name)
+        tensors = load_file(plain / "model.safetensors")
+        pairs = random_pairs(linear_shapes(tensors, *ATTENTION, *MLP))
+        tables = with_tables(model := load(base))
+        put(tables, 0, write_adapter(tmp_path / "adapter", pairs))
+        expected = logits(model, tables, [0, -1], tokens=TOKENS[:4])
+        launched: list[str] = []
+
+        def counting(name: str, work: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+            def call(*args: Any, **kwargs: Any) -> torch.Tensor:
+                launched.append(name)
+                return work(*args, **kwargs)
+
+            return call
+
+        monkeypatch.setattr(weight_format, "serves", lambda x, *weight: len(x) <= 8)
+        gemm = counting("gemm", plain_small_m_gemm)
+        monkeypatch.setattr(weight_format, "small_m_gemm", gemm)
+        for each in ("shrink", "expand", "add_adapters"):
+            work = getattr(adapted_layers, each)
+            monkeypatch.setattr(adapted_layers, each, counting(each, work))
+        found = logits(model, tables, [0, -1], tokens=TOKENS[:4])
+        assert launched == ["shrink", "gemm"] * 4 * model.config.num_layers
+        close(torch.cat(found), torch.cat(expected))
+        assert (found[0] - found[1]).abs().max() > 0.3
+        launched.clear()
+        tables.rows.is_active = False
+        assert torch.equal(logits(model, tables, [0, 0], tokens=TOKENS[:4])[1], found[1])
+        assert launched == ["gemm"] * 4 * model.config.num_layers
 
 
 STATIC = ("row", "deepseek", "autofp8 static")

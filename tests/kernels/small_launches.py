@@ -38,7 +38,9 @@ from tllm_spec.kernels.gemm.adapter_gemm import (
     TILE_ROWS,
     AdapterWeights,
     add_adapters,
+    expand,
     output_blocks,
+    shrink,
 )
 from tllm_spec.kernels.gemm.norms import (
     NormWeight,
@@ -297,6 +299,10 @@ def adapters() -> None:
         x, total = (empty(num_rows, size, dtype=dtype) for size in (inputs, sum(sizes)))
         rows = moe_permute.moe_permute(int32(num_rows, 1), 4, TILE_ROWS, 0)
         add_adapters(x, weights, rows, total)
+        norm = NormWeight(empty(inputs, dtype=dtype), 1e-6)
+        shrunk = shrink(x, weights, rows, norm, one_by_one=True)
+        if len(sizes) == 1:
+            expand(shrunk, total, gated=True)
 
 
 CALLS: dict[str, Callable[[], None]] = {

@@ -1,5 +1,6 @@
 """Low-rank adapters: the kernels against the reference, and a row's bits in any batch."""
 
+from collections.abc import Callable
 from itertools import product
 
 import pytest
@@ -9,12 +10,17 @@ from tests.kernels.cuda_graphs import captured_graph
 from tests.kernels.interpreter import on_each_kernel_device
 from tllm_spec.kernels.experts.permute import ExpertRows
 from tllm_spec.kernels.gemm.adapter_gemm import (
+    MAX_INPUTS,
     AdapterWeights,
     add_adapters,
+    expand,
     output_blocks,
     padded_rank,
+    shrink,
     sorted_by_slot,
 )
+from tllm_spec.kernels.gemm.norms import NormWeight, silu_and_mul
+from tllm_spec.kernels.gemm.small_m_gemm import plain_small_m_gemm, small_m_gemm, takes
 
 SIZES, INPUTS, RANKS = (96, 40, 136), 592, (20, 0, 7)
 NUM_SLOTS = 3
@@ -68,7 +74,7 @@ def test_the_kernels_add_what_the_reference_adds(
     x, total, slots = x[:num_rows], total[:num_rows], slots_of(num_rows, device)
     slots[0] = 0
     expected = total.clone()
-    add_adapters.reference(x, weights, by_slot(weights, slots), expected)
+    expand.reference(shrink.reference(x, weights, by_slot(weights, slots)), expected)
     found, rounding = added(weights, x, slots, total), torch.finfo(dtype).eps
     # The sums of A x may round to a neighbour.
     torch.testing.assert_close(found, expected, rtol=2 * rounding, atol=256 * rounding)
@@ -89,6 +95,58 @@ def test_a_rows_bits_depend_on_no_other_row_and_on_no_number_of_rows(device: str
 
 
 @on_each_kernel_device
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("num_parts", [1, 2])
+@pytest.mark.parametrize("num_rows", [40, 3])
+def test_swiglu_follows_the_expand_and_rows_without_an_adapter_have_the_bits_of_none(
+    num_rows: int, num_parts: int, dtype: torch.dtype, device: str
+) -> None:
+    """A fused tensor of the checkpoint has gates and ups in one part."""
+    weights, x, gate_up = problem(device, dtype)
+    inner, ranks = sum(SIZES) // 2, weights.ranks[:, :num_parts].contiguous()
+    a = weights.a[:, : num_parts * weights.step].contiguous()
+    sizes = (inner,) * 2 if num_parts == 2 else (2 * inner,)
+    weights = AdapterWeights(a, weights.b, ranks, output_blocks(sizes, a.device), sizes)
+    x, gate_up, slots = x[:num_rows], gate_up[:num_rows], slots_of(num_rows, device)
+    by_slots, plain = by_slot(weights, slots), silu_and_mul(gate_up)
+    found = expand(shrink(x, weights, by_slots), gate_up.clone(), gated=True)
+    expected = expand.reference(shrink.reference(x, weights, by_slots), gate_up.clone(), gated=True)
+    rounding = torch.finfo(dtype).eps
+    torch.testing.assert_close(found, expected, rtol=4 * rounding, atol=4096 * rounding)
+    none = (slots < 0) | (slots == 2)
+    assert torch.equal(found[none], plain[none])
+    assert ((found != plain).float().mean(1)[~none] > 0.5).all()
+
+
+@on_each_kernel_device
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("normed", [False, True])
+def test_few_rows_are_shrunk_as_by_the_reference_whatever_the_other_rows_are(
+    normed: bool, dtype: torch.dtype, device: str
+) -> None:
+    weights, x, _ = problem(device, dtype)
+    slots = torch.tensor([1, -1, 0, 2], dtype=torch.int32, device=device)
+    x, norm = x[:4], NormWeight(x[9].contiguous(), 1e-5) if normed else None
+    used = torch.zeros(4, len(SIZES), weights.step, dtype=torch.bool, device=device)
+    for row, slot in enumerate(slots.tolist()):
+        for part, rank in enumerate(weights.ranks[slot].tolist() if slot >= 0 else ()):
+            used[row, part, : padded_rank(rank)] = True
+    used = used.flatten(1)
+    shrunk = shrink(x, weights, by_slot(weights, slots), norm, one_by_one=True)
+    found, expected = (
+        shrunk.sums[0].where(used, 0),
+        shrink.reference(x, weights, by_slot(weights, slots), norm),
+    )
+    rounding = torch.finfo(dtype).eps
+    own = expected.sums[0].where(used, 0)
+    torch.testing.assert_close(found, own, rtol=4 * rounding, atol=16 * rounding)
+    torch.testing.assert_close(shrunk.x, expected.x, rtol=2 * rounding, atol=2 * rounding)
+    assert (found != 0).any(1).tolist() == [True, False, True, False]
+    alone = shrink(x[2:3], weights, by_slot(weights, slots[2:3]), norm, one_by_one=True)
+    assert torch.equal(alone.sums[0].where(used[2:3], 0), found[2:3])
+
+
+@on_each_kernel_device
 @pytest.mark.parametrize("shared", ["a", "b"])
 def test_neighbouring_slots_may_share_a_matrix(shared: str, device: str) -> None:
     """Slots 2 n and 2 n + 1 do, and have one rank."""
@@ -105,11 +163,68 @@ def test_neighbouring_slots_may_share_a_matrix(shared: str, device: str) -> None
 
 
 @on_each_kernel_device
-def test_no_rows_launch_nothing(device: str) -> None:
+@pytest.mark.parametrize("one_by_one", [False, True])
+def test_no_rows_launch_nothing(one_by_one: bool, device: str) -> None:
     weights, x, total = problem(device, torch.float32)
-    before = total.clone()
-    add_adapters(x[:0], weights, by_slot(weights, slots_of(3, device)), total[:0])
+    before, rows = total.clone(), by_slot(weights, slots_of(3, device))
+    expand(shrink(x[:0], weights, rows, one_by_one=one_by_one), total[:0])
     assert torch.equal(total, before)
+
+
+def test_a_gemm_expands_up_to_four_parts_of_inputs_that_one_program_can_shrink() -> None:
+    def weights(inputs: int, *sizes: int, **shares: int) -> AdapterWeights:
+        a = torch.empty(2, 16 * len(sizes), inputs, device="meta")
+        b = torch.empty(2, sum(sizes), 16, device="meta")
+        return AdapterWeights(a, b, torch.empty(2, len(sizes)), a, sizes, **shares)
+
+    assert takes(weights(MAX_INPUTS, 8, 8, 8, 8))
+    assert not takes(weights(MAX_INPUTS, 8, 8, 8, 8, 8))
+    assert not takes(weights(2 * MAX_INPUTS, 8))
+    assert not takes(weights(64, 8, share_a=2))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("normed", "gated", "adds"),
+    [(False, False, False), (True, False, False), (False, False, True), (True, True, False)],
+)
+def test_the_gemm_of_few_rows_expands(
+    normed: bool, gated: bool, adds: bool, dtype: torch.dtype
+) -> None:
+    weights, x, total = problem("cuda", dtype, inputs=640)
+    base = torch.randn(sum(SIZES), 640, device="cuda").to(dtype) / 25
+    norm = NormWeight(x[9].contiguous(), 1e-5) if normed else None
+    if gated:
+        sizes = (sum(SIZES) // 2,) * 2
+        weights = AdapterWeights(
+            weights.a[:, : 2 * weights.step].contiguous(),
+            weights.b,
+            weights.ranks[:, :2].contiguous(),
+            output_blocks(sizes, x.device),
+            sizes,
+        )
+    slots = torch.tensor([0, -1, 1, 2, 1, 0, -1, 1], dtype=torch.int32, device="cuda")
+
+    def run(
+        gemm: Callable[..., torch.Tensor], rows: slice, is_adapted: bool = True
+    ) -> torch.Tensor:
+        own = None
+        if is_adapted:
+            own = shrink(x[rows], weights, by_slot(weights, slots[rows]), norm, one_by_one=True)
+        add_to = total[rows].clone() if adds else None
+        return gemm(x[rows], base, norm=norm, gated=gated, add_to=add_to, adapters=own)
+
+    whole = run(small_m_gemm, slice(8))
+    expected, rounding = run(plain_small_m_gemm, slice(8)), torch.finfo(dtype).eps
+    error = (whole - expected).float().norm() / expected.float().norm()
+    assert error < 2 * rounding
+    none, plain = slots < 0, run(small_m_gemm, slice(8), False)
+    none[3] = True  # its slot has no rank
+    assert torch.equal(whole[none], plain[none])
+    assert ((whole != plain).float().mean(1)[~none] > 0.4).all()
+    for rows in (slice(2, 3), slice(4, 7)):
+        assert torch.equal(run(small_m_gemm, rows), whole[rows])
 
 
 @pytest.mark.gpu

@@ -8,14 +8,19 @@ from pathlib import Path
 KERNELS = Path(__file__).resolve().parents[2] / "kernels"
 
 # Calls that are allowed before the wait: loads of lengths, which were written before the previous
-# kernel began (programmatic_launch.py), and arithmetic on them.
+# kernel began (programmatic_launch.py), and arithmetic on them; loads of weights, and of slots that
+# are read again after the wait.
 LENGTH = "tl.load(kv_lens + request, cache_modifier='.cg')"
 ALLOWED = {
     "_fetch_weights",
+    "_own_rows",
     "launch_dependents(PDL)",
     LENGTH,
     "_num_own",
     "shares",
+    "tl.arange",
+    "tl.load(norm + columns, mask=real, other=0.0)",
+    "tl.load(slots + row)",
     "tl.program_id",
 }
 
@@ -62,6 +67,13 @@ def test_a_pdl_kernel_waits_before_it_reads_or_writes_what_the_previous_kernel_w
             assert {ast.unparse(call), ast.unparse(call.func)} & ALLOWED, (
                 f"{name}: {ast.unparse(call)}"
             )
+
+
+def test_slots_that_are_read_before_the_wait_are_read_again_after_it() -> None:
+    before, after = split_at_the_wait(pdl_kernels()["adapter_gemm.shrink_rows_kernel"])
+    assert "tl.load(slots + row)" in "".join(map(ast.unparse, before))
+    assert ast.unparse(after[1]) == "slot = tl.load(slots + row, volatile=True)"
+    assert ast.unparse(after[2]).startswith("if slot != before:")
 
 
 def test_some_program_of_every_launch_waits() -> None:

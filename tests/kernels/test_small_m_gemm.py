@@ -176,27 +176,35 @@ def test_the_reference_gates_with_gelu_and_what_is_given(further: str) -> None:
 @pytest.mark.parametrize("architecture", ["sm_90", "sm_100"])
 @pytest.mark.usefixtures("own_cache")
 def test_the_source_compiles(dtype: torch.dtype, ring: Ring, architecture: str) -> None:
-    macros = small_m_plan.definitions(dtype, ring)
+    macros = small_m_plan.definitions(dtype, ring, adapts=ring.depth == 5)
     assert nvrtc.compile_source("small_m_gemm.cu", architecture, macros).startswith(b"\x7fELF")
 
 
-def test_the_kernels_argument_has_the_same_fields_in_python_and_cuda() -> None:
+@pytest.mark.parametrize(
+    ("name", "structure"), [("Gemm", module._Arguments), ("Expansion", module._Expansion)]
+)
+def test_the_kernels_argument_has_the_same_fields_in_python_and_cuda(
+    name: str, structure: type[ctypes.Structure]
+) -> None:
     source = Path(small_m_plan.__file__).with_name("small_m_gemm.cu").read_text(encoding="utf-8")
-    (declared,) = re.findall(r"struct Gemm {\n(.*?)\n\n", source, re.DOTALL)
+    (declared,) = re.findall(rf"struct {name} {{\n(.*?)\n\n", source, re.DOTALL)
     types = {
         "const u16 *": ctypes.c_void_p,
         "const void*": ctypes.c_void_p,
+        "const int *": ctypes.c_void_p,
         "const Weight*": ctypes.c_void_p,
         "const Scale*": ctypes.c_void_p,
         "u16*": ctypes.c_void_p,
         "int": ctypes.c_int,
         "float": ctypes.c_float,
+        "const float*": ctypes.c_void_p,
+        "long long": ctypes.c_longlong,
     }
     fields, kinds = [], "|".join(map(re.escape, types))
-    for line in declared.replace("const u16 *", "const u16 * ").splitlines():
+    for line in re.sub(r"(u16|int) \*(\w)", r"\1 * \2", declared).splitlines():
         kind, names = re.fullmatch(rf" *({kinds}) (.*);", line).groups()  # type: ignore[union-attr]
         fields += [(name.strip(" *"), types[kind]) for name in names.split(",")]
-    assert fields == list(module._Arguments._fields_)
+    assert fields == list(structure._fields_)
 
 
 def test_a_compile_error_contains_the_compilers_log() -> None:

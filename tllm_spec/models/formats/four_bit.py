@@ -133,6 +133,9 @@ class FourBitWeight(ScaledWeight):
     def add_to(self, total: torch.Tensor, x: torch.Tensor) -> None:
         super().add_to(total, self._in_order(x, None)[0])
 
+    def fuses_adapters(self, x: torch.Tensor) -> bool:
+        return self.order is None and super().fuses_adapters(x)
+
     def _in_order(
         self, x: torch.Tensor, norm: RMSNorm | None
     ) -> tuple[torch.Tensor, RMSNorm | None]:

@@ -185,6 +185,13 @@ class QuantisedActivations(ScaledWeight):
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         return self.forward(x)
 
+    def fuses_norm(self, x: torch.Tensor) -> bool:
+        return True
+
+    def fuses_adapters(self, x: torch.Tensor) -> bool:
+        """No: its GEMM multiplies codes of activations."""
+        return False
+
     def forward(self, x: torch.Tensor, norm: RMSNorm | None = None) -> torch.Tensor:
         return self._product(*self.quantised(x, norm))
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tllm_spec.kernels.gemm.adapter_gemm import Shrunk
 from tllm_spec.kernels.gemm.batch_invariant_linear import batch_invariant_linear
 from tllm_spec.kernels.gemm.norms import silu_and_mul
 from tllm_spec.kernels.gemm.small_m_gemm import serves, small_m_gemm
@@ -99,6 +100,10 @@ class WeightFormat(ABC):
         """`add_to` for `gate_up.gated(x, norm)`, which may be fused."""
         self.add_to(total, gate_up.gated(x, norm))
 
+    def fuses_norm(self, x: torch.Tensor) -> bool:
+        """Whether `forward` of x `[T, K]` rounds otherwise than `multiply` of its norm."""
+        return False
+
     @abstractmethod
     def full_weight(self) -> torch.Tensor:
         """`[N, K]` in the model's dtype."""
@@ -110,22 +115,29 @@ class FewRowsFormat(WeightFormat):
 
     is_invariant = False
 
+    def fuses_norm(self, x: torch.Tensor) -> bool:
+        return self._are_few(x)
+
+    def fuses_adapters(self, x: torch.Tensor) -> bool:
+        """Whether `few_rows` serves x `[T, K]`, with adapters."""
+        return self._are_few(x)
+
     def _are_few(self, x: torch.Tensor) -> bool:
         return not self.is_invariant and serves(x, self.weight, self.scales, self.group)
 
     def forward(self, x: torch.Tensor, norm: RMSNorm | None = None) -> torch.Tensor:
         if self._are_few(x):
-            return self._few_rows(x, norm)
+            return self.few_rows(x, norm)
         return self.multiply(x if norm is None else norm.forward(x))
 
     def gated(self, x: torch.Tensor, norm: RMSNorm | None = None, **gates: Any) -> torch.Tensor:
         if self._are_few(x):
-            return self._few_rows(x, norm, gated="ups" not in gates, **gates)
+            return self.few_rows(x, norm, gated="ups" not in gates, **gates)
         return silu_and_mul(self.multiply(x if norm is None else norm.forward(x)), **gates)
 
     def add_to(self, total: torch.Tensor, x: torch.Tensor) -> None:
         if self._are_few(x):
-            self._few_rows(x, add_to=total)
+            self.few_rows(x, add_to=total)
         else:
             self.add_rows_to(total, x)
 
@@ -133,13 +145,13 @@ class FewRowsFormat(WeightFormat):
     def add_rows_to(self, total: torch.Tensor, x: torch.Tensor) -> None:
         """`add_to` for more rows."""
 
-    def _few_rows(
+    def few_rows(
         self,
         x: torch.Tensor,
         norm: RMSNorm | None = None,
         **options: Any,
     ) -> torch.Tensor:
-        """options: of `small_m_gemm`."""
+        """All in one kernel; options: of `small_m_gemm`, which adds adapters before the gate."""
         return small_m_gemm(
             x,
             self.weight,
@@ -234,7 +246,7 @@ class CudaWeight(FewRowsFormat, PlainWeight):
 
     def write_to(self, out: torch.Tensor, x: torch.Tensor, norm: RMSNorm | None = None) -> None:
         if self._are_few(x):
-            self._few_rows(x, norm, out=out)
+            self.few_rows(x, norm, out=out)
         else:
             super().write_to(out, x, norm)
 
