@@ -45,15 +45,17 @@ def own_graphs(monkeypatch: pytest.MonkeyPatch) -> list[Harness]:
     def capture(pool: GraphPool, work: Callable[[], Any]) -> Captured[Any]:
         [harness] = captured
         assert harness.parts.adapters is not None
-        rows = harness.parts.adapters.rows
+        adapters = harness.parts.adapters
+        rows = adapters.tables.rows
         was_active = rows.is_active
 
         def again() -> Any:
-            now, rows.is_active = rows.is_active, was_active
+            now = rows.is_active
+            adapters.use(was_active)
             try:
                 return work()
             finally:
-                rows.is_active = now
+                adapters.use(now)
 
         result = work()
         stand_in: Any = EagerGraph(again, result)

@@ -25,6 +25,7 @@ from tllm_spec.kernels.gemm.adapter_gemm import (
 from tllm_spec.kernels.gemm.norms import silu_and_mul
 from tllm_spec.models.checkpoint import listed
 from tllm_spec.models.deepseek import LatentUp
+from tllm_spec.models.draft_head import DraftHead
 from tllm_spec.models.formats.stacked_weight import StackedWeight
 from tllm_spec.models.formats.weight_format import CudaWeight, Part, Rows, WeightFormat
 from tllm_spec.models.gpt_oss import GptOssForCausalLM
@@ -41,7 +42,9 @@ UNSERVED = {
     "gate": "is the router, which is served without adapters",
     "router": "is the router, which is served without adapters",
     "lm_head": "is the output layer, which is served without adapters",
+    "fc": "fuses the target's hidden states, which is served without adapters",
 }
+Adaptable = CausalLM | DraftHead
 
 
 class AdapterRows:
@@ -175,7 +178,7 @@ class AdaptedWeight(WeightFormat):
         return self.weights.ranks[slot * number : (slot + 1) * number]
 
     def reserve(
-        self, takes: Callable[[str], bool], num_slots: int, step: int, model: CausalLM
+        self, takes: Callable[[str], bool], num_slots: int, step: int, model: Adaptable
     ) -> Iterator[tuple[str, PairSlot]]:
         """Makes the tensors of all slots, of ranks up to `step`, if the layer has a module that
         takes adapters. Yields such modules."""
@@ -328,7 +331,7 @@ class AdapterTables:
 
     def __init__(
         self,
-        model: CausalLM,
+        model: Adaptable,
         num_slots: int,
         max_rank: int,
         max_rows: int,
@@ -383,7 +386,8 @@ class AdapterTables:
     def _takes(self, module: str) -> bool:
         if f".{EXPERTS}." in module:
             return self._targets is not None and EXPERTS in self._targets
-        return self._targets is None or module.rpartition(".")[2] in self._targets
+        last = module.rpartition(".")[2]
+        return last not in UNSERVED and (self._targets is None or last in self._targets)
 
     @property
     def num_bytes(self) -> int:
