@@ -429,7 +429,7 @@ class AdapterTables:
                 return f"is {found}, its layer {expected}"
             is_large = max(pair.a.abs().max(), pair.b.abs().max()) > most
             return f"has values beyond {most:g}, of the model's type" if is_large else ""
-        if name not in self._known:
+        if name not in self._known or last in UNSERVED:
             return UNSERVED.get(last, "is no linear layer of the model")
         own = f"{EXPERTS!r}, which are many" if f".{EXPERTS}." in name else repr(last)
         return f"is left out: lora_target_modules does not have {own}"

@@ -262,7 +262,7 @@ def _validation(model: Any, validate: Callable[[], dict[str, float]]) -> dict[st
     return figures
 
 
-def _trained(model: Any) -> list[nn.Parameter]:
+def _trained(model: Any) -> list[Any]:
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
