@@ -1,4 +1,4 @@
-"""`tllm-train head --adapter`: with the head's LoRA more drafts of an adapter's requests are right."""
+"""`tllm-train head --adapter`: with the LoRA of the head more drafts of its requests are right."""
 
 import json
 from pathlib import Path
