@@ -167,11 +167,19 @@ class AdapterSlots(ResourceManager):
         most = self._config.max_cpu_loras
         if most is None or len({*self.infos, name}) <= most:
             return
-        for version, hosted in self._hosted.items():
-            if hosted.from_request and not hosted.num_requests and self._is_served(version):
-                self.remove(name_of_version(version))
+        for idle in self.idle():
+            if self._hosted[self.infos[idle].version].from_request:
+                self.remove(idle)
                 return
         raise ValueError(f"max_cpu_loras = {most} adapters are loaded; unload one, or raise it")
+
+    def idle(self) -> list[str]:
+        """Adapters without a request that waits or runs, least recently used first."""
+        return [
+            name_of_version(version)
+            for version, hosted in self._hosted.items()
+            if not hosted.num_requests and self._is_served(version)
+        ]
 
     def _is_served(self, version: str) -> bool:
         info = self.infos.get(name_of_version(version))
