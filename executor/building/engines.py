@@ -42,7 +42,7 @@ from tllm_spec.executor.resources.host_pages import HostPages
 from tllm_spec.executor.resources.interface import BlockTable, PageGroup, Snapshots
 from tllm_spec.executor.resources.kv_cache import KVCacheManager, KVGroup
 from tllm_spec.executor.resources.paged_cache import PagedCache
-from tllm_spec.executor.sleep import DRAFT, KV, TARGET
+from tllm_spec.executor.sleep import ADAPTERS, DRAFT, KV, TARGET
 from tllm_spec.executor.speculative.drafting.draft_net import (
     DraftNet,
     ExternalHeadNet,
@@ -103,6 +103,7 @@ def build_engines(plan: BuildPlan, tokens: DraftTokens | None) -> Engines:
         draft = load_draft(plan, target, plan.draft_plan, tokens)
     adapters = _adapter_slots(plan, target, draft)
     logger.info("weights took %.1f s", monotonic() - start)
+    _place(plan, ADAPTERS, adapters and adapters.tables.weights)
     _place(plan, TARGET, target)
     _place(plan, DRAFT, weights_of(draft))
     plan.begin("memory")

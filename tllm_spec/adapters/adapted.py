@@ -263,6 +263,8 @@ class LatentAdapters:
     `B A c` of latents c, as other layers do. Windows have queries for latents, which add
     `A^T (B^T q)` of each head, and values of weighted latents."""
 
+    copies: tuple[AdapterWeights, ...] = ()  # of queries and values, once they are reserved
+
     def __init__(self, up: LatentUp, nope_dim: int, rows: AdapterRows) -> None:
         heads, size, rank = up.heads.shape
         self.form = AdaptedWeight(CudaWeight(up.weight, None), rows, (heads * size, rank))
@@ -281,6 +283,7 @@ class LatentAdapters:
         by_head = own.b.view(number * heads, nope + width, step)[:, nope:]
         blocks = output_blocks((width,), own.b.device)
         self._values = AdapterWeights(own.a, by_head, own.ranks, blocks, (width,), share_a=heads)
+        self.copies = self._queries, self._values
         yield from (self._a, self._b)
 
     def loaded(self, slot: int) -> None:
@@ -395,6 +398,12 @@ class AdapterTables:
         weights = [layer.weights for layer in self._layers if layer.weights is not None]
         own = [t for each in weights for t in (each.a, each.b, each.ranks)]
         return sum(each.nbytes for each in (*own, *self._copies))
+
+    @property
+    def weights(self) -> list[AdapterWeights]:
+        """All of them. Some share their tensors."""
+        own = [layer.weights for layer in self._layers if layer.weights is not None]
+        return own + [copy for each in self._latents for copy in each.copies]
 
     def sum_bytes(self, num_rows: int) -> int:
         """What the adapters of one layer allocate at most in a forward of so many rows."""
