@@ -58,9 +58,9 @@ class Sleep:
 
     def begin(self, level: int, *, can_update: bool) -> dict[str, Any]:
         """Called between two rounds, with no request that runs. can_update: whether the target's
-        weights can come from a checkpoint. level: 1 keeps the weights in host
-        memory, 2 drops the target's and keeps those of the draft network and adapters. Returns the bytes that are free
-        now, those in host memory and what stays."""
+        weights can come from a checkpoint. level: 1 keeps the weights in host memory, 2 drops the
+        target's and keeps those of the draft network and of adapters. Returns the bytes that are
+        free now, those in host memory and what stays."""
         if level not in LEVELS:
             raise ValueError(f"level = {level}; it must be 1 or 2")
         if (memory := self._memory) is None:

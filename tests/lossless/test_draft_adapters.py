@@ -56,6 +56,20 @@ def test_requests_with_the_adapter_have_the_drafts_of_its_own_head_and_the_same_
         assert found == {"own": best["own"], "shared": before["shared"], "None": before["None"]}
 
 
+def test_a_swap_of_the_shared_head_passes_by_its_adapters(
+    folders: Path, plain: list[list[int]]
+) -> None:
+    harness = harness_of(folders, "eagle3", "head", RANK)
+    before = accepted(run(harness))
+    weights = harness.parts.draft_weights
+    assert weights is not None
+    weights.swap(weights.stage(str(folders / "whole")))
+    requests = run(harness)
+    after = accepted(requests)
+    assert list(map(output_of, requests)) == plain
+    assert after["shared"] == before["own"] > max(before["shared"], after["own"])
+
+
 @pytest.mark.parametrize(
     ("mode", "reason"),
     [
