@@ -22,7 +22,7 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 FAST = ("chains",)
 # Where a request's drafts do not depend on those of others.
-ALONE = ("chains", "two models", "trees")
+ALONE = ("chains", "two models", "trees", "lengths that change")
 
 
 @pytest.fixture(scope="module")
