@@ -7,7 +7,7 @@ from typing import Any
 from safetensors.torch import load_file
 
 from tests.adapters.folders import linear_shapes, merged, random_pairs, write_adapter
-from tests.adapters.tiny_adapters import MLP
+from tests.adapters.tiny_adapters import ATTENTION, MLP
 from tests.executor.harness import Harness
 from tests.lossless.engines import HEAD, MODES
 from tllm_spec.executor.request import LlmRequest
@@ -26,7 +26,8 @@ def write_draft_adapters(root: Path) -> Path:
     target, head = resolve_model(TARGET), resolve_model(HEAD)
     tensors = load_file(target / "model.safetensors")
     pairs = random_pairs(linear_shapes(tensors, "q_proj", "v_proj"), RANK)
-    of_head = random_pairs(linear_shapes(load_file(head / "model.safetensors"), *MLP), RANK)
+    shapes = linear_shapes(load_file(head / "model.safetensors"), *ATTENTION, *MLP)
+    of_head = random_pairs(shapes, RANK)
     for name in ("own", "shared"):
         write_adapter(root / name, pairs, r=RANK, lora_alpha=1)
     merged(head, root / "head", of_head, -1)
@@ -41,6 +42,7 @@ def harness_of(
     mode: str,
     head: str = "head",
     max_draft_lora_rank: int | None = None,
+    max_loras: int = 2,
     **options: Any,
 ) -> Harness:
     """options: of the speculation."""
@@ -49,7 +51,7 @@ def harness_of(
         own = {"max_draft_len": 4, "speculative_model": str(root / head)}
         config = config | own | options
     dirs = {name: str(root / name) for name in NAMES if name is not None}
-    lora = {"lora_dir": dirs, "max_loras": 2, "max_lora_rank": RANK}
+    lora = {"lora_dir": dirs, "max_loras": max_loras, "max_lora_rank": RANK}
     lora["max_draft_lora_rank"] = max_draft_lora_rank
     return Harness(TARGET, speculative_config=config, lora_config=lora)
 

@@ -56,6 +56,12 @@ def test_requests_with_the_adapter_have_the_drafts_of_its_own_head_and_the_same_
         assert found == {"own": best["own"], "shared": before["shared"], "None": before["None"]}
 
 
+def test_a_slot_forgets_the_head_of_the_adapter_before(folders: Path) -> None:
+    before = accepted(run(harness_of(folders, "eagle3")))
+    found = accepted(run(harness_of(folders, "eagle3", "head", RANK, max_loras=1)))
+    assert found["shared"] == before["shared"] and found["own"] > before["own"]
+
+
 def test_a_swap_of_the_shared_head_passes_by_its_adapters(
     folders: Path, plain: list[list[int]]
 ) -> None:
