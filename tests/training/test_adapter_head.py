@@ -37,7 +37,7 @@ def run(model: Path, adapter: Path, number: int, head: Path | None = None) -> li
 
 @pytest.fixture(scope="module")
 def head(model: Path, traffic: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of the target without adapters."""
+    """One that was trained for the target without adapters."""
     output = tmp_path_factory.mktemp("heads") / "head"
     more = "--steps 40 --learning_rate 2e-3 --draft_vocab_size 16"
     assert train(model, traffic, output, more).exit_code == 0

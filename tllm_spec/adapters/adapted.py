@@ -44,7 +44,6 @@ UNSERVED = {
     "lm_head": "is the output layer, which is served without adapters",
     "fc": "fuses the target's hidden states, which is served without adapters",
 }
-Adaptable = CausalLM | DraftHead
 
 
 class AdapterRows:
@@ -178,7 +177,7 @@ class AdaptedWeight(WeightFormat):
         return self.weights.ranks[slot * number : (slot + 1) * number]
 
     def reserve(
-        self, takes: Callable[[str], bool], num_slots: int, step: int, model: Adaptable
+        self, takes: Callable[[str], bool], num_slots: int, step: int, model: CausalLM | DraftHead
     ) -> Iterator[tuple[str, PairSlot]]:
         """Makes the tensors of all slots, of ranks up to `step`, if the layer has a module that
         takes adapters. Yields such modules."""
@@ -334,17 +333,14 @@ class AdapterTables:
 
     def __init__(
         self,
-        model: Adaptable,
+        model: CausalLM | DraftHead,
         num_slots: int,
         max_rank: int,
         max_rows: int,
         targets: Collection[str] | None,
     ) -> None:
-        self.rows, self._model, self._targets = (
-            AdapterRows(max_rows, num_slots, model.device),
-            model,
-            targets,
-        )
+        self.rows = AdapterRows(max_rows, num_slots, model.device)
+        self._model, self._targets = model, targets
         self._latents = list(self._of_latents())
         layers = [*self._wrapped(), *(each.form for each in self._latents)]
         weight_table(model)  # each layer notes its places
@@ -395,7 +391,7 @@ class AdapterTables:
     @property
     def num_bytes(self) -> int:
         """What is reserved."""
-        weights = [layer.weights for layer in self._layers if layer.weights is not None]
+        weights = self.weights[: len(self._layers)]
         own = [t for each in weights for t in (each.a, each.b, each.ranks)]
         return sum(each.nbytes for each in (*own, *self._copies))
 

@@ -66,7 +66,7 @@ class Adapter:
     """By the checkpoint's name of a module; of all experts of a layer by the name of the tensor
     that has them, `model.layers.0.mlp.experts.gate_up_proj`."""
     draft: "Adapter | None" = None
-    """Of the draft head; None: requests with the adapter have drafts of the head as it is."""
+    """That of the draft head; None: its requests have drafts of the head as it is."""
 
     def with_draft(self, draft: "Adapter") -> "Adapter":
         """Its identity names both."""
