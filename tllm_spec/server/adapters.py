@@ -67,8 +67,9 @@ class Adapters:
         if most is None or len(served) < most:
             return served
         idle = [each.swap_step("idle_adapters")["names"] for each in self._running()]
-        leaving = (name for name in idle[0] if all(name in other for other in idle))
-        found = next((name for name in leaving if served[name].from_request), None)
+        loaded = (name for name, each in served.items() if each.from_request)
+        leaving = {name for name in loaded if all(name in other for other in idle)}
+        found = next((name for name in idle[0] if name in leaving), None)
         return {name: each for name, each in served.items() if name != found}
 
     def unload(self, name: str) -> None:

@@ -33,7 +33,7 @@ LEARNING_RATE = 2e-3  # its B is zero at first
 
 
 @dataclass(frozen=True)
-class ServedAdapter:
+class TargetAdapter:
     """The target's adapter that the head is trained for."""
 
     name: str
@@ -41,7 +41,7 @@ class ServedAdapter:
     adapter: Adapter
 
     @classmethod
-    def read(cls, given: str) -> "ServedAdapter":
+    def read(cls, given: str) -> "TargetAdapter":
         """given: `NAME=FOLDER`. Raises ValueError for anything else, and for a folder that is
         none."""
         name, equals, folder = given.partition("=")

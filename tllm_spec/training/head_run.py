@@ -28,7 +28,7 @@ from tllm_spec.recording.traffic_record import TrafficRecord
 from tllm_spec.training.acceptance import chain_rounds, num_matches, standard_error, summary
 from tllm_spec.training.adapter_head import (
     DEFAULT_RANK,
-    ServedAdapter,
+    TargetAdapter,
     add_low_rank,
     save_low_rank,
 )
@@ -146,7 +146,7 @@ def run_head(options: HeadOptions) -> tuple[list[TrafficRecord] | None, bool]:
     return records, served is None and start is not None and shape == start.config
 
 
-def _adapter_of(options: HeadOptions, start: DraftHead | None) -> ServedAdapter | None:
+def _adapter_of(options: HeadOptions, start: DraftHead | None) -> TargetAdapter | None:
     if options.adapter is None:
         if options.rank is not None:
             raise ValueError(f"--rank {options.rank} needs --adapter")
@@ -155,7 +155,7 @@ def _adapter_of(options: HeadOptions, start: DraftHead | None) -> ServedAdapter 
         raise ValueError("--adapter needs --init: the EAGLE-3 head that it is served with")
     if options.kind is not None or options.format is not None:
         raise ValueError("--kind, --format: the head in --init stays; leave them out")
-    return ServedAdapter.read(options.adapter)
+    return TargetAdapter.read(options.adapter)
 
 
 def settings_of(options: HeadOptions, training: list[Text], hidden_size: int) -> Settings:
@@ -215,7 +215,7 @@ def _replayed(
     own: dict[str, Any] = {"device": options.device, "skip_tokenizer_init": True}
     with ExitStack() as stack:
         if options.adapter is not None:
-            served, draft = ServedAdapter.read(options.adapter), head if is_trained else None
+            served, draft = TargetAdapter.read(options.adapter), head if is_trained else None
             lora = served.lora_config(draft, options.rank or DEFAULT_RANK)
             own["lora_config"] = stack.enter_context(lora)
             head = resolve_model(str(options.start))
