@@ -86,7 +86,8 @@ def test_a_swap_of_the_shared_head_passes_by_its_adapters(
     ],
 )
 def test_other_drafters_are_refused_by_name(mode: str, reason: str, folders: Path) -> None:
-    options = {"speculative_model": (MODES[mode] or {}).get("speculative_model")}
+    own = MODES[mode] or {}
+    options: dict[str, Any] = {"speculative_model": own.get("speculative_model")}
     with pytest.raises(ValueError, match=r"max_draft_lora_rank = 8 is refused") as refused:
         harness_of(folders, mode, "head", RANK, **options)
     assert reason in str(refused.value)
