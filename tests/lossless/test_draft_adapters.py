@@ -18,7 +18,7 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "trees": ("eagle3_tree", {}),
     "trees of two models, with matches": ("eagle3_two_model_sa_tree", {}),
     "shared rows": ("eagle3", {"verify_budget": 2.5}),
-    "lengths that change": ("eagle3", {"draft_len_schedule": {1: 4, 5: 0}}),
+    "lengths that change": ("eagle3", {"draft_len_schedule": {1: 4, 8: 0}}),
 }
 FAST = ("chains",)
 # Where a request's drafts do not depend on those of others.
