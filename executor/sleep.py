@@ -11,8 +11,8 @@ from tllm_spec.executor.device.sleeping_memory import SleepingMemory
 from tllm_spec.executor.resources.paged_cache import PagedCache
 from tllm_spec.executor.weight_swap import tensors_of
 
-TARGET, DRAFT, KV = "target", "draft", "kv_cache"
-TAGS = {"weights": (TARGET, DRAFT), "kv_cache": (KV,)}
+TARGET, DRAFT, ADAPTERS, KV = "target", "draft", "adapters", "kv_cache"
+TAGS = {"weights": (TARGET, DRAFT, ADAPTERS), "kv_cache": (KV,)}
 LEVELS = 1, 2
 STAYS = "CUDA graphs' pools, workspaces, states of requests and memory that processes share"
 LACKS_WEIGHTS = "sleep at level 2 has dropped the weights; update_weights brings new ones"
@@ -21,8 +21,8 @@ NOT_ENABLED = "sleep: this engine was started without enable_sleep_mode: true, w
 
 class Sleep:
     """memory: of weights and KV pools; None: the engine cannot sleep. placed: what is moved there
-    when it first sleeps, by the memory's tag; on CUDA it is there already. caches: whose pages the
-    pools have."""
+    when it first sleeps, by the memory's tag, the parts of others first; on CUDA it is there
+    already. caches: whose pages the pools have."""
 
     def __init__(
         self,
@@ -58,9 +58,9 @@ class Sleep:
 
     def begin(self, level: int, *, can_update: bool) -> dict[str, Any]:
         """Called between two rounds, with no request that runs. can_update: whether the target's
-        weights can come from a checkpoint. level: 1 keeps the weights in host
-        memory, 2 drops the target's and keeps the draft network's. Returns the bytes that are free
-        now, those in host memory and what stays."""
+        weights can come from a checkpoint. level: 1 keeps the weights in host memory, 2 drops the
+        target's and keeps those of the draft network and of adapters. Returns the bytes that are
+        free now, those in host memory and what stays."""
         if level not in LEVELS:
             raise ValueError(f"level = {level}; it must be 1 or 2")
         if (memory := self._memory) is None:
@@ -71,7 +71,8 @@ class Sleep:
             memory.place(tag, tensors_of(owner, set()))
         self._placed = {}
         if "weights" not in self._asleep:
-            memory.release(DRAFT, keep=True)
+            for tag in (DRAFT, ADAPTERS):
+                memory.release(tag, keep=True)
             memory.release(TARGET, keep=level == 1)
         elif level == 2:
             memory.forget(TARGET)

@@ -1,14 +1,19 @@
 """An engine sleeps: its weights and its KV cache give their memory back, requests wait, and after
 waking texts and acceptance are those of before."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from tests.adapters.folders import linear_shapes, random_pairs, write_adapter
 from tests.executor.test_draft_weights import copy_of
 from tests.test_target_update import DRAFTERS, PROMPT, SAMPLED, A, make_llm, started, text
 from tllm_spec.llm import LLM
+from tllm_spec.lora_request import LoRARequest
+from tllm_spec.zoo.registry import resolve_model
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +64,25 @@ def test_level_2_drops_the_weights_until_an_update(other: str) -> None:
         output = stream.result()  # it was computed again
         assert output.outputs[0].length == 30 and output.weight_version == "b"
         llm.check_integrity()
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_adapters_that_slept_act_as_before(level: int, other: str, tmp_path: Path) -> None:
+    tensors = load_file(resolve_model(A) / "model.safetensors")
+    pairs = random_pairs(linear_shapes(tensors, "q_proj", "v_proj"))
+    lora = {"lora_dir": {"own": str(write_adapter(tmp_path / "own", pairs))}}
+    request = LoRARequest("own")
+    target = other if level == 2 else A
+    with make_llm(lora_config=lora) as llm, make_llm(target, lora_config=lora) as fresh:
+        expected = [fresh.generate(PROMPT, SAMPLED, lora_request=each) for each in (request, None)]
+        llm.generate(PROMPT, SAMPLED, lora_request=request)
+        llm.sleep(level)
+        llm.wake_up()
+        if level == 2:
+            llm.update_weights(other)
+        found = [llm.generate(PROMPT, SAMPLED, lora_request=each) for each in (request, None)]
+    texts = [[each.outputs[0].token_ids for each in outputs] for outputs in (found, expected)]
+    assert texts[0] == texts[1] and texts[0][0] != texts[0][1]
 
 
 @pytest.mark.gpu

@@ -95,6 +95,10 @@ class AdapterLoading:
         if staged is None or staged[0].content_hash != content_hash:
             check_unchanged(self.stage(name, folder), content_hash)
 
+    def idle(self) -> dict[str, Any]:
+        """As `AdapterSlots.idle`, under `names`."""
+        return {"names": self._call(self._slots().idle)}
+
     def unload(self, name: str) -> None:
         """As `LLM.unload_adapter`."""
         slots = self._slots()

@@ -56,6 +56,11 @@ def name_of_version(version: str) -> str:
     return version.partition("@")[0]
 
 
+def target_version(version: str) -> str:
+    """The version without the part of it that acts on the draft head, which changes no text."""
+    return version.partition("+")[0]
+
+
 class AdapterSalt(NamedTuple):
     """The salt of requests with an adapter, which share cached text only with each other. own: the
     client's salt."""

@@ -42,7 +42,7 @@ from tllm_spec.executor.resources.host_pages import HostPages
 from tllm_spec.executor.resources.interface import BlockTable, PageGroup, Snapshots
 from tllm_spec.executor.resources.kv_cache import KVCacheManager, KVGroup
 from tllm_spec.executor.resources.paged_cache import PagedCache
-from tllm_spec.executor.sleep import DRAFT, KV, TARGET
+from tllm_spec.executor.sleep import ADAPTERS, DRAFT, KV, TARGET
 from tllm_spec.executor.speculative.drafting.draft_net import (
     DraftNet,
     ExternalHeadNet,
@@ -55,9 +55,11 @@ from tllm_spec.executor.speculative.drafting.loaded_draft import (
     load_head,
 )
 from tllm_spec.executor.speculative.drafting.model_drafter import DraftKVManager
+from tllm_spec.executor.speculative.drafting.network_drafter import BACKLOG_LEN
 from tllm_spec.executor.weight_swap import tensors_of
 from tllm_spec.kernels.attention.visible_keys import KeySpan
 from tllm_spec.models.draft_head import HeadSource
+from tllm_spec.models.eagle3 import Eagle3Head
 from tllm_spec.models.gemma4_assistant import Gemma4Assistant
 from tllm_spec.models.llama import CausalLM
 from tllm_spec.models.mtp import NextnModules
@@ -99,8 +101,9 @@ def build_engines(plan: BuildPlan, tokens: DraftTokens | None) -> Engines:
     if plan.draft_plan is not None:
         logger.info("loading weights: the drafter's")
         draft = load_draft(plan, target, plan.draft_plan, tokens)
-    adapters = _adapter_slots(plan, target)
+    adapters = _adapter_slots(plan, target, draft)
     logger.info("weights took %.1f s", monotonic() - start)
+    _place(plan, ADAPTERS, adapters and adapters.tables.weights)
     _place(plan, TARGET, target)
     _place(plan, DRAFT, weights_of(draft))
     plan.begin("memory")
@@ -170,7 +173,9 @@ def load_draft(
     return loaded if draft.backend == "torch" else load_head_network(plan, loaded)
 
 
-def _adapter_slots(plan: BuildPlan, target: CausalLM) -> AdapterSlots | None:
+def _adapter_slots(
+    plan: BuildPlan, target: CausalLM, draft: LoadedDraft | None
+) -> AdapterSlots | None:
     """Reserves the memory of LoRA adapters, and reads those of `lora_dir`. Raises ValueError for
     adapters that cannot be served."""
     if (config := plan.args.lora_config) is None:
@@ -178,21 +183,47 @@ def _adapter_slots(plan: BuildPlan, target: CausalLM) -> AdapterSlots | None:
     sizes = config.max_loras, config.max_lora_rank, plan.args.max_num_tokens
     try:
         tables = AdapterTables(target, *sizes, config.lora_target_modules)
+        of_draft = _draft_tables(plan, draft)
     except torch.cuda.OutOfMemoryError as error:
         raise ValueError(
             f"lora_config: no memory is left for max_loras = {config.max_loras} adapters of "
             f"max_lora_rank = {config.max_lora_rank}; lower one of them, or name fewer layers in "
             "lora_target_modules"
         ) from error
+    num_bytes = tables.num_bytes + (of_draft.num_bytes if of_draft is not None else 0)
     logger.info(
         "LoRA: %d bytes for each of %d adapters up to rank %d",
-        *(tables.num_bytes // config.max_loras, config.max_loras, config.max_lora_rank),
+        *(num_bytes // config.max_loras, config.max_loras, config.max_lora_rank),
     )
     num_slots = plan.slots.dummy_slot + 1
-    adapters = AdapterSlots(tables, config, num_slots, plan.device, plan.communicator)
+    adapters = AdapterSlots(tables, config, num_slots, plan.device, plan.communicator, of_draft)
     for name, folder in config.lora_dir.items():
         adapters.add(name, folder, adapters.read_together(folder), replace=False)
     return adapters
+
+
+def _draft_tables(plan: BuildPlan, draft: LoadedDraft | None) -> AdapterTables | None:
+    """Those of the draft head; None: none are asked for. Raises ValueError for drafters that take
+    no adapters."""
+    config = plan.args.lora_config
+    if config is None or (rank := config.max_draft_lora_rank) is None:
+        return None
+    head = None if draft is None else draft.model
+    if draft is None or not isinstance(head, Eagle3Head) or head.masks is not None:
+        kind = "there is none" if draft is None else f"this is {_kind_of(draft)}"
+        raise ValueError(
+            f"lora_config.max_draft_lora_rank = {rank} is refused: adapters of the drafter are "
+            f"those of an EAGLE-3 head in torch, and {kind}; accepted: null"
+        )
+    shape, num_slots = plan.shapes.longest, plan.slots.dummy_slot + 1
+    num_rows = max(plan.args.max_num_tokens, BACKLOG_LEN, num_slots * shape.num_beams)
+    return AdapterTables(head, config.max_loras, rank, num_rows, None)
+
+
+def _kind_of(draft: LoadedDraft) -> str:
+    if isinstance(head := draft.model, Eagle3Head) and head.masks is not None:
+        return "P-EAGLE"
+    return f"{draft.kind or 'a draft model'} (draft_backend = {draft.plan.backend!r})"
 
 
 def _recorded_states(
@@ -323,6 +354,8 @@ def _build_target(
     spec = recorded
     if draft is not None and draft.plan.shares_pages:
         net, spec = _draft_net(plan, draft, memory), draft.spec or recorded
+        if adapters is not None and adapters.draft_tables is not None:
+            net.adapters = adapters
     states = _recurrent_memory(plan, target)
     kv = _manager(
         KVCacheManager,

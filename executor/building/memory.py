@@ -48,7 +48,7 @@ def reserved_bytes(
     if plan.device.type == "cuda" and not plan.args.deterministic:
         num_bytes += WORKSPACE_BYTES
     if adapters is not None:
-        num_bytes += adapters.tables.sum_bytes(plan.args.max_num_tokens)
+        num_bytes += adapters.sum_bytes(plan.args.max_num_tokens)
     if draft is not None:
         num_bytes += _slot_bytes(plan, draft)
     num_slots = plan.slots.dummy_slot + 1
@@ -116,17 +116,22 @@ def _graph_bytes(plan: BuildPlan, draft: LoadedDraft | None) -> int:
     hidden states; of tails, with the masks of grammars; of a draft model's steps; of reading a
     backlog."""
     keys, splits_rounds = plan.round_keys(plan.graph_sizes), False
-    # Forwards, and whole rounds, have another graph for requests with adapters.
-    kinds = 1 if plan.args.lora_config is None else 2
+    # Forwards, and whole rounds, have another graph for requests with adapters. What drafts alone
+    # has one if the draft head takes them.
+    lora = plan.args.lora_config
+    kinds = 1 if lora is None else 2
+    of_drafts = 1 if lora is None or lora.max_draft_lora_rank is None else 2
     num_graphs = kinds * len({(key.batch_size, key.shape) for key in keys})
     if draft is not None:
         splits_rounds = draft.plan.when is When.TAIL
         if draft.plan.shares_pages:
-            num_graphs += len({key.batch_size for key in keys})
+            num_graphs += of_drafts * len({key.batch_size for key in keys})
         else:
             num_graphs += len([key for key in keys if key.shape.depth])
     is_guided = plan.args.guided_decoding_backend is not None
-    num_graphs += len(keys) * (kinds * (not splits_rounds) + (splits_rounds or is_guided))
+    num_graphs += len(keys) * (
+        kinds * (not splits_rounds) + of_drafts * (splits_rounds or is_guided)
+    )
     num_rows = max((key.num_tokens for key in keys), default=0)
     num_bytes = num_rows * plan.config.hidden_size * plan.dtype.itemsize
     if is_guided:

@@ -9,7 +9,7 @@ from tllm_spec.executor.building.engines import Engines, load_draft, load_target
 from tllm_spec.executor.building.plan import BuildPlan
 from tllm_spec.executor.device.device_choice import on_device
 from tllm_spec.executor.draft_weights import DraftWeights
-from tllm_spec.executor.sleep import DRAFT, KV, TARGET, Sleep
+from tllm_spec.executor.sleep import ADAPTERS, DRAFT, KV, TARGET, Sleep
 from tllm_spec.executor.speculative.drafting.loaded_draft import check_draft
 from tllm_spec.executor.target_weights import TargetWeights
 from tllm_spec.executor.weight_swap import Part
@@ -77,7 +77,12 @@ def replaceable_target(
 
 def sleep_of(plan: BuildPlan, engines: Engines) -> Sleep:
     target = engines.target
-    placed = {TARGET: target.model, DRAFT: weights_of(engines.draft), KV: target.attention.memory}
+    placed = {
+        ADAPTERS: target.adapters and target.adapters.tables.weights,
+        TARGET: target.model,
+        DRAFT: weights_of(engines.draft),
+        KV: target.attention.memory,
+    }
     caches = [engines.kv.cache, *([engines.draft_kv.cache] if engines.draft_kv else [])]
     return Sleep(plan.memory, placed, caches)
 

@@ -25,7 +25,13 @@ from tllm_spec.draft_network.network import (
     pool_inputs,
 )
 from tllm_spec.executor.device.transfer import to_device
-from tllm_spec.executor.engine.rows import AttentionGroups, ContextChunk, RowBuilder, Windows
+from tllm_spec.executor.engine.rows import (
+    AttentionGroups,
+    ContextChunk,
+    RowBuilder,
+    Windows,
+    slot_rows,
+)
 from tllm_spec.executor.resources.adapter_slots import AdapterSlots
 from tllm_spec.models.llama import CausalLM
 
@@ -85,7 +91,7 @@ class ModelEngine:
         """The forward of planned rows `[T]`: device work only."""
         own = None if self._captures_last_layer else wanted
         if self.adapters is not None:
-            self.adapters.rows.begin(len(token_ids), own)
+            self.adapters.tables.rows.begin(len(token_ids), own)
         context = ForwardContext(groups, self.spec, own, recurrent)
         hidden = self.model.forward(token_ids, positions, context)
         return hidden if wanted is None or own is wanted else hidden.index_select(0, wanted)
@@ -93,18 +99,17 @@ class ModelEngine:
     @property
     def is_adapted(self) -> bool:
         """Whether forwards run the adapters of their rows."""
-        return self.adapters is not None and self.adapters.rows.is_active
+        return self.adapters is not None and self.adapters.tables.rows.is_active
 
     def use_adapters(self, are_used: bool) -> None:
         """Says whether the next forwards have rows with adapters."""
         if self.adapters is not None:
-            self.adapters.rows.is_active = are_used
+            self.adapters.use(are_used)
 
     def write_adapters(self, contexts: list[ContextChunk], windows: Windows | None) -> None:
         """Says which adapter each row of the next forward has."""
         assert self.adapters is not None
-        chunks = [(chunk.slot, len(chunk.tokens)) for chunk in contexts]
-        self.adapters.write_rows(chunks, None if windows is None else (windows.slots, windows.rows))
+        self.adapters.write_rows(*slot_rows(contexts, windows))
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """`[R, H]` -> `[R, V]` in the model's dtype, or this rank's columns."""

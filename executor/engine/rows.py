@@ -86,6 +86,14 @@ class Windows:
         return self.part or RoundRows.rectangle(*self.token_ids.shape)
 
 
+def slot_rows(
+    chunks: Sequence[ContextChunk], windows: Windows | None
+) -> tuple[list[tuple[int, int]], tuple[torch.Tensor, RoundRows] | None]:
+    """Whose rows a forward has, as `AdapterSlots.write_rows` takes it."""
+    own = None if windows is None else (windows.slots, windows.rows)
+    return [(chunk.slot, len(chunk.tokens)) for chunk in chunks], own
+
+
 class RowBuilder:
     """Makes the rows of one forward over the pages of `table`."""
 

@@ -7,6 +7,7 @@ others the least recently used one is given to an adapter that needs one."""
 
 from __future__ import annotations
 
+import logging
 from array import array
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -18,8 +19,7 @@ from typing import Any
 import torch
 
 from tllm_spec.adapters.adapted import AdapterTables
-from tllm_spec.adapters.adapted_layers import AdapterRows
-from tllm_spec.adapters.adapter_folder import Adapter, read_adapter
+from tllm_spec.adapters.adapter_folder import DRAFT, Adapter, read_adapter
 from tllm_spec.config.engine_config import LoraConfig
 from tllm_spec.distributed.communicator import SINGLE, Communicator
 from tllm_spec.executor.batch import ScheduledBatch
@@ -28,6 +28,8 @@ from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.interface import ResourceManager
 from tllm_spec.kernels.slots.round_rows import RoundRows
 from tllm_spec.lora_request import AdapterInfo, UnknownAdapter, name_of_version, salt_of
+
+logger = logging.getLogger(__name__)
 
 NO_SLOT = -1
 SlotRows = tuple[torch.Tensor, RoundRows]
@@ -53,8 +55,9 @@ def info_of(name: str, folder: str, adapter: Adapter) -> AdapterInfo:
 
 
 class AdapterSlots(ResourceManager):
-    """num_request_slots: of requests, the dummy one included. All ranks of the communicator call
-    everything in the same order."""
+    """num_request_slots: of requests, the dummy one included. draft_tables: of the draft head's
+    adapters, in the same slots; None: it takes none. All ranks of the communicator call everything
+    in the same order."""
 
     def __init__(
         self,
@@ -63,8 +66,9 @@ class AdapterSlots(ResourceManager):
         num_request_slots: int,
         device: torch.device,
         communicator: Communicator = SINGLE,
+        draft_tables: AdapterTables | None = None,
     ) -> None:
-        self.tables = tables
+        self.tables, self.draft_tables = tables, draft_tables
         self.infos: Mapping[str, AdapterInfo] = MappingProxyType({})  # by name; never changed
         self._config, self._communicator = config, communicator
         # By version, both with the least recently used one first: all, and the slots of some.
@@ -90,7 +94,17 @@ class AdapterSlots(ResourceManager):
         within = None if root is None else Path(root)
         adapter = read_adapter(Path(folder), self._config.max_lora_rank, within)
         self.tables.check(adapter)
-        return adapter
+        own = Path(folder) / DRAFT
+        if not own.exists():
+            return adapter
+        if self.draft_tables is None:
+            logger.info("%s is not used: lora_config.max_draft_lora_rank is null", own)
+            return adapter
+        most = self._config.max_draft_lora_rank
+        assert most is not None
+        draft = read_adapter(own, most, within, "max_draft_lora_rank")
+        self.draft_tables.check(draft)
+        return adapter.with_draft(draft)
 
     def read_together(self, folder: str, root: str | None = None) -> Adapter:
         """Reads on all ranks between the same two rounds. Raises ValueError on every rank if one of
@@ -153,11 +167,19 @@ class AdapterSlots(ResourceManager):
         most = self._config.max_cpu_loras
         if most is None or len({*self.infos, name}) <= most:
             return
-        for version, hosted in self._hosted.items():
-            if hosted.from_request and not hosted.num_requests and self._is_served(version):
-                self.remove(name_of_version(version))
+        for idle in self.idle():
+            if self._hosted[self.infos[idle].version].from_request:
+                self.remove(idle)
                 return
         raise ValueError(f"max_cpu_loras = {most} adapters are loaded; unload one, or raise it")
+
+    def idle(self) -> list[str]:
+        """Adapters without a request that waits or runs, least recently used first."""
+        return [
+            name_of_version(version)
+            for version, hosted in self._hosted.items()
+            if not hosted.num_requests and self._is_served(version)
+        ]
 
     def _is_served(self, version: str) -> bool:
         info = self.infos.get(name_of_version(version))
@@ -247,8 +269,18 @@ class AdapterSlots(ResourceManager):
     # The device.
 
     @property
-    def rows(self) -> AdapterRows:
-        return self.tables.rows
+    def _all_tables(self) -> list[AdapterTables]:
+        return [each for each in (self.tables, self.draft_tables) if each is not None]
+
+    def sum_bytes(self, num_rows: int) -> int:
+        """What the adapters of one layer allocate at most in a forward of so many rows."""
+        return max(tables.sum_bytes(num_rows) for tables in self._all_tables)
+
+    def use(self, are_used: bool) -> None:
+        """Says whether the next forwards have rows with adapters, of the target's and of the draft
+        head's."""
+        for tables in self._all_tables:
+            tables.rows.is_active = are_used
 
     def prepare_resources(self, batch: ScheduledBatch) -> None:
         """Loads what joining requests need. The device works in order, so rounds in flight still
@@ -258,16 +290,43 @@ class AdapterSlots(ResourceManager):
             if (version := request.adapter) is not None:
                 slot = self._slots[version]
                 if self._loaded[slot] != version:
-                    self.tables.load(slot, self._hosted[version].adapter)
+                    self._load(slot, self._hosted[version].adapter)
                     self._loaded[slot] = version
             if self._of_request[request.slot] != slot:
                 self._of_request[request.slot] = slot
                 self._device_of_request[request.slot].fill_(slot)
 
+    def _load(self, slot: int, adapter: Adapter) -> None:
+        self.tables.load(slot, adapter)
+        if self.draft_tables is not None:
+            if adapter.draft is None:
+                self.draft_tables.clear(slot)
+            else:
+                self.draft_tables.load(slot, adapter.draft)
+
     def write_rows(self, chunks: Sequence[tuple[int, int]], windows: SlotRows | None) -> None:
-        """Says which adapter each row of the next forward has. chunks: slots of requests, each with
-        its number of rows. windows: the slots `[B]` of the requests that follow, and their rows."""
-        slots, first = self.rows.slots, 0
+        """Says which adapter each row of the target's next forward has. chunks: slots of requests,
+        each with its number of rows. windows: the slots `[B]` of the requests that follow, and
+        their rows."""
+        self._write(self.tables.rows.slots, chunks, windows)
+
+    def begin_draft(
+        self,
+        chunks: Sequence[tuple[int, int]],
+        windows: SlotRows | None,
+        num_rows: int,
+        wanted: torch.Tensor | None,
+    ) -> None:
+        """The same before a forward of the draft head. The others are as in
+        `AdapterRows.begin`."""
+        if self.draft_tables is not None and (rows := self.draft_tables.rows).is_active:
+            self._write(rows.slots, chunks, windows)
+            rows.begin(num_rows, wanted)
+
+    def _write(
+        self, slots: torch.Tensor, chunks: Sequence[tuple[int, int]], windows: SlotRows | None
+    ) -> None:
+        first = 0
         if chunks:
             numbers = array("i")
             for slot, length in chunks:

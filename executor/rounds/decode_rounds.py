@@ -101,7 +101,8 @@ class DecodeRounds:
         num_padded = graphs.tails.padded(len(slots))
         if is_sampled is not None and num_padded:
             self._masks.send(requests, shape.window, num_padded * shape.window)
-            sampled = graphs.tails.replay(slots, shape, is_sampled)
+            is_adapted = self._adapts_drafts and self.engine.is_adapted
+            sampled = graphs.tails.replay(slots, shape, is_sampled, is_adapted)
             assert sampled is not None, "each forward has its tails"
             return sampled
         return forward.result[: None if shape.is_ragged else batch.num_window_rows]
@@ -162,9 +163,9 @@ class DecodeRounds:
             self._masks.make_room(max(key.batch_size * key.shape.window for key in keys))
         tails = whole.for_same_results(self._tail)
         # A forward begins with the dummy slot empty, but no tail does.
-        tails.capture(
-            keys if splits_rounds or self._masks.is_served else [], self._prepare_dummy_tail
-        )
+        of_tails = keys + adapted if self._adapts_drafts else keys
+        has_tails = splits_rounds or self._masks.is_served
+        tails.capture(of_tails if has_tails else [], self._prepare_dummy_tail)
         self._slots.reset_dummy()
         self.engine.use_adapters(False)
         self.graphs = WindowGraphs(whole, forwards, tails)
@@ -205,6 +206,7 @@ class DecodeRounds:
 
     def _prepare_dummy_tail(self, key: GraphKey) -> None:
         """Prepares the slots for a tail of dummy requests that no forward came before."""
+        self.engine.use_adapters(key.adapted)
         self._slots.reset_dummy()
         shape = key.shape
         if shape.is_ragged:
@@ -235,6 +237,11 @@ class DecodeRounds:
         result = self.sample(group, windows, shape, logits, LogprobRows(), read_rows)
         self.draft(None, result, group, shape)
         return result.sampled
+
+    @property
+    def _adapts_drafts(self) -> bool:
+        adapters = self.engine.adapters
+        return adapters is not None and adapters.draft_tables is not None
 
     @property
     def max_len(self) -> int:

@@ -60,7 +60,10 @@ def merged(base: Path, folder: Path, pairs: Pairs, scale: float) -> Path:
     """A copy of the checkpoint with `W + scale * B A`, in float32."""
     folder.mkdir(parents=True)
     stored = load_file(base / "model.safetensors")
-    tensors = {name: tensor.float() for name, tensor in stored.items()}
+    tensors = {
+        name: tensor.float() if tensor.is_floating_point() else tensor
+        for name, tensor in stored.items()
+    }
     for name, (a, b) in pairs.items():
         for weight, delta in deltas(tensors, name, a, b):
             weight.copy_(weight + (scale * delta).view(weight.shape))

@@ -46,6 +46,7 @@ PATIENCE = (
         ("--port 80", "--port: not served here"),
         ("--dp_size 2 --drain_delay 1", "--dp_size, --drain_delay: not served here"),
         ("--max_batch_size none", "not a valid integer"),
+        ("--enable_lora", "lora_config: adapters are not served here; tllm-serve serves them"),
         ("--skip_tokenizer_init", "skip_tokenizer_init"),
     ],
 )

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from tests.adapters.draft_adapters import RANK, accepted, harness_of, run, write_draft_adapters
 from tests.adapters.tiny_adapters import NAMES, with_adapters, write_adapters
 from tests.executor.conftest import EagerGraph
-from tests.executor.graph_rounds import CPU, DUMMY, capture_rounds, replays_of
+from tests.executor.graph_rounds import CPU, DUMMY, capture_rounds, graphs_of, replays_of
 from tests.executor.harness import Harness, output_of
 from tests.executor.row_rounds import PROMPT
 from tests.executor.test_context_graphs import PlainPrefill
@@ -45,15 +46,17 @@ def own_graphs(monkeypatch: pytest.MonkeyPatch) -> list[Harness]:
     def capture(pool: GraphPool, work: Callable[[], Any]) -> Captured[Any]:
         [harness] = captured
         assert harness.parts.adapters is not None
-        rows = harness.parts.adapters.rows
+        adapters = harness.parts.adapters
+        rows = adapters.tables.rows
         was_active = rows.is_active
 
         def again() -> Any:
-            now, rows.is_active = rows.is_active, was_active
+            now = rows.is_active
+            adapters.use(was_active)
             try:
                 return work()
             finally:
-                rows.is_active = now
+                adapters.use(now)
 
         result = work()
         stand_in: Any = EagerGraph(again, result)
@@ -102,6 +105,24 @@ def test_a_round_with_adapters_has_graphs_of_its_own(
         kinds.append({key.adapted for key in now if now[key] > before.get(key, 0)})
     assert found == expected
     assert kinds == [{False, True}, {False}] or kinds == [{True}, {False}]
+
+
+@pytest.mark.parametrize("mode", ["eagle3", "eagle3_two_model"])
+def test_graphs_with_adapters_hold_those_of_the_draft_head(
+    mode: str, tmp_path: Path, own_graphs: list[Harness]
+) -> None:
+    folders, schedule = write_draft_adapters(tmp_path), {"draft_len_schedule": {1: 4, 5: 0}}
+    eager = run(harness_of(folders, mode, "head", RANK, **schedule))
+    harness = harness_of(folders, mode, "head", RANK, **schedule)
+    own_graphs.append(harness)
+    shapes = harness.parts.slots.shapes
+    capture_rounds(harness, graph_keys((4, 8), lambda _: {0, 4}, shapes.of))
+    found = run(harness)
+    assert [*map(output_of, found)] == [*map(output_of, eager)]
+    assert accepted(found) == accepted(eager)
+    graphs: Any = harness.parts.drafter
+    for own in (graphs_of(harness), graphs._backlog._graphs):
+        assert any(key.adapted for key in replays_of(own))
 
 
 def test_prompts_with_adapters_have_graphs_of_their_own(

@@ -398,8 +398,8 @@ def watch_catch_ups(harness: Harness) -> list[tuple[int, bool]]:
     graphs = catch_ups_of(harness)
     replay, seen = graphs.run, list[tuple[int, bool]]()
 
-    def watched(slots: list[int], draft_len: int, sampled: bool) -> Captured[None] | None:
-        found = replay(slots, draft_len, sampled)
+    def watched(slots: list[int], *key: Any) -> Captured[None] | None:
+        found = replay(slots, *key)
         seen.append((len(slots), found is not None))
         return found
 

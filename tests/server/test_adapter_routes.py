@@ -33,13 +33,14 @@ class FakeEngine:
         steps: dict[str, Callable[..., dict[str, Any]]] = {
             "stage_adapter": self.stage,
             "keep_adapters": self.keep,
+            "idle_adapters": lambda: {"names": [each for each in self.loaded if each != "busy"]},
         }
         return steps[step](*given)
 
     def stage(self, name: str, folder: str, root: str) -> dict[str, Any]:
         found = (Path(folder) / "adapter_config.json").read_text()
         if found == BAD:
-            raise ValueError(f"{folder}: use_dora = True is refused")
+            raise ValueError(f"{folder}: use_dora = True is refused, and outside of {root}")
         if found == GONE:
             raise RuntimeError("the engine has ended")
         return {"content_hash": found, "rank": 2}
@@ -157,7 +158,7 @@ def test_every_route_takes_the_name_in_each_form_that_clients_have(site: Site) -
         ("x", "/etc", "lora_path = '/etc' is not a folder below --lora_root"),
         ("x", "link", "lora_path = 'link' is not a folder below --lora_root"),
         ("x", "", "lora_path = '' is not a folder below --lora_root"),
-        ("x", BAD, "use_dora = True is refused"),
+        ("x", BAD, "x: use_dora = True is refused, and outside of --lora_root"),
         ("../x", "a", "lora_name = '../x': 1 to 128 letters"),
         (MODEL, "a", "lora_name = 'fake' is the model's own name"),
     ],
@@ -168,6 +169,7 @@ def test_a_wrong_name_or_folder_is_refused_in_one_sentence(
     assert site.load("kept", "a").status_code == 200
     refused = site.load(name, path)
     assert refused.status_code == 400 and why in error_of(refused)
+    assert str(site.root) not in refused.text
     assert site.engine.loaded == {"kept": "a"} and site.use("kept").status_code == 200
 
 
@@ -210,7 +212,20 @@ def test_a_request_loads_the_folder_of_its_model_only_where_it_may(tmp_path: Pat
         for name in ("link", "..", "nothing", f"{MODEL}:nothing"):
             assert site.use(name).status_code == 404
         refused = site.use(BAD)
-        assert refused.status_code == 400 and "use_dora" in error_of(refused)
+        assert refused.status_code == 400 and error_of(refused).startswith("bad: use_dora")
+
+
+def test_adapters_that_requests_have_loaded_make_room_for_others(tmp_path: Path) -> None:
+    site = Site(tmp_path)
+    site.llm = FakeLLM(lora_config={"max_loras": 2, "max_cpu_loras": 3})
+    site.write("busy", "busy")
+    options = site.options | {"lora_auto_load": True}
+    with hosted(site.llm, ServerOptions(**options), site.adapters) as site.url:
+        assert site.load("kept", "a").status_code == 200
+        for name in ("busy", "a", "b", "auto", "a"):
+            assert site.use(name).status_code == 200
+        assert [*site.engine.loaded] == ["kept", "busy", "a"]
+        assert site.use(BAD).status_code == 400 and [*site.engine.loaded] == ["kept", "busy", "a"]
 
 
 @pytest.mark.parametrize(

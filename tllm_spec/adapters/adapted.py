@@ -12,9 +12,10 @@ from tllm_spec.adapters.adapted_layers import (
     LatentAdapters,
 )
 from tllm_spec.adapters.adapter_folder import Adapter, LowRank
-from tllm_spec.kernels.gemm.adapter_gemm import CHUNK, padded_rank
+from tllm_spec.kernels.gemm.adapter_gemm import CHUNK, AdapterWeights, padded_rank
 from tllm_spec.models.checkpoint import listed
 from tllm_spec.models.deepseek import LatentUp
+from tllm_spec.models.draft_head import DraftHead
 from tllm_spec.models.formats.weight_format import Part
 from tllm_spec.models.gpt_oss import GptOssForCausalLM
 from tllm_spec.models.linear import Linear, OutputLinear
@@ -29,6 +30,7 @@ UNSERVED = {
     "gate": "is the router, which is served without adapters",
     "router": "is the router, which is served without adapters",
     "lm_head": "is the output layer, which is served without adapters",
+    "fc": "fuses the target's hidden states, which is served without adapters",
 }
 
 
@@ -41,17 +43,14 @@ class AdapterTables:
 
     def __init__(
         self,
-        model: CausalLM,
+        model: CausalLM | DraftHead,
         num_slots: int,
         max_rank: int,
         max_rows: int,
         targets: Collection[str] | None,
     ) -> None:
-        self.rows, self._model, self._targets = (
-            AdapterRows(max_rows, num_slots, model.device),
-            model,
-            targets,
-        )
+        self.rows = AdapterRows(max_rows, num_slots, model.device)
+        self._model, self._targets = model, targets
         self._latents = list(self._of_latents())
         layers = [*self._wrapped(), *(each.form for each in self._latents)]
         weight_table(model)  # each layer notes its places
@@ -96,14 +95,22 @@ class AdapterTables:
     def _takes(self, module: str) -> bool:
         if f".{EXPERTS}." in module:
             return self._targets is not None and EXPERTS in self._targets
-        return self._targets is None or module.rpartition(".")[2] in self._targets
+        last = module.rpartition(".")[2]
+        return last not in UNSERVED and (self._targets is None or last in self._targets)
 
     @property
     def num_bytes(self) -> int:
         """What is reserved."""
-        weights = [layer.weights for layer in self._layers if layer.weights is not None]
-        own = [t for each in weights for t in (each.a, each.b, each.ranks)]
+        own = [t for each in self._of_layers() for t in (each.a, each.b, each.ranks)]
         return sum(each.nbytes for each in (*own, *self._copies))
+
+    @property
+    def weights(self) -> list[AdapterWeights]:
+        """All of them. Some share their tensors."""
+        return self._of_layers() + [copy for each in self._latents for copy in each.copies]
+
+    def _of_layers(self) -> list[AdapterWeights]:
+        return [layer.weights for layer in self._layers if layer.weights is not None]
 
     def sum_bytes(self, num_rows: int) -> int:
         """What the adapters of one layer allocate at most in a forward of so many rows."""
@@ -138,7 +145,7 @@ class AdapterTables:
                 return f"is {found}, its layer {expected}"
             is_large = max(pair.a.abs().max(), pair.b.abs().max()) > most
             return f"has values beyond {most:g}, of the model's type" if is_large else ""
-        if name not in self._known:
+        if name not in self._known or last in UNSERVED:
             return UNSERVED.get(last, "is no linear layer of the model")
         own = f"{EXPERTS!r}, which are many" if f".{EXPERTS}." in name else repr(last)
         return f"is left out: lora_target_modules does not have {own}"

@@ -27,6 +27,7 @@ from tllm_spec.kernels.gemm.adapter_gemm import (
 from tllm_spec.kernels.gemm.norms import silu_and_mul
 from tllm_spec.kernels.gemm.small_m_gemm import takes
 from tllm_spec.models.deepseek import LatentUp
+from tllm_spec.models.draft_head import DraftHead
 from tllm_spec.models.formats.stacked_weight import StackedWeight
 from tllm_spec.models.formats.weight_format import (
     CudaWeight,
@@ -214,7 +215,7 @@ class AdaptedWeight(WeightFormat):
         return self.weights.ranks[slot * number : (slot + 1) * number]
 
     def reserve(
-        self, takes: Callable[[str], bool], num_slots: int, step: int, model: CausalLM
+        self, takes: Callable[[str], bool], num_slots: int, step: int, model: CausalLM | DraftHead
     ) -> Iterator[tuple[str, PairSlot]]:
         """Makes the tensors of all slots, of ranks up to `step`, if the layer has a module that
         takes adapters. Yields such modules."""
@@ -299,6 +300,8 @@ class LatentAdapters:
     `B A c` of latents c, as other layers do. Windows have queries for latents, which add
     `A^T (B^T q)` of each head, and values of weighted latents."""
 
+    copies: tuple[AdapterWeights, ...] = ()  # of queries and values, once they are reserved
+
     def __init__(self, up: LatentUp, nope_dim: int, rows: AdapterRows) -> None:
         heads, size, rank = up.heads.shape
         self.form = AdaptedWeight(CudaWeight(up.weight, None), rows, (heads * size, rank))
@@ -317,6 +320,7 @@ class LatentAdapters:
         by_head = own.b.view(number * heads, nope + width, step)[:, nope:]
         blocks = output_blocks((width,), own.b.device)
         self._values = AdapterWeights(own.a, by_head, own.ranks, blocks, (width,), share_a=heads)
+        self.copies = self._queries, self._values
         yield from (self._a, self._b)
 
     def loaded(self, slot: int) -> None:

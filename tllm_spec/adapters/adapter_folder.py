@@ -7,7 +7,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from tllm_spec.models.checkpoint import listed, opened
 from tllm_spec.models.config_file import MAX_SIZE, read_json
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+DRAFT = "draft"  # the sub-folder with an adapter of the draft head
 MAX_TENSORS, MAX_BYTES = 1 << 18, 1 << 36
 PREFIX = "base_model.model."
 _TENSOR = re.compile(r"(.+)\.lora_([AB])\.weight\Z")
@@ -64,16 +65,26 @@ class Adapter:
     pairs: Mapping[str, LowRank]
     """By the checkpoint's name of a module; of all experts of a layer by the name of the tensor
     that has them, `model.layers.0.mlp.experts.gate_up_proj`."""
+    draft: "Adapter | None" = None
+    """That of the draft head; None: its requests have drafts of the head as it is."""
+
+    def with_draft(self, draft: "Adapter") -> "Adapter":
+        """Its identity names both."""
+        both = f"{self.content_hash}+{draft.content_hash}"
+        return replace(self, content_hash=both, draft=draft)
 
 
-def read_adapter(folder: Path, max_rank: int, root: Path | None = None) -> Adapter:
-    """root: where the files must lie, after links are followed; None: anywhere.
+def read_adapter(
+    folder: Path, max_rank: int, root: Path | None = None, option: str = "max_lora_rank"
+) -> Adapter:
+    """root: where the files must lie, after links are followed; None: anywhere. option: which one
+    is `max_rank`.
 
     Raises ValueError with all reasons in one sentence."""
     files = folder / CONFIG, folder / TENSORS
     _check_files(folder, files, root)
     config = read_json(files[0])
-    if reasons := list(_refused(config, max_rank)):
+    if reasons := list(_refused(config, max_rank, option)):
         raise ValueError(f"{files[0]}: {'; '.join(reasons)}.")
     with opened(files[1]) as checkpoint:
         names = list(checkpoint.keys())
@@ -107,7 +118,7 @@ def _check_files(folder: Path, files: tuple[Path, ...], root: Path | None) -> No
         raise ValueError(f"{files[1]} has {size} bytes; at most {MAX_BYTES} are read.")
 
 
-def _refused(config: Mapping[str, Any], max_rank: int) -> Iterator[str]:
+def _refused(config: Mapping[str, Any], max_rank: int, option: str) -> Iterator[str]:
     """Why a configuration is not served."""
     if "peft_type" not in config:
         yield "there is no peft_type; accepted is 'LORA'"
@@ -124,7 +135,7 @@ def _refused(config: Mapping[str, Any], max_rank: int) -> Iterator[str]:
     alphas = {"lora_alpha": config.get("lora_alpha", 8), **_pattern(config, "alpha_pattern")}
     for key, rank in ranks.items():
         if type(rank) is not int or not 1 <= rank <= max_rank:
-            yield f"{key} is {shown(rank)}; accepted is 1 to max_lora_rank, which is {max_rank}"
+            yield f"{key} is {shown(rank)}; accepted is 1 to {option}, which is {max_rank}"
     for key, alpha in alphas.items():
         if type(alpha) not in (int, float) or not abs(alpha) < math.inf:
             yield f"{key} is {shown(alpha)}; accepted is a finite number"

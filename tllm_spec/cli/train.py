@@ -44,6 +44,13 @@ def main() -> None:
 )
 @option("--init start", str, "Head whose shape and weights to begin with. [default: a new head]")
 @option(
+    "--adapter",
+    str,
+    "NAME=FOLDER of a LoRA adapter of the target: train a LoRA of the head in --init on the "
+    "recorded texts with it, which are read alone.",
+)
+@option("--rank", POSITIVE, "With --adapter: of the head's LoRA. [default: 16]")
+@option(
     "--kind",
     click.Choice(["eagle3", "peagle"]),
     "EAGLE-3, or P-EAGLE, which drafts all tokens at once. [default: as --init, or eagle3]",
@@ -120,6 +127,8 @@ def head(
         raise click.UsageError("Give either --data or --follow.")
     if follow is None and (newest or turns or base_url):
         raise click.UsageError("--newest, --turns and --base_url need --follow.")
+    if follow is not None and options["adapter"] is not None:
+        raise click.UsageError("--follow trains the head of all requests, without --adapter.")
     import torch
 
     from tllm_spec.training import follow as following

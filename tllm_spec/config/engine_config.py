@@ -329,12 +329,15 @@ class LoraConfig(ConfigModel):
     name is the last part of the path, or that of `NAME=FOLDER`."""
     max_lora_rank: PositiveInt = 64
     """Largest rank of an adapter."""
+    max_draft_lora_rank: PositiveInt | None = None
+    """Largest rank of an adapter of the draft head, which an adapter's folder has in its sub-folder
+    `draft`. An EAGLE-3 head takes them. null: drafts are those of the head as it is."""
     max_loras: Annotated[int, Field(ge=1, le=1024)] = 4
     """Adapters that one round may have, which are on the device. Requests with others wait, and the
     adapter that was not used for the longest time goes back to host memory."""
     max_cpu_loras: PositiveInt | None = None
     """Adapters that are loaded, at most; all of them are in host memory. One more takes the place
-    of one that a request's own path has loaded and that is not in use. null: no limit."""
+    of one that a request's own path or name has loaded and that is not in use. null: no limit."""
     lora_target_modules: Annotated[
         Annotated[tuple[str, ...], Strict(False)] | None, BeforeValidator(_as_tuple)
     ] = None

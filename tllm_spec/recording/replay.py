@@ -36,7 +36,7 @@ from tllm_spec.executor.resources.kv_cache import ROUNDS_AHEAD
 from tllm_spec.executor.speculative.draft_length.adaptive import rows_with_contexts
 from tllm_spec.executor.speculative.modes import draft_plan_of
 from tllm_spec.grammar.guided_decoding import compiler_name
-from tllm_spec.lora_request import name_of_version
+from tllm_spec.lora_request import name_of_version, target_version
 from tllm_spec.models.registry import model_config
 from tllm_spec.outputs import SpeculativeStats
 from tllm_spec.progress import progress
@@ -154,11 +154,11 @@ def _use_adapters(
     whether some are not loaded, and the states were not recorded."""
     slots = built.executor.parts.adapters
     infos = () if slots is None else slots.infos.values()
-    loaded, are_missing = {info.version for info in infos}, False
+    loaded, are_missing = {target_version(info.version) for info in infos}, False
     for request, record in zip(requests, records, strict=True):
         if record.adapter is None:
             continue
-        if record.adapter in loaded:
+        if target_version(record.adapter) in loaded:
             request.adapter = name_of_version(record.adapter)
         else:
             are_missing |= record.id not in states

@@ -31,11 +31,14 @@ class Adapters:
         """By name. Does not wait."""
         return self._in_force.read() or {}
 
-    def load(self, wanted: ServedAdapter, root: str, *, replaces: bool) -> ServedAdapter:
+    def load(
+        self, wanted: ServedAdapter, root: str, *, replaces: bool = False, most: int | None = None
+    ) -> ServedAdapter:
         """Loads an adapter, whose files must lie below the root. replaces: it may have the name of
-        a loaded one, whose client it keeps unless it names another. Raises ValueError for a name in
-        use and for a folder that does not fit, RuntimeError if an engine does not answer. Then
-        nothing has changed."""
+        a loaded one, whose client it keeps unless it names another. most: where so many are loaded,
+        one that a request has loaded and that is not in use makes room; None: none does. Raises
+        ValueError for a name in use and for a folder that does not fit, RuntimeError if an engine
+        does not answer. Then nothing has changed."""
         with self._held() as served:
             old = served.get(wanted.name)
             if old is not None and not replaces:
@@ -50,13 +53,24 @@ class Adapters:
                 client = wanted.client or (old.client if old else None)
                 own = {name: told[0][name] for name in ("content_hash", "rank")}
                 made = replace(wanted, client=client, **own)
-                after = {**served, wanted.name: made}
+                after = {**self._with_room(served, most), wanted.name: made}
                 in_all(engines, partial(_keep, after))
                 self._in_force.write(after)
-            except (RuntimeError, ValueError, OSError):
+            except (RuntimeError, ValueError, OSError) as error:
                 in_all(engines, partial(_keep_if_possible, served))
+                if isinstance(error, ValueError):  # a client sees names, no paths
+                    raise ValueError(_named(str(error), wanted, root)) from error
                 raise
         return made
+
+    def _with_room(self, served: ServedAdapters, most: int | None) -> ServedAdapters:
+        if most is None or len(served) < most:
+            return served
+        idle = [each.swap_step("idle_adapters")["names"] for each in self._running()]
+        loaded = (name for name, each in served.items() if each.from_request)
+        leaving = {name for name in loaded if all(name in other for other in idle)}
+        found = next((name for name in idle[0] if name in leaving), None)
+        return {name: each for name, each in served.items() if name != found}
 
     def unload(self, name: str) -> None:
         """Requests that run keep it until they end. Raises LookupError for a name that is not
@@ -82,6 +96,10 @@ class Adapters:
                 yield served or {}
         except OSError as error:
             raise RuntimeError(f"adapters are not changed: {error}") from error
+
+
+def _named(message: str, wanted: ServedAdapter, root: str) -> str:
+    return message.replace(wanted.folder, wanted.name).replace(root, "--lora_root")
 
 
 def _stage(wanted: ServedAdapter, root: str, engine: EngineClient) -> dict[str, Any]:

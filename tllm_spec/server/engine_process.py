@@ -238,6 +238,7 @@ class EngineProcess:
             "resume": self._resume,
             "stage_adapter": self._stage_adapter,
             "keep_adapters": self.adapters.keep,
+            "idle_adapters": self.adapters.idle,
         }
 
     def run(self) -> str | None:

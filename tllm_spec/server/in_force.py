@@ -79,9 +79,10 @@ def weights_in_force(engine_path: str, part: Part) -> InForce[ServedWeights]:
 @dataclass(frozen=True)
 class ServedAdapter(AdapterInfo):
     """client: the only one that may use it, by the name of its key; None: all may. content_hash:
-    "" before the first engine has loaded it."""
+    "" before the first engine has loaded it. from_request: whether a request has loaded it."""
 
     client: str | None = None
+    from_request: bool = False
 
     @classmethod
     def of_folder(cls, name: str, folder: str, client: str | None = None) -> ServedAdapter:

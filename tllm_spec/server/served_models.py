@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -167,14 +168,16 @@ class ServedModels:
             folder = folder_below(Path(root), name, "model", "--lora_root")
         except ValueError:
             raise self._unknown(name) from None
-        wanted = ServedAdapter.of_folder(name, str(folder))
+        wanted = replace(ServedAdapter.of_folder(name, str(folder)), from_request=True)
         if not self._may_use(wanted, request):
             raise self._unknown(name)
         async with self._loading:
             if (found := self._found(name, request)) is not None:
                 return found
             with bad_request(), engine_running():
-                return await run_in_threadpool(self._own.load, wanted, root, replaces=False)
+                lora = self._llm.args.lora_config
+                most = None if lora is None else lora.max_cpu_loras
+                return await run_in_threadpool(self._own.load, wanted, root, most=most)
 
     def _unknown(self, model: str) -> RequestRefused:
         more = "" if self._adapters is None else ", and GET /v1/models lists its adapters"

@@ -4,6 +4,7 @@ import json
 import math
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 import yaml
 from torch import Tensor
 
+from tllm_spec.adapters.adapter_folder import DRAFT
 from tllm_spec.attention.interface import default_capture_layers
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.models.config import ModelConfig
@@ -24,6 +26,13 @@ from tllm_spec.recording.replay import replay
 from tllm_spec.recording.traffic_folder import states_files
 from tllm_spec.recording.traffic_record import TrafficRecord
 from tllm_spec.training.acceptance import chain_rounds, num_matches, standard_error, summary
+from tllm_spec.training.adapter_head import (
+    DEFAULT_RANK,
+    TargetAdapter,
+    add_low_rank,
+    save_low_rank,
+)
+from tllm_spec.training.adapter_head import LEARNING_RATE as OF_ADAPTERS
 from tllm_spec.training.draft_head import DraftHead, steps_along, unrolled, weighted
 from tllm_spec.training.head_files import (
     Format,
@@ -75,6 +84,8 @@ class HeadOptions:
     resume: bool
     dtype: Literal["bf16", "float32"]
     device: str
+    adapter: str | None = None
+    rank: int | None = None
 
 
 def train_head(options: HeadOptions) -> None:
@@ -97,6 +108,7 @@ def run_head(options: HeadOptions) -> tuple[list[TrafficRecord] | None, bool]:
     folder = resolve_model(options.model)
     config = model_config(folder)
     start = None if options.start is None else load_head(resolve_model(options.start), config)
+    served = _adapter_of(options, start)
     batch_tokens = options.batch_tokens or BATCH_TOKENS[options.device]
     length = min(MAX_LENGTH, config.max_positions, batch_tokens)
     shape = _shape(options, config, start, length)
@@ -106,6 +118,8 @@ def run_head(options: HeadOptions) -> tuple[list[TrafficRecord] | None, bool]:
         bar.begin("texts")
         longest = length - options.unroll
         texts = read_texts(options.data, options.model, longest, options.unroll, layers)
+        if served is not None:
+            texts = served.own(texts, options.data)
         training, held_out = split(texts, options.data, options.unroll)
         ranks, device = Ranks.join(options.device)
         _check_number(training, options, ranks)
@@ -114,16 +128,34 @@ def run_head(options: HeadOptions) -> tuple[list[TrafficRecord] | None, bool]:
             _tell(settings, training, held_out, options.unroll)
         bar.begin("target")
         target = load_language_model(folder, DTYPES[options.dtype], device)
+        if served is not None and any(text.file is None for text in texts):
+            served.merge(target)
     torch.manual_seed(settings.seed)  # all ranks begin with the same weights
     ids = _vocabulary(training, shape) if start is None else start.draft_ids
     head = build_head(shape, target, ids.to(device), settings, start)
+    save_best: Callable[[DraftHead], None]
+    save_best = partial(save_head, config=config_file, output=options.output)
+    if served is not None:
+        add_low_rank(head, options.rank or DEFAULT_RANK)
+        save_best = partial(save_low_rank, output=options.output)
     loss = head_loss(head, target, training, options.unroll, ranks)
     validation = partial(acceptance_of, head, target, held_out, options.unroll)
-    save_best = partial(save_head, config=config_file, output=options.output)
     train(head, loss, validation, settings, options.output, save_best, ranks=ranks)
     ranks.leave()
     records = unseen_records(training, held_out) if ranks.is_first else None
-    return records, start is not None and shape == start.config
+    return records, served is None and start is not None and shape == start.config
+
+
+def _adapter_of(options: HeadOptions, start: DraftHead | None) -> TargetAdapter | None:
+    if options.adapter is None:
+        if options.rank is not None:
+            raise ValueError(f"--rank {options.rank} needs --adapter")
+        return None
+    if start is None or start.mask_token is not None:
+        raise ValueError("--adapter needs --init: the EAGLE-3 head that it is served with")
+    if options.kind is not None or options.format is not None:
+        raise ValueError("--kind, --format: the head in --init stays; leave them out")
+    return TargetAdapter.read(options.adapter)
 
 
 def settings_of(options: HeadOptions, training: list[Text], hidden_size: int) -> Settings:
@@ -132,7 +164,9 @@ def settings_of(options: HeadOptions, training: list[Text], hidden_size: int) ->
     fitting = min(BATCH_TOKENS[options.device], max(1, num_tokens // MIN_STEPS_OF_ALL))
     batch_tokens = options.batch_tokens or fitting
     rate = LEARNING_RATE
-    if options.start is not None:
+    if options.adapter is not None:
+        rate = OF_ADAPTERS
+    elif options.start is not None:
         rate *= (batch_tokens / BATCH_TOKENS["cuda"]) ** 0.5
     elif hidden_size < NARROW:
         rate = NARROW_RATE
@@ -164,7 +198,7 @@ def judge(options: HeadOptions, records: list[TrafficRecord]) -> None:
             before = sum((record.stats for record in records), SpeculativeStats())
         else:
             before = _replayed(options, resolve_model(options.start), records)
-        after = _replayed(options, options.output, records)
+        after = _replayed(options, options.output, records, is_trained=True)
     except (ValueError, torch.cuda.OutOfMemoryError) as error:
         _print({"replayed": 0, "reason": str(error)})
         return
@@ -174,11 +208,20 @@ def judge(options: HeadOptions, records: list[TrafficRecord]) -> None:
         _warn("the replay finds the drafts of before better: train on more texts before it serves")
 
 
-def _replayed(options: HeadOptions, head: Path, records: list[TrafficRecord]) -> SpeculativeStats:
-    spec = _served(head, options.unroll)
-    own = {"device": options.device, "skip_tokenizer_init": True}
-    args = LlmArgs.from_kwargs(options.model, speculative_config=spec, **own)
-    return replay(records, args, states_files(options.data)).total
+def _replayed(
+    options: HeadOptions, head: Path, records: list[TrafficRecord], *, is_trained: bool = False
+) -> SpeculativeStats:
+    """With an adapter `head` has its LoRA, if it is trained."""
+    own: dict[str, Any] = {"device": options.device, "skip_tokenizer_init": True}
+    with ExitStack() as stack:
+        if options.adapter is not None:
+            served, draft = TargetAdapter.read(options.adapter), head if is_trained else None
+            lora = served.lora_config(draft, options.rank or DEFAULT_RANK)
+            own["lora_config"] = stack.enter_context(lora)
+            head = resolve_model(str(options.start))
+        own["speculative_config"] = _served(head, options.unroll)
+        args = LlmArgs.from_kwargs(options.model, **own)
+        return replay(records, args, states_files(options.data)).total
 
 
 def _served(head: Path, draft_len: int) -> dict[str, Any]:
@@ -187,6 +230,12 @@ def _served(head: Path, draft_len: int) -> dict[str, Any]:
 
 def tell_how_to_serve(options: HeadOptions, *, can_swap: bool) -> None:
     output, served = options.output, _served(options.output, options.unroll)
+    if options.adapter is not None:
+        name, _, folder = options.adapter.partition("=")
+        rank = options.rank or DEFAULT_RANK
+        print(f"Serve it as {folder}/{DRAFT}, loaded with the adapter {name}, by a server with")
+        print(yaml.safe_dump({"lora_config": {"max_draft_lora_rank": rank}}), end="")
+        return
     print(f"Serve it: tllm-serve {options.model} --config x.yaml, where x.yaml has")
     print(yaml.safe_dump({"speculative_config": served}, sort_keys=False), end="")
     if can_swap:

@@ -231,7 +231,7 @@ def _sizes(model: Any, settings: Settings, done: float) -> tuple[int, int]:
 
 def _update(model: Any, loss: Tensor, optimizer: torch.optim.Optimizer, ranks: Ranks) -> Tensor:
     """One step of the optimizer; the loss of all ranks together."""
-    parameters = list(model.parameters())
+    parameters = _trained(model)
     loss = ranks.add_up(loss, [each.grad for each in parameters])
     nn.utils.clip_grad_norm_(parameters, 1.0)
     optimizer.step()
@@ -262,9 +262,13 @@ def _validation(model: Any, validate: Callable[[], dict[str, float]]) -> dict[st
     return figures
 
 
+def _trained(model: Any) -> list[Any]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
 def _optimizer(model: Any, settings: Settings) -> torch.optim.AdamW:
-    matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
-    norms = [parameter for parameter in model.parameters() if parameter.dim() == 1]
+    matrices = [parameter for parameter in _trained(model) if parameter.dim() > 1]
+    norms = [parameter for parameter in _trained(model) if parameter.dim() == 1]
     decay = settings.weight_decay
     groups = [{"params": matrices, "weight_decay": decay}, {"params": norms, "weight_decay": 0.0}]
     return torch.optim.AdamW(

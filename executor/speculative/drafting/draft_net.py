@@ -28,7 +28,14 @@ from tllm_spec.draft_network.network import (
 )
 from tllm_spec.executor.device.transfer import to_device
 from tllm_spec.executor.engine.model_engine import PagedNetwork
-from tllm_spec.executor.engine.rows import AttentionGroups, ContextChunk, RowBuilder, Windows
+from tllm_spec.executor.engine.rows import (
+    AttentionGroups,
+    ContextChunk,
+    RowBuilder,
+    Windows,
+    slot_rows,
+)
+from tllm_spec.executor.resources.adapter_slots import AdapterSlots
 from tllm_spec.kernels.slots.round_rows import RoundRows
 from tllm_spec.kernels.slots.row_copies import gather_rows
 from tllm_spec.models.draft_head import Block, DraftHead, Masks
@@ -70,6 +77,7 @@ class DraftNet:
     has_keys: bool = True  # and values, of its own
     # Of the latest first step, where its indexer chooses for later ones, too.
     first_choice: FirstChoice | None = None
+    adapters: AdapterSlots | None = None  # whose `draft_tables` are of this network
     rows: RowBuilder  # with the block table
     attention: AttentionGroups
 
@@ -129,6 +137,8 @@ class DraftNet:
             rows.token_ids.index_copy_(0, to_patch, patched[1])
         if state is None and self.spec is not None and not step:
             state = self.fuse(self.spec.captured(len(rows.token_ids)))
+        if self.adapters is not None:
+            self.adapters.begin_draft(*slot_rows(chunks, windows), len(rows.token_ids), wanted)
         context = ForwardContext(rows.groups, wanted=wanted)
         states = self.run(rows.token_ids, rows.positions, state, context, step)
         if choice is not None and not step:

@@ -104,7 +104,7 @@ def _forwards(missed: Iterable[Missed], max_num_tokens: int) -> list[list[Contex
 # With 4 query heads per KV head, such a window fills one tile of Triton's attention kernel. A
 # longer one would cost prefix hits: a finished request's unread positions are not reused.
 BACKLOG_LEN = 16
-_backlog_of = attrgetter("draft_backlog")
+_backlog_of, _adapter_of = attrgetter("draft_backlog"), attrgetter("adapter")
 
 
 class DraftBacklog:
@@ -158,7 +158,9 @@ class DraftBacklog:
             numbers = [slots, [request.draft_backlog for request in some]]
             slot_ids, num_due = to_device(numbers, self._slots.device).unbind(0)
             self._num_due[slot_ids] = num_due
-            if self._graphs is None or self._graphs.run(slots, NO_DRAFTS, False) is None:
+            adapted = self._net.adapters is not None and any(map(_adapter_of, some))
+            self._use_adapters(adapted)
+            if self._graphs is None or self._graphs.run(slots, NO_DRAFTS, False, adapted) is None:
                 self._catch_up(slot_ids, max(request.num_tokens_bound for request in some))
             for request in some:
                 request.draft_backlog = 0
@@ -168,7 +170,15 @@ class DraftBacklog:
         sizes = {key.batch_size for key in keys if key.batch_size <= self.max_requests}
         max_len = self._net.rows.max_len
         self._graphs = target.for_same_slots(lambda slots, *_: self._catch_up(slots, max_len))
-        self._graphs.capture(GraphKey(size, NO_DRAFTS, False) for size in sizes)
+        kinds = (False,) if self._net.adapters is None else (False, True)
+        wanted = (GraphKey(size, NO_DRAFTS, False, kind) for size in sizes for kind in kinds)
+        self._graphs.capture(wanted, lambda key: self._use_adapters(key.adapted))
+        self._use_adapters(False)
+
+    def _use_adapters(self, are_used: bool) -> None:
+        """Before what is read. A round says it again for its own requests."""
+        if self._net.adapters is not None:
+            self._net.adapters.use(are_used)
 
     def _catch_up(self, slot_ids: torch.Tensor, max_kv_len: int) -> None:
         """Reads the unread positions of slots `[B]` for their K and V only. They are the last rows

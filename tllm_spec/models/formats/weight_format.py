@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from tllm_spec.kernels.gemm.adapter_gemm import Shrunk
 from tllm_spec.kernels.gemm.batch_invariant_linear import batch_invariant_linear
 from tllm_spec.kernels.gemm.norms import silu_and_mul
 from tllm_spec.kernels.gemm.small_m_gemm import serves, small_m_gemm
