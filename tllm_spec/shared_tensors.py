@@ -130,22 +130,23 @@ def _cuda_memory(data: bytes, device: int) -> Iterator[tuple[int, Read]]:
 
     from tllm_spec.kernels.nvrtc import checked
 
-    torch.cuda.synchronize(device)  # makes the device's context the current one
     handle = driver.CUipcMemHandle()
     ctypes.memmove(handle.getPtr(), data, len(data))
     flags = driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS.value
-    try:
-        start = int(checked(driver.cuIpcOpenMemHandle(handle, flags)))
-    except RuntimeError as error:
-        raise ValueError(f"cuda_handle cannot be opened: {error}") from error
 
     def read(offset: int, size: int) -> torch.Tensor:
         own = {"shape": (size,), "typestr": "|u1", "data": (start + offset, False), "version": 3}
         array = SimpleNamespace(__cuda_array_interface__=own)
         return torch.as_tensor(array, device=f"cuda:{device}").clone()
 
-    try:
-        _, _, size = driver.cuMemGetAddressRange(start)
-        yield int(size), read
-    finally:
-        checked(driver.cuIpcCloseMemHandle(start))
+    with torch.cuda.device(device):
+        torch.cuda.synchronize()  # makes the device's context the current one
+        try:
+            start = int(checked(driver.cuIpcOpenMemHandle(handle, flags)))
+        except RuntimeError as error:
+            raise ValueError(f"cuda_handle cannot be opened: {error}") from error
+        try:
+            _, _, size = driver.cuMemGetAddressRange(start)
+            yield int(size), read
+        finally:
+            checked(driver.cuIpcCloseMemHandle(start))
