@@ -2,6 +2,7 @@
 /v1/draft_model`."""
 
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from tllm_spec.config.llm_args import LlmArgs
@@ -22,11 +23,12 @@ NOT_REPLACEABLE = (
 
 class DraftSwap:
     """A swap as a `whole`. In one of several engines it has steps: `stage` in all of them, then
-    `commit` in all, or `keep` in all if any fails. One runs at a time."""
+    `commit` in all, or `keep` in all if any fails. One of these runs at a time."""
 
     def __init__(self, args: LlmArgs, executor: PyExecutor, worker: Worker) -> None:
         self._args, self._executor, self._worker = args, executor, worker
         self._staged: StagedWeights | None = None  # and not committed
+        self._changing = Lock()  # any thread may ask for a whole swap
 
     def whole(self, folder: str, keep_cache: bool, force: bool) -> dict[str, Any]:
         """Waits until the weights are served. Returns the new version, how many recorded requests
@@ -35,8 +37,9 @@ class DraftSwap:
         Raises ValueError for weights that do not fit, and without `force` for those that are worse
         in the replay. Then nothing has changed."""
         if self._args.tensor_parallel_size == 1:
-            told = self.stage(folder, force)
-            return self.commit(keep_cache) | {"folder": folder} | told
+            with self._changing:
+                told = self.stage(folder, force)
+                return self.commit(keep_cache) | {"folder": folder} | told
         weights, queue = self._weights(), self._executor.parts.queue
 
         def swap_together() -> int:
