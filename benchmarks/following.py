@@ -65,7 +65,8 @@ class Target:
 
 def completed(llm: LLM, prompts: Sequence[list[int]], samples: int) -> tuple[Any, float]:
     """The outputs, and the seconds."""
-    own = {"max_tokens": OUTPUT_LEN, "temperature": 0.7, "ignore_eos": True, "n": samples}
+    own: dict[str, Any] = {"max_tokens": OUTPUT_LEN, "temperature": 0.7, "ignore_eos": True}
+    own |= {"n": samples}
     params = [SamplingParams(seed=seed, **own) for seed in range(len(prompts))]
     start = time.perf_counter()
     outputs = llm.generate(prompts, params, use_tqdm=False)
@@ -172,5 +173,5 @@ def lines(rows: Sequence[Row]) -> list[str]:
 SUBJECTS = [Subject("updates", "Tokens a round after updates of the target", updates, lines)]
 
 if __name__ == "__main__":
-    sizes = {"prompts": 32, "samples": 4, "target_steps": 20, "head_steps": 60}
+    sizes: dict[str, Any] = {"prompts": 32, "samples": 4, "target_steps": 20, "head_steps": 60}
     sys.exit(main(SUBJECTS, __doc__, **sizes, rate=1e-3, head_rate=5e-4))

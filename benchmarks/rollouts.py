@@ -41,7 +41,7 @@ STALE, FOLLOWED = "0.50,0.25,0.12", "0.60,0.36,0.22"
 def shape_of(options: Options) -> Config:
     if options.device == "cpu":
         return TINY_LLAMA
-    return LLAMA_8B | {"num_hidden_layers": options.more.layers}
+    return {**LLAMA_8B, "num_hidden_layers": options.more.layers}
 
 
 def dummy_folder(folder: Path, config: Config) -> str:
@@ -192,7 +192,12 @@ def rollout(options: Options) -> Iterator[Row]:
 
 def sampled(llm: LLM, prompts: Sequence[list[int]], num_samples: int, num_tokens: int) -> Row:
     """Samples of all prompts, in one call."""
-    own = {"temperature": 1.0, "max_tokens": num_tokens, "ignore_eos": True, "n": num_samples}
+    own: dict[str, Any] = {
+        "temperature": 1.0,
+        "max_tokens": num_tokens,
+        "ignore_eos": True,
+        "n": num_samples,
+    }
     params = [SamplingParams(seed=index, **own) for index in range(len(prompts))]
     start = time.perf_counter()
     outputs = llm.generate(prompts, params, use_tqdm=False)
@@ -226,5 +231,11 @@ SUBJECTS = (
 )
 
 if __name__ == "__main__":
-    own = {"layers": 32, "prompts": 512, "samples": 8, "tokens": 64, "batch_size": 64}
+    own: dict[str, Any] = {
+        "layers": 32,
+        "prompts": 512,
+        "samples": 8,
+        "tokens": 64,
+        "batch_size": 64,
+    }
     sys.exit(main(SUBJECTS, __doc__, **own, stale=STALE, followed=FOLLOWED))

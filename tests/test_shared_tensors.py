@@ -41,7 +41,7 @@ def held_memory() -> Iterator[dict[str, Any]]:
         holder.stdin.close()
 
 
-def tensor(shape: list[int], offset: int = 0, dtype: str = "float32") -> dict[str, Any]:
+def tensor(shape: list[int], offset: int = 0, dtype: str = "float32") -> Any:
     return {"name": "x", "dtype": dtype, "shape": shape, "offset": offset}
 
 
