@@ -35,14 +35,16 @@ HEAD = {"decoding_type": "Eagle3", "speculative_model": "zoo:llama-eagle3", "max
 DRAFTERS: dict[str, dict[str, Any] | None] = {
     "plain": None,
     "ngram": {"decoding_type": "NGram", "max_draft_len": 3},
+    "eagle3": HEAD,
     "draft_model": {
         "decoding_type": "Draft_Target",
         "speculative_model": "zoo:llama-draft",
         "max_draft_len": 2,
     },
-    "eagle3": HEAD,
     "eagle3_two_model": HEAD | {"eagle3_one_model": False},
     "eagle3_tree": HEAD | {"use_dynamic_tree": True, "dynamic_tree_max_topK": 3},
+    "peagle": HEAD | {"speculative_model": "zoo:llama-peagle"},
+    "sa": {"decoding_type": "SA", "max_draft_len": 3},
 }
 PROMPT = list(range(300, 312))
 SMALL = list(range(5, 17))  # of a model with few tokens
@@ -77,7 +79,7 @@ def replaced(harness: Harness, folder: str, version: str | None = None) -> None:
     harness.executor.replace_weights(weights.stage(folder, "target"), version, retract=True)
 
 
-@pytest.mark.thinned
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_an_updated_engine_answers_as_a_new_one_and_back(name: str, other: str) -> None:
     options = {} if DRAFTERS[name] is None else {"speculative_config": DRAFTERS[name]}

@@ -143,6 +143,7 @@ WITH_MODES = {
     "tree": TREE,
     "rejection": engine("eagle3", 3, use_rejection_sampling=True),
 }
+OTHER_DRAFTERS = "ngram", "sa", "draft_target", "eagle3_two_model", "peagle"
 
 
 def said(raw: torch.Tensor, params: SamplingParams, text: list[int], at: int) -> torch.Tensor:
@@ -157,7 +158,9 @@ def said(raw: torch.Tensor, params: SamplingParams, text: list[int], at: int) ->
     return values if params.logprobs_mode.endswith("logits") else values.log_softmax(-1)
 
 
-@pytest.mark.parametrize("name", WITH_MODES)
+@pytest.mark.parametrize(
+    "name", [*WITH_MODES, *(pytest.param(each, marks=pytest.mark.slow) for each in OTHER_DRAFTERS)]
+)
 def test_every_mode_says_what_a_forward_of_the_whole_text_gives(
     name: str, prompts: list[list[int]], oracle: GetOracle
 ) -> None:
@@ -169,7 +172,8 @@ def test_every_mode_says_what_a_forward_of_the_whole_text_gives(
         for way in PROCESSED_WAYS.values()
         for mode in MODES
     ]
-    with LLM("zoo:llama", **WITH_MODES[name]) as llm:
+    options = WITH_MODES[name] if name in WITH_MODES else engine(name, 3)
+    with LLM("zoo:llama", **options) as llm:
         outputs = llm.generate([prompt] * len(asked), asked, use_tqdm=False)
         llm.check_integrity()
     assert isinstance(outputs, list)
