@@ -73,9 +73,12 @@ def completed(llm: LLM, prompts: Sequence[list[int]], samples: int) -> tuple[Any
     return outputs, time.perf_counter() - start
 
 
-def acceptance(outputs: Sequence[RequestOutput]) -> float:
+def acceptance(side: str, outputs: Sequence[RequestOutput]) -> Row:
+    """Tokens a round, and the parts of the rounds that accept the first drafts up to each one."""
     stats = [output.speculative_decoding for output in outputs]
-    return sum((each for each in stats if each), SpeculativeStats()).acceptance_length
+    total = sum((each for each in stats if each), SpeculativeStats())
+    rates = [accepted / total.rounds for accepted in total.per_position_accepted]
+    return {side: total.acceptance_length, f"{side}_by_position": rates}
 
 
 def follower_of(llm: LLM, model: Path, options: Options) -> Follower:
@@ -129,8 +132,10 @@ def half(llms: Mapping[str, LLM], prompts: Sequence[list[int]], samples: int) ->
     num_tokens = sum(map(len, texts[0]))
     rates = {f"{side}_rate": num_tokens / seconds for side, (_, seconds) in found.items()}
     equal = [len({tuple(each) for each in own}) == 1 for own in zip(*texts, strict=True)]
-    lengths = {side: acceptance(found[side][0]) for side in SIDES[1:]}
-    return {**lengths, **rates, "equal_texts": sum(equal) / len(equal)}
+    row = {**rates, "equal_texts": sum(equal) / len(equal)}
+    for side in SIDES[1:]:
+        row |= acceptance(side, found[side][0])
+    return row
 
 
 def updates(options: Options) -> Iterator[Row]:

@@ -2,9 +2,10 @@
 
     python -m benchmarks.rollouts [weights] [rollout] [--layers 32] [--prompts 512] [--samples 8]
 
-weights  seconds of a copy of the model's bytes from locked host memory; of an update from tensors
-         in host memory, and from a folder that the page cache has, and for how long no round ran;
-         of sleep and waking; and the device memory in use after each
+weights  seconds of a copy of the model's bytes from locked host memory; of sleep and waking; of an
+         update from a folder that the page cache has, and for how long no round ran; and before
+         it, of making such a folder of tensors in host memory, as an update from tensors does,
+         too; and the device memory in use after each
 rollout  tokens per second of samples of all prompts, plain, with EAGLE-3 whose head is stale, and
          with one that follows: with the acceptance of both that --stale and --followed give by
          position, which `benchmarks.following` measures. Each half of the prompts is a turn
@@ -52,13 +53,16 @@ def dummy_folder(folder: Path, config: Config) -> str:
 
 def dummy_llm(folder: str, device: str, batch_size: int, **options: Any) -> LLM:
     cache = {"max_tokens": batch_size * 512, "enable_block_reuse": True}
+    sizes = [each for each in (1, 8, 16, 32) if each < batch_size]
+    graphs = {"batch_sizes": [*sizes, batch_size]} if device == "cuda" else None
     own = {"skip_tokenizer_init": True, "load_format": "dummy", "device": device}
+    own |= {"cuda_graph_config": graphs}
     own |= {"kv_cache_config": cache, "max_batch_size": batch_size, "max_seq_len": 512}
     return LLM(folder, **own, **options)
 
 
 def checkpoint(config: Config) -> Iterator[tuple[str, torch.Tensor]]:
-    """Random tensors of a Llama with the names of its checkpoint. Layers share theirs."""
+    """Tensors of a Llama with the names of its checkpoint. Layers share theirs."""
     hidden, inner, vocab = (
         config[key] for key in ("hidden_size", "intermediate_size", "vocab_size")
     )
@@ -72,11 +76,11 @@ def checkpoint(config: Config) -> Iterator[tuple[str, torch.Tensor]]:
         "post_attention_layernorm": (hidden,),
     }  # fmt: skip
     dtype = getattr(torch, config["torch_dtype"])
-    layer = {name: torch.randn(shape, dtype=dtype) / 50 for name, shape in shapes.items()}
+    layer = {name: torch.full(shape, 0.02, dtype=dtype) for name, shape in shapes.items()}
     for index in range(config["num_hidden_layers"]):
         yield from ((f"model.layers.{index}.{k}.weight", v) for k, v in layer.items())
     yield "model.norm.weight", torch.ones(hidden, dtype=dtype)
-    embedding = torch.randn(vocab, hidden, dtype=dtype) / 50
+    embedding = torch.full((vocab, hidden), 0.02, dtype=dtype)
     yield "model.embed_tokens.weight", embedding
     yield "lm_head.weight", embedding
 
@@ -113,23 +117,26 @@ def weights(options: Options) -> Iterator[Row]:
         told = call()
         synchronize()
         own = {"what": what, "seconds": time.perf_counter() - start, "gib": memory_gib(device)}
-        return own | {"stopped": told.get("stopped_seconds")}
+        return own | {"stopped": (told or {}).get("stopped_seconds")}
 
     with ExitStack() as stack:
         root = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         model = dummy_folder(root / "model", config)
-        llm = stack.enter_context(dummy_llm(model, device, 64, enable_sleep_mode=True))
+        llm = stack.enter_context(dummy_llm(model, device, 8, enable_sleep_mode=True))
         gib = memory_gib(device)
         about = {"what": f"serving {num_bytes / 2**30:.1f} GiB of weights", "gib": gib}
         yield about | {"seconds": None, "stopped": None}
         copied = copy_seconds(num_bytes, device)
         yield {"what": "a copy of them", "seconds": copied, "stopped": copied, "gib": gib}
-        yield row("an update from tensors", lambda: llm.update_weights(tensors.items()))
         for turn in ("first", "second"):
             yield row(f"{turn} sleep", llm.sleep)
             yield row("waking", llm.wake_up)
-        folder = stack.enter_context(folder_of(tensors.items(), model))
-        yield row("an update from a folder", lambda: llm.update_weights(folder))
+        folders: list[str] = []
+        yield row(
+            "host tensors become a folder",
+            lambda: folders.append(stack.enter_context(folder_of(tensors.items(), model))),
+        )
+        yield row("an update from the folder", lambda: llm.update_weights(folders[0]))
         yield row("sleep at level 2", lambda: llm.sleep(2))
         yield row("waking", llm.wake_up)
 
