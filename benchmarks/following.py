@@ -1,8 +1,8 @@
 """Acceptance and speed while the target changes: plain, with the head that it began with, and with
 one that follows.
 
-    python -m benchmarks.following [--quick] [--prompts 32] [--samples 4] [--target-steps 20]
-        [--rate 1e-3] [--head-steps 60] [--head-rate 5e-4]
+    python -m benchmarks.following [--quick] [--prompts 32] [--samples 3] [--target-steps 10]
+        [--rate 1.5e-3] [--head-steps 16] [--head-rate 5e-4]
 
 The zoo's target wrote code; it is trained on this repository's documents, and all engines are given
 its weights after each of 5 parts. With each they complete pieces of these documents in two halves,
@@ -33,7 +33,7 @@ from tllm_spec.zoo.registry import resolve_model
 
 MODEL, HEAD, DRAFT_LEN, NUM_UPDATES = "zoo:llama", "zoo:llama-eagle3", 3, 5
 LENGTH, BATCH = 128, 8  # of the target's training
-PROMPT_LEN, OUTPUT_LEN, MAX_BATCH = 24, 64, 64
+PROMPT_LEN, OUTPUT_LEN, MAX_BATCH = 24, 48, 64
 SIDES = "plain", "stale", "followed"
 
 
@@ -178,5 +178,5 @@ def lines(rows: Sequence[Row]) -> list[str]:
 SUBJECTS = [Subject("updates", "Tokens a round after updates of the target", updates, lines)]
 
 if __name__ == "__main__":
-    sizes: dict[str, Any] = {"prompts": 32, "samples": 4, "target_steps": 20, "head_steps": 60}
-    sys.exit(main(SUBJECTS, __doc__, **sizes, rate=1e-3, head_rate=5e-4))
+    sizes: dict[str, Any] = {"prompts": 32, "samples": 3, "target_steps": 10, "head_steps": 16}
+    sys.exit(main(SUBJECTS, __doc__, **sizes, rate=1.5e-3, head_rate=5e-4))
