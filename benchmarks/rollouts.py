@@ -86,7 +86,7 @@ def checkpoint(config: Config) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def copy_seconds(num_bytes: int, device: str) -> float:
-    """Of a copy to the device, from locked memory if it is a GPU."""
+    """Copies to the device, from locked memory if it is a GPU."""
     is_cuda = device == "cuda"
     host = torch.empty(min(num_bytes, COPIED_AT_ONCE), dtype=torch.uint8, pin_memory=is_cuda)
     own = host.to(device)
@@ -152,7 +152,7 @@ def table_of_weights(rows: Sequence[Row]) -> list[str]:
 
 
 def set_acceptance(llm: LLM, rates: Sequence[float]) -> None:
-    """Of an engine with synthetic acceptance. Graphs read the tensor that is written here."""
+    """Changes an engine with synthetic acceptance. Graphs read the tensor that is written."""
     synthetic = llm._executor.parts.sampler._synthetic
     assert synthetic is not None
     new = synthetic_acceptance(tuple(rates), synthetic.seeds)
