@@ -237,12 +237,10 @@ SUBJECTS = (
     Subject("rollout", "Rollouts with drafts", rollout, table_of_rollout),
 )
 
+DEFAULTS: dict[str, Any] = {
+    "layers": 32, "prompts": 512, "samples": 8, "tokens": 64, "batch_size": 64,
+    "stale": STALE, "followed": FOLLOWED,
+}  # fmt: skip
+
 if __name__ == "__main__":
-    own: dict[str, Any] = {
-        "layers": 32,
-        "prompts": 512,
-        "samples": 8,
-        "tokens": 64,
-        "batch_size": 64,
-    }
-    sys.exit(main(SUBJECTS, __doc__, **own, stale=STALE, followed=FOLLOWED))
+    sys.exit(main(SUBJECTS, __doc__, **DEFAULTS))

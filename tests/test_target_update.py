@@ -288,25 +288,35 @@ def test_a_checkpoint_in_another_float_type_is_cast(other: str, tmp_path: Path) 
     assert run(harness) == run(Harness(other))
 
 
+def stage_together(weights: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two updates have both staged before one is committed."""
+    stage, both = weights.stage, Barrier(2)
+
+    def stage_both(*own: Any) -> StagedWeights:
+        staged: StagedWeights = stage(*own)
+        both.wait(60)
+        return staged
+
+    monkeypatch.setattr(weights, "stage", stage_both)
+
+
 def test_updates_at_the_same_time_are_each_complete(
-    other: str, monkeypatch: pytest.MonkeyPatch
+    other: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both have staged before one is committed."""
+    head = str(copy_of("zoo:llama-eagle3", tmp_path / "head", 0.5))
     with make_llm() as llm, make_llm(other) as fresh, ThreadPoolExecutor(2) as threads:
-        weights, both = llm._executor.parts.target_weights, Barrier(2)
-        assert weights is not None
-        stage = weights.stage
-
-        def stage_both(*own: Any) -> StagedWeights:
-            staged = stage(*own)
-            both.wait(60)
-            return staged
-
+        parts = llm._executor.parts
+        assert parts.target_weights is not None and parts.draft_weights is not None
         expected = {A: text(llm), other: text(fresh)}
-        monkeypatch.setattr(weights, "stage", stage_both)
-        told = [*threads.map(llm.update_weights, (A, other))]
+        stage_together(parts.target_weights, monkeypatch)
+        told = [*threads.map(llm.update_weights, expected)]
         assert {each["version"] for each in told} == {"1", "2"}
-        assert text(llm) == expected[weights.folder]
+        assert text(llm) == expected[parts.target_weights.folder]
+        stage_together(parts.draft_weights, monkeypatch)
+        heads = HEAD["speculative_model"], head
+        told = [*threads.map(lambda each: llm.load_draft_weights(each, force=True), heads)]
+        assert {each["version"] for each in told} == {1, 2}
+        assert text(llm) == expected[parts.target_weights.folder]
         llm.check_integrity()
 
 
