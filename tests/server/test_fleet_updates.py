@@ -9,6 +9,7 @@ import pytest
 
 from tests.executor.test_draft_weights import copy_of
 from tests.server.engine_thread import ARGS, PROMPT
+from tests.server.http_answers import wait_for
 from tests.server.test_draft_swaps import PARAMS, Fleet
 from tllm_spec.executor.target_weights import TargetWeights
 from tllm_spec.server.engine_process import with_served_target
@@ -144,7 +145,7 @@ def test_an_engine_that_is_started_while_the_others_sleep_sleeps_too(
         await asyncio.to_thread(replicas.wake_up, tags)
 
     async def wake(replicas: Replicas) -> list[str]:
-        assert states() == before
+        await asyncio.to_thread(wait_for, lambda: states() == before)
         if level == 2:
             own = fleet.other, "b", "target", "retract"
             await asyncio.to_thread(replicas.update_weights, *own)

@@ -45,16 +45,15 @@ class FleetSleep:
             if state is not None:
                 self._in_force.write(replace(state, lacks_weights=False))
 
-    def settle(self, engine: EngineClient, joined: Callable[[], None]) -> None:
-        """Brings an engine that has connected to what is in force. joined: called before the next
-        change."""
-        with self._held() as state:
-            try:
-                if state is not None:
-                    _bring(engine, state)
-            except RuntimeError as error:
-                logger.error("an engine may be awake while the others sleep: %s", error)
-            joined()
+    def settle(self, engine: EngineClient) -> None:
+        """Brings an engine that has connected to what is in force. It is one of those that run."""
+        try:
+            if self._in_force.read() is not None:
+                with self._held() as state:
+                    if state is not None:
+                        _bring(engine, state)
+        except (OSError, RuntimeError) as error:
+            logger.error("an engine may be awake while the others sleep: %s", error)
 
     @contextmanager
     def _held(self) -> Iterator[SleepState | None]:
@@ -62,7 +61,7 @@ class FleetSleep:
             with self._in_force.held() as state:
                 yield state
         except OSError as error:
-            raise RuntimeError(f"no engine sleeps or wakes: {error}") from error
+            raise RuntimeError(f"what sleeps is not known: {error}") from error
 
 
 def _bring(engine: EngineClient, state: SleepState) -> None:

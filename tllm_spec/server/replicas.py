@@ -424,7 +424,7 @@ class Replicas:
             await asyncio.sleep(RETRY_SECONDS)
 
     async def _use(self, number: int, connection: EngineConnection, limits: RequestLimits) -> None:
-        """An engine gets requests once it has the weights, adapters and sleep in force."""
+        """An engine gets requests once it has the weights and adapters in force."""
         if not hasattr(self, "_intake"):
             self.max_seq_len = limits.max_seq_len
             self._intake = Intake(self.args, self._tokenizer, limits)
@@ -445,10 +445,12 @@ class Replicas:
         await asyncio.to_thread(self._updates.settle, client)
         if (mode := self.pause_mode) is not None:
             await asyncio.to_thread(client.pause, mode)
-        joins: Callable[[], None] = partial(self._clients.__setitem__, number, client)
-        if self.args.lora_config is not None:
-            joins = partial(self.adapters.settle, client, joins)
-        await asyncio.to_thread(self._sleep.settle, client, joins)
+        joins = partial(self._clients.__setitem__, number, client)
+        if self.args.lora_config is None:
+            joins()
+        else:
+            await asyncio.to_thread(self.adapters.settle, client, joins)
+        _in_thread(self._sleep.settle, client)
         _in_thread(self._swaps.settle, client)
         self._first.set()
 
