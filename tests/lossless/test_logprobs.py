@@ -138,7 +138,7 @@ PROCESSED_WAYS: dict[str, dict[str, Any]] = {
     "min_tokens": {"temperature": 1.1, "top_k": 8, "min_p": 0.02, "min_tokens": 8, "seed": 4},
 }
 # A text that n-grams draft.
-REPEATING: dict[str, Any] = {"temperature": 0.8, "logit_bias": {5: 14.0}, "seed": 2}
+REPEATING: dict[str, Any] = {"temperature": 0.8, "top_p": 0.9, "logit_bias": {5: 14.0}, "seed": 2}
 WITH_MODES = {
     "plain": engine("plain", 0),
     "chain": engine("eagle3", 4) | CHUNKS,
