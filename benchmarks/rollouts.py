@@ -2,10 +2,10 @@
 
     python -m benchmarks.rollouts [weights] [rollout] [--layers 32] [--prompts 512] [--samples 8]
 
-weights  seconds of a copy of the model's bytes from locked host memory; of sleep and waking; of an
-         update from a folder that the page cache has, and for how long no round ran; and before
-         it, of making such a folder of tensors in host memory, as an update from tensors does,
-         too; and the device memory in use after each
+weights  seconds of a copy of the model's bytes from locked host memory; of making a folder in
+         memory of tensors, which an update from tensors does first; of an update from this folder,
+         and for how long no round ran; without --quick of sleep and waking; and the device memory
+         in use after each, by all processes
 rollout  tokens per second of samples of all prompts, plain, with EAGLE-3 whose head is stale, and
          with one that follows: with the acceptance of both that --stale and --followed give by
          position, which `benchmarks.following` measures. Each half of the prompts is a turn
@@ -128,15 +128,17 @@ def weights(options: Options) -> Iterator[Row]:
         yield about | {"seconds": None, "stopped": None}
         copied = copy_seconds(num_bytes, device)
         yield {"what": "a copy of them", "seconds": copied, "stopped": copied, "gib": gib}
-        for turn in ("first", "second"):
-            yield row(f"{turn} sleep", llm.sleep)
-            yield row("waking", llm.wake_up)
         folders: list[str] = []
         yield row(
             "host tensors become a folder",
             lambda: folders.append(stack.enter_context(folder_of(tensors.items(), model))),
         )
         yield row("an update from the folder", lambda: llm.update_weights(folders[0]))
+        if options.quick:
+            return
+        for turn in ("first", "second"):
+            yield row(f"{turn} sleep", llm.sleep)
+            yield row("waking", llm.wake_up)
         yield row("sleep at level 2", lambda: llm.sleep(2))
         yield row("waking", llm.wake_up)
 
