@@ -5,7 +5,9 @@ fit changes nothing. And an engine pauses."""
 import json
 import shutil
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,14 +35,16 @@ HEAD = {"decoding_type": "Eagle3", "speculative_model": "zoo:llama-eagle3", "max
 DRAFTERS: dict[str, dict[str, Any] | None] = {
     "plain": None,
     "ngram": {"decoding_type": "NGram", "max_draft_len": 3},
+    "eagle3": HEAD,
     "draft_model": {
         "decoding_type": "Draft_Target",
         "speculative_model": "zoo:llama-draft",
         "max_draft_len": 2,
     },
-    "eagle3": HEAD,
     "eagle3_two_model": HEAD | {"eagle3_one_model": False},
     "eagle3_tree": HEAD | {"use_dynamic_tree": True, "dynamic_tree_max_topK": 3},
+    "peagle": HEAD | {"speculative_model": "zoo:llama-peagle"},
+    "sa": {"decoding_type": "SA", "max_draft_len": 3},
 }
 PROMPT = list(range(300, 312))
 SMALL = list(range(5, 17))  # of a model with few tokens
@@ -75,7 +79,7 @@ def replaced(harness: Harness, folder: str, version: str | None = None) -> None:
     harness.executor.replace_weights(weights.stage(folder, "target"), version, retract=True)
 
 
-@pytest.mark.thinned
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_an_updated_engine_answers_as_a_new_one_and_back(name: str, other: str) -> None:
     options = {} if DRAFTERS[name] is None else {"speculative_config": DRAFTERS[name]}
@@ -129,7 +133,7 @@ def test_mtp_modules_are_replaced_without_the_target(tmp_path: Path) -> None:
     spec = {"decoding_type": "MTP", "max_draft_len": 2}
     with make_llm(str(tmp_path / "a"), spec, max_seq_len=64) as llm:
         before = llm.generate(SMALL, SAMPLED)
-        with pytest.raises(ValueError, match="'embed_tokens', 'lm_head', 'steps'"):
+        with pytest.raises(ValueError, match="accepted are modules for the present target"):
             llm.update_weights(str(b), part="draft")  # its modules go with its embedding
         tensors = tensors_of(str(tmp_path / "a"))
         own = [(name, -each if "eh_proj" in name else each) for name, each in tensors]
@@ -272,6 +276,71 @@ def test_a_request_that_is_retracted_is_computed_again(other: str) -> None:
     assert request.tokens == rest.tokens
 
 
+def test_a_checkpoint_in_another_float_type_is_cast(other: str, tmp_path: Path) -> None:
+    folder = copy_of(other, tmp_path / "float32", 1.0)
+    tensors = {name: each.float() for name, each in tensors_of(other)}
+    save_file(tensors, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    assert config["torch_dtype"] == "bfloat16"
+    (folder / "config.json").write_text(json.dumps(config | {"torch_dtype": "float32"}))
+    harness = Harness(A)
+    replaced(harness, str(folder))
+    assert run(harness) == run(Harness(other))
+
+
+def stage_together(weights: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two updates have both staged before one is committed."""
+    stage, both = weights.stage, Barrier(2)
+
+    def stage_both(*own: Any) -> StagedWeights:
+        staged: StagedWeights = stage(*own)
+        both.wait(60)
+        return staged
+
+    monkeypatch.setattr(weights, "stage", stage_both)
+
+
+def test_updates_at_the_same_time_are_each_complete(
+    other: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head = str(copy_of("zoo:llama-eagle3", tmp_path / "head", 0.5))
+    with make_llm() as llm, make_llm(other) as fresh, ThreadPoolExecutor(2) as threads:
+        parts = llm._executor.parts
+        assert parts.target_weights is not None and parts.draft_weights is not None
+        expected = {A: text(llm), other: text(fresh)}
+        stage_together(parts.target_weights, monkeypatch)
+        told = [*threads.map(llm.update_weights, expected)]
+        assert {each["version"] for each in told} == {"1", "2"}
+        assert text(llm) == expected[parts.target_weights.folder]
+        stage_together(parts.draft_weights, monkeypatch)
+        heads = HEAD["speculative_model"], head
+        told = [*threads.map(lambda each: llm.load_draft_weights(each, force=True), heads)]
+        assert {each["version"] for each in told} == {1, 2}
+        assert text(llm) == expected[parts.target_weights.folder]
+        llm.check_integrity()
+
+
+def test_an_engine_that_falls_asleep_during_an_update_keeps_its_weights(
+    other: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with make_llm() as llm:
+        before, weights = text(llm), llm._executor.parts.target_weights
+        assert weights is not None
+        stage = weights.stage
+
+        def stage_then_sleep(*own: Any) -> StagedWeights:
+            staged = stage(*own)
+            llm.sleep()
+            return staged
+
+        monkeypatch.setattr(weights, "stage", stage_then_sleep)
+        with pytest.raises(ValueError, match="the weights are asleep"):
+            llm.update_weights(other)
+        llm.wake_up()
+        assert text(llm) == before and weights.version == "default"
+        llm.check_integrity()
+
+
 def changed(folder: Path, name: str, tensor: torch.Tensor | None) -> str:
     path = copy_of(A, folder, 0.9) / "model.safetensors"
     tensors = load_file(path) | {name: tensor}
@@ -383,6 +452,34 @@ def test_requests_wait_while_an_engine_is_paused(mode: Any) -> None:
         llm.resume()
         assert [each.result().outputs[0].token_ids for each in (stream, new)] == [expected] * 2
         llm.check_integrity()
+
+
+def test_a_request_that_is_cancelled_in_a_pause_ends_then() -> None:
+    with make_llm() as llm:
+        for begin, end in ((lambda: llm.pause("keep"), llm.resume), (llm.sleep, llm.wake_up)):
+            stream = started(llm)
+            begin()
+            stream.abort()
+            assert stream.result().outputs[0].finish_reason == "cancelled"
+            end()
+            llm.check_integrity()
+
+
+def test_a_pause_that_waits_finishes_requests_that_stood_still() -> None:
+    """And is refused where none can run."""
+    with make_llm() as llm:
+        stream = started(llm)
+        llm.pause("keep")
+        llm.pause("wait")
+        assert llm.num_unfinished == 0 and stream.result().outputs[0].length == 30
+        llm.resume()
+        stream = started(llm)
+        llm.sleep()
+        with pytest.raises(ValueError, match="no request can be finished while the engine sleeps"):
+            llm.pause("wait")
+        assert not llm.is_paused
+        llm.wake_up()
+        assert stream.result().outputs[0].length == 30
 
 
 @pytest.mark.parametrize("mode", ["abort", "wait"])

@@ -22,7 +22,7 @@ NOT_REPLACEABLE = (
 
 class DraftSwap:
     """A swap as a `whole`. In one of several engines it has steps: `stage` in all of them, then
-    `commit` in all, or `keep` in all if any fails. One runs at a time."""
+    `commit` in all, or `keep` in all if any fails. These run one at a time."""
 
     def __init__(self, args: LlmArgs, executor: PyExecutor, worker: Worker) -> None:
         self._args, self._executor, self._worker = args, executor, worker
@@ -35,8 +35,8 @@ class DraftSwap:
         Raises ValueError for weights that do not fit, and without `force` for those that are worse
         in the replay. Then nothing has changed."""
         if self._args.tensor_parallel_size == 1:
-            told = self.stage(folder, force)
-            return self.commit(keep_cache) | {"folder": folder} | told
+            staged, told = self._loaded(folder, force)
+            return self._served(staged, keep_cache) | {"folder": folder} | told
         weights, queue = self._weights(), self._executor.parts.queue
 
         def swap_together() -> int:
@@ -53,18 +53,26 @@ class DraftSwap:
 
     def stage(self, folder: str, force: bool) -> dict[str, Any]:
         """Loads the weights. Returns what there is of a replay, and raises, as `whole` does."""
-        weights = self._weights()
-        staged = weights.stage(folder)
-        told = _not_replayed("force = true")
-        if not force:
-            told = _replayed(self._args, weights.folder, folder)
-        self._staged = staged
+        self._staged, told = self._loaded(folder, force)
         return told
 
     def commit(self, keep_cache: bool, version: int | None = None) -> dict[str, Any]:
         """Swaps. version: what the weights are served as; None: the next one."""
         staged, self._staged = self._staged, None
         assert staged is not None
+        return self._served(staged, keep_cache, version)
+
+    def _loaded(self, folder: str, force: bool) -> tuple[StagedWeights, dict[str, Any]]:
+        weights = self._weights()
+        staged = weights.stage(folder)
+        told = _not_replayed("force = true")
+        if not force:
+            told = _replayed(self._args, weights.folder, folder)
+        return staged, told
+
+    def _served(
+        self, staged: StagedWeights, keep_cache: bool, version: int | None = None
+    ) -> dict[str, Any]:
         weights = self._weights()
 
         def swap() -> int:

@@ -38,7 +38,6 @@ from tllm_spec.models.registry import model_config
 from tllm_spec.outputs import RequestOutput
 from tllm_spec.ranks import build_together, join_ranks
 from tllm_spec.request_errors import (
-    PAUSE_MODES,
     REFUSING_MODES,
     EnginePaused,
     PauseMode,
@@ -361,8 +360,7 @@ class LLM:
         cancelled (abort). Requests that are submitted meanwhile wait; after wait and abort they
         are refused with RuntimeError."""
         self._check_alive()
-        if mode not in PAUSE_MODES:
-            raise ValueError(f"mode = {mode!r}; it must be one of {', '.join(PAUSE_MODES)}")
+        self._update.check_pause(mode)
         self.pause_mode = mode
 
         def cancel_all() -> None:

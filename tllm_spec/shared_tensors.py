@@ -61,9 +61,12 @@ class SharedTensors(ConfigModel):
             yield "cuda_handle and pid need each other"
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Names and copies. Raises ValueError for memory of another user, and for a tensor that
-        ends after the memory's end, before any is read."""
+        """Names and copies. Raises ValueError, before any is read, for memory of another user, for
+        a tensor that ends after the memory's end, and for more bytes than this machine has free:
+        memory may be said to be larger than it is, and tensors may overlap."""
         import torch
+
+        from tllm_spec.executor.engine.memory_plan import free_bytes
 
         types = [getattr(torch, each.dtype) for each in self.named_tensors]
         sizes = [
@@ -75,6 +78,8 @@ class SharedTensors(ConfigModel):
                 if each.offset + size > num_bytes:
                     end = each.offset + size
                     raise ValueError(f"{each.name} ends at byte {end}; the memory has {num_bytes}")
+            if sum(sizes) > (free := free_bytes(torch.device("cpu"))):
+                raise ValueError(f"the tensors have {sum(sizes)} bytes; {free} are free here")
             for each, dtype, size in zip(self.named_tensors, types, sizes, strict=True):
                 yield each.name, read(each.offset, size).view(dtype).view(each.shape)
 
@@ -97,13 +102,15 @@ class SharedTensors(ConfigModel):
 def _shared_memory(name: str) -> Iterator[tuple[int, Read]]:
     import torch
 
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    def opener(path: str, flags: int) -> int:
+        return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
+
     try:
-        descriptor = os.open(FOLDER / name, flags)
+        file = open(FOLDER / name, "rb", buffering=0, opener=opener)  # noqa: SIM115 # closed below
     except OSError as error:
         raise ValueError(f"shared_memory = {name!r} cannot be read: {error.strerror}") from error
-    with open(descriptor, "rb", buffering=0) as file:
-        found = os.fstat(descriptor)
+    with file:
+        found = os.fstat(file.fileno())
         if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
             raise ValueError(f"shared_memory = {name!r} is not memory of this server's user")
 
@@ -130,22 +137,23 @@ def _cuda_memory(data: bytes, device: int) -> Iterator[tuple[int, Read]]:
 
     from tllm_spec.kernels.nvrtc import checked
 
-    torch.cuda.synchronize(device)  # makes the device's context the current one
     handle = driver.CUipcMemHandle()
     ctypes.memmove(handle.getPtr(), data, len(data))
     flags = driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS.value
-    try:
-        start = int(checked(driver.cuIpcOpenMemHandle(handle, flags)))
-    except RuntimeError as error:
-        raise ValueError(f"cuda_handle cannot be opened: {error}") from error
 
     def read(offset: int, size: int) -> torch.Tensor:
         own = {"shape": (size,), "typestr": "|u1", "data": (start + offset, False), "version": 3}
         array = SimpleNamespace(__cuda_array_interface__=own)
         return torch.as_tensor(array, device=f"cuda:{device}").clone()
 
-    try:
-        _, _, size = driver.cuMemGetAddressRange(start)
-        yield int(size), read
-    finally:
-        checked(driver.cuIpcCloseMemHandle(start))
+    with torch.cuda.device(device):
+        torch.cuda.synchronize()  # makes the device's context the current one
+        try:
+            start = int(checked(driver.cuIpcOpenMemHandle(handle, flags)))
+        except RuntimeError as error:
+            raise ValueError(f"cuda_handle cannot be opened: {error}") from error
+        try:
+            _, _, size = driver.cuMemGetAddressRange(start)
+            yield int(size), read
+        finally:
+            checked(driver.cuIpcCloseMemHandle(start))

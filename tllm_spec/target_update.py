@@ -20,7 +20,7 @@ from tllm_spec.executor.target_weights import TargetWeights, WeightsTorn
 from tllm_spec.executor.weight_swap import Part, StagedWeights
 from tllm_spec.executor.worker import Worker
 from tllm_spec.models.checkpoint import SINGLE
-from tllm_spec.request_errors import REFUSING_MODES
+from tllm_spec.request_errors import PAUSE_MODES, REFUSING_MODES
 from tllm_spec.zoo.registry import resolve_model
 
 if TYPE_CHECKING:
@@ -88,11 +88,23 @@ class TargetUpdate:
         self._staged: Callable[[], float] | None = None  # and not committed
         self._calls = calls_of(executor)
 
+    def check_pause(self, mode: str) -> None:
+        """Raises ValueError for a mode that is not known, or that cannot be now."""
+        if mode not in PAUSE_MODES:
+            raise ValueError(f"mode = {mode!r}; it must be one of {', '.join(PAUSE_MODES)}")
+        if mode == "wait" and self._executor.parts.sleep.holds_rounds:
+            raise ValueError(
+                "mode = 'wait': no request can be finished while the engine sleeps or lacks its "
+                "weights; accepted are abort, keep and retract"
+            )
+
     def pause(self, mode: str, cancel_all: Callable[[], None]) -> None:
-        """As `LLM.pause`, whose caller refuses requests. cancel_all: cancels those that there
-        are."""
+        """As `LLM.pause`, whose caller has checked the mode and refuses requests. cancel_all:
+        cancels those that there are."""
         if mode == "abort":
             cancel_all()
+        if mode == "wait":
+            self.resume()  # from another mode, in which requests stand still
         if mode in REFUSING_MODES:
             self._worker.call(lambda: None)  # from here on it is not idle before all have ended
             self._worker.wait_until_idle()
@@ -134,8 +146,7 @@ class TargetUpdate:
                 options = {"folder": folder, "part": part, "version": version, "retract": retract}
                 stopped = self._on_all_ranks("update_target", **options)
             else:
-                self.stage(folder, version, part, running)
-                stopped = self.commit()["stopped_seconds"]
+                stopped = self._call(self._loaded(folder, version, part, running))
         seconds = {"staged_seconds": monotonic() - begin - stopped, "stopped_seconds": stopped}
         return {"version": weights.version} | seconds
 
@@ -145,9 +156,7 @@ class TargetUpdate:
     def stage(self, folder: str, version: str | None, part: Part, running: str) -> dict[str, Any]:
         """Raises ValueError as `update` does."""
         self._check(version, part, running)
-        retract = running == "retract" and part != "draft"
-        staged = self._weights().stage(folder, part)
-        self._staged = partial(replaced, self._executor, staged, version, retract=retract)
+        self._staged = self._loaded(folder, version, part, running)
         return {}
 
     def commit(self) -> dict[str, float]:
@@ -168,6 +177,14 @@ class TargetUpdate:
                 self._worker.fail(f"the weights of {folder}, which all engines serve: {error}")
                 raise
         return {}
+
+    def _loaded(
+        self, folder: str, version: str | None, part: Part, running: str
+    ) -> Callable[[], float]:
+        """What replaces the weights by those of the folder, which are loaded, as `replaced`."""
+        retract = running == "retract" and part != "draft"
+        staged = self._weights().stage(folder, part)
+        return partial(replaced, self._executor, staged, version, retract=retract)
 
     def _weights(self) -> TargetWeights:
         if (weights := self._executor.parts.target_weights) is None:

@@ -134,12 +134,14 @@ class BuildPlan:
         return kind_of_pool(self.attention, geometry, chooses=chooses)
 
     def staged(self, folder: str | None = None) -> "BuildPlan":
-        """The same, whose weights are loaded to host memory. folder: of the checkpoint; None: the
-        same."""
+        """The same, whose weights are loaded to host memory. folder: of the checkpoint, in any
+        float type; None: the same."""
         other = copy(self)
         other.staged_for = self.device
         if folder is not None:
-            other.args = self.args.model_copy(update={"model": folder, "load_format": "auto"})
+            own = {"model": folder, "load_format": "auto"}
+            own["dtype"] = str(self.dtype).removeprefix("torch.")
+            other.args = self.args.model_copy(update=own)
         return other
 
     @property

@@ -21,6 +21,13 @@ from tllm_spec.zoo.registry import resolve_model
 
 logger = logging.getLogger(__name__)
 
+SHARED = "embed_tokens", "lm_head"  # MTP modules use the target's unless they have others
+OTHER_SHARES = (
+    "the MTP modules of {folder} share the embedding and the output layer with the target where "
+    "the engine's have their own, or the reverse: graphs read where they were at the start; "
+    "accepted are modules for the present target (part: draft), or both together (part: all)"
+)
+
 
 def replaceable_weights(
     plan: BuildPlan, engines: Engines, tokenizer: Tokenizer | None
@@ -55,6 +62,8 @@ def replaceable_target(
         head.plan.backend != "torch" or (tokens is not None and not has_modules)
     ):
         return None
+    models: list[Any] = [target, head.model] if head is not None and has_modules else [target]
+    shares = [getattr(models[-1], name) is None for name in SHARED] if has_modules else []
 
     def load(folder: str, part: Part) -> list[Any]:
         updated = plan.staged(folder)
@@ -64,9 +73,11 @@ def replaceable_target(
                 return [new]
             if part == "target" and not _writes_modules(folder, new):
                 return [new, head.model]
-            return [new, load_draft(updated, new, head.plan, tokens).model]
+            modules = load_draft(updated, new, head.plan, tokens).model
+            if [getattr(modules, name) is None for name in SHARED] != shares:
+                raise ValueError(OTHER_SHARES.format(folder=folder))
+            return [new, modules]
 
-    models: list[Any] = [target, head.model] if head is not None and has_modules else [target]
     caches = [engines.kv.cache, *([engines.draft_kv.cache] if engines.draft_kv else [])]
     logger.info(
         "an update of the weights takes %d MiB of host memory while it is staged",

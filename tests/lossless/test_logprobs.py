@@ -138,12 +138,15 @@ PROCESSED_WAYS: dict[str, dict[str, Any]] = {
     "greedy": SAMPLED | {"temperature": 0},
     "min_tokens": {"temperature": 1.1, "top_k": 8, "min_p": 0.02, "min_tokens": 8, "seed": 4},
 }
+# A text that n-grams draft.
+REPEATING: dict[str, Any] = {"temperature": 0.8, "top_p": 0.9, "logit_bias": {5: 14.0}, "seed": 2}
 WITH_MODES = {
     "plain": engine("plain", 0),
     "chain": engine("eagle3", 4) | CHUNKS,
     "tree": TREE,
     "rejection": engine("eagle3", 3, use_rejection_sampling=True),
 }
+OTHER_DRAFTERS = "ngram", "sa", "draft_target", "eagle3_two_model", "peagle"
 
 
 def said(raw: torch.Tensor, params: SamplingParams, text: list[int], at: int) -> torch.Tensor:
@@ -159,19 +162,19 @@ def said(raw: torch.Tensor, params: SamplingParams, text: list[int], at: int) ->
 
 
 @pytest.mark.thinned
-@pytest.mark.parametrize("name", WITH_MODES)
+@pytest.mark.parametrize(
+    "name", [*WITH_MODES, *(pytest.param(each, marks=pytest.mark.slow) for each in OTHER_DRAFTERS)]
+)
 def test_every_mode_says_what_a_forward_of_the_whole_text_gives(
     name: str, prompts: list[list[int]], oracle: GetOracle
 ) -> None:
     """All modes are in one batch, and the whole vocabulary is compared."""
     prompt, vocab_size = (prompts[0] * PROMPT_LEN)[:PROMPT_LEN], oracle().logits([1]).shape[1]
     own: dict[str, Any] = {"max_tokens": 16, "ignore_eos": True, "logprobs": vocab_size}
-    asked = [
-        SamplingParams(**own, **way, logprobs_mode=mode)
-        for way in PROCESSED_WAYS.values()
-        for mode in MODES
-    ]
-    with LLM("zoo:llama", **WITH_MODES[name]) as llm:
+    ways = [*PROCESSED_WAYS.values(), *([REPEATING] if name in ("ngram", "sa") else [])]
+    asked = [SamplingParams(**own, **way, logprobs_mode=mode) for way in ways for mode in MODES]
+    options = WITH_MODES[name] if name in WITH_MODES else engine(name, 3)
+    with LLM("zoo:llama", **options) as llm:
         outputs = llm.generate([prompt] * len(asked), asked, use_tqdm=False)
         llm.check_integrity()
     assert isinstance(outputs, list)

@@ -9,6 +9,7 @@ import pytest
 
 from tests.executor.test_draft_weights import copy_of
 from tests.server.engine_thread import ARGS, PROMPT
+from tests.server.http_answers import wait_for
 from tests.server.test_draft_swaps import PARAMS, Fleet
 from tllm_spec.executor.target_weights import TargetWeights
 from tllm_spec.server.engine_process import with_served_target
@@ -127,3 +128,40 @@ def test_several_engines_pause_and_sleep_together(fleet: TargetFleet) -> None:
         return texts + [(await each).outputs[0].text for each in waiting]
 
     assert len(set(fleet.use(ask))) == 1
+
+
+@pytest.mark.parametrize(
+    ("level", "tags"),
+    [(1, []), pytest.param(2, ["weights"], marks=pytest.mark.slow)],
+)
+def test_an_engine_that_is_started_while_the_others_sleep_sleeps_too(
+    fleet: TargetFleet, level: int, tags: list[str]
+) -> None:
+    def states() -> list[dict[str, Any]]:
+        return [each.process._executor.parts.sleep.state() for each in fleet.engines]
+
+    async def sleep(replicas: Replicas) -> None:
+        await asyncio.to_thread(replicas.sleep, level)
+        await asyncio.to_thread(replicas.wake_up, tags)
+
+    async def wake(replicas: Replicas) -> list[str]:
+        await asyncio.to_thread(wait_for, lambda: states() == before)
+        if level == 2:
+            own = fleet.other, "b", "target", "retract"
+            await asyncio.to_thread(replicas.update_weights, *own)
+        await asyncio.to_thread(replicas.wake_up, None)
+        handles = [each.submit(PROMPT, PARAMS) for each in replicas.running_engines()]
+        return [(await handle).outputs[0].text for handle in handles]
+
+    fleet.use(sleep)
+    before = states()
+    assert before[0]["asleep"] == sorted({"weights", "kv_cache"} - {*tags})
+    # As one that has just been started.
+    sleeping = fleet.engines[1].process._executor.parts.sleep
+    fleet.engines[1].process._update.wake_up(None)
+    sleeping.note_target()
+    assert states()[1]["asleep"] == [] and states() != before
+    assert len(set(fleet.use(wake))) == 1
+    assert [each["asleep"] for each in states()] == [[], []]
+    assert len(set(fleet.texts())) == 1, "what connects later changes nothing"
+    assert [each["lacks_weights"] for each in states()] == [False, False]

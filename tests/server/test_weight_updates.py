@@ -61,6 +61,9 @@ def check_sleep(served: "Served", choices: Any) -> None:
     ask, is_sleeping = served.ask, partial(served.client.get, "/is_sleeping")
     for path in ("/pause", "/resume", "/sleep", "/wake_up"):
         assert ask(path, OTHER_KEY).status_code == 403
+    for path in ("/is_paused", "/is_sleeping"):
+        found = [served.client.get(path, headers=headers_of(key)) for key in (OTHER_KEY, "none")]
+        assert [each.status_code for each in found] == [403, 401]
     assert ask("/sleep?level=1").json()["memory"]["freed_bytes"] > 0
     with ThreadPoolExecutor(1) as thread:
         waiting = thread.submit(served.choices)
@@ -113,11 +116,14 @@ def test_the_operator_updates_the_weights_and_pauses(served: Served) -> None:
     save_file(load_file(broken) | {"model.norm.weight": torch.ones(3)}, broken)
     before = ask("/v1/completions", **BODY).json()
     assert before["weight_version"] == "default"
-    for path in ("/pause", "/resume"):
-        assert ask(path, OTHER_KEY).status_code == 403
+    (served.root / "link").symlink_to(resolve_model("zoo:llama"))
     assert update("b", OTHER_KEY).status_code == 403
     for folder, why in (
         ("../weights", "model_path"),
+        ("link", "is not a folder below --weights_root"),
+        ("b/config.json", "is not a folder below --weights_root"),
+        ("b\0", "is not a folder below --weights_root"),
+        ("", "is not a folder below --weights_root"),
         (str(served.root.parent), "is not a folder below --weights_root"),
         ("broken", "model.norm.weight has the shape [3]"),
     ):

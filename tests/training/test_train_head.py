@@ -27,6 +27,7 @@ from tllm_spec.recording.replay import replay
 from tllm_spec.recording.traffic_folder import HiddenStates, TrafficFolder
 from tllm_spec.training import head_run
 from tllm_spec.training.acceptance import standard_error
+from tllm_spec.training.draft_head import unrolled
 from tllm_spec.training.head_files import load_head
 from tllm_spec.training.head_run import HeadOptions, acceptance_of, settings_of
 from tllm_spec.training.language_model import load_language_model
@@ -256,6 +257,11 @@ def test_recorded_hidden_states_have_the_loss_of_a_target_that_runs(
     assert {(len(batch.tokens), batch.states is None) for batch in mixed} == {(6, False), (1, True)}
     shares = [draw(first, 1, 3, target.device, slice(rank, None, 2)) for rank in (0, 1)]
     assert [batch.states is not None and len(batch.states[0]) for batch in shares] == [1, 1]
+    batch = draw(first, 10**6, 3, target.device, slice(None))
+    captured, hidden = (each.bfloat16() for each in batch.states or ())
+    of_bf16 = batch._replace(states=(captured, hidden))  # as an engine in bf16 records them
+    losses = [unrolled(head, target, each, 3)[0] for each in (batch, of_bf16)]
+    torch.testing.assert_close(*losses, atol=0.02, rtol=0.02)
     with pytest.raises(ValueError, match=r"layers \[1, 2, 3\]; the head reads \[0, 1, 2\]"):
         read_texts(folder.path, str(model), 40, 3, (0, 1, 2))
 

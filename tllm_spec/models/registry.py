@@ -222,7 +222,7 @@ def load_model(
     Raises:
         ValueError: the config or the checkpoint is not served; the message says why.
     """
-    config = model_config(path).within(max_positions)
+    config = replace(model_config(path).within(max_positions), dtype=dtype)
     if max_seq_len is not None:
         config = replace(config, rope=config.rope.for_length(max_seq_len))
     config = computed_as(config, fp8_activations)

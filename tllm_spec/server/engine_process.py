@@ -271,6 +271,7 @@ class EngineProcess:
         return asdict(self.adapters.stage(name, folder, root))
 
     def _pause(self, mode: str) -> dict[str, Any]:
+        self._update.check_pause(mode)
         self._port.set_pause(mode)
         self._update.pause(mode, self._port.cancel_all)
         return {}

@@ -1,4 +1,5 @@
-"""What the engines of a server have in force: weights after they were replaced, and LoRA adapters.
+"""What the engines of a server have in force: weights after they were replaced, LoRA adapters, and
+what sleeps.
 
 Each is a file next to the engines' sockets: any front may write it, and an engine that is started
 again reads it."""
@@ -99,3 +100,17 @@ def adapters_in_force(engine_path: str) -> InForce[ServedAdapters]:
         Path(engine_path).with_name("adapters"),
         lambda plain: {name: ServedAdapter(**each) for name, each in plain.items()},
     )
+
+
+@dataclass(frozen=True)
+class SleepState:
+    """What sleeps of each engine, and whether the target's weights were dropped and not updated
+    since: as `LLM.sleep` tells it."""
+
+    asleep: list[str]
+    lacks_weights: bool
+
+
+def sleep_in_force(engine_path: str) -> InForce[SleepState]:
+    """engine_path: an engine's socket."""
+    return InForce(Path(engine_path).with_name("sleep"), lambda plain: SleepState(**plain))

@@ -26,6 +26,7 @@ from tllm_spec.request_handle import RequestHandle
 from tllm_spec.sampling_params import DEFAULT_OPTIONS, RequestOptions, SamplingParams
 from tllm_spec.server.adapters import Adapters
 from tllm_spec.server.engine_client import SHUT_DOWN, Answer, EngineClient, EngineConnection, in_all
+from tllm_spec.server.fleet_sleep import FleetSleep
 from tllm_spec.server.in_force import Part, ServedWeights, adapters_in_force, weights_in_force
 from tllm_spec.shared_tensors import SharedTensors
 from tllm_spec.text.tokenizer import Tokenizer
@@ -270,6 +271,7 @@ class Replicas:
         first = str(getattr(args.speculative_config, "speculative_model", ""))
         self._swaps = DraftSwaps(first, paths, self.running_engines)
         self._updates = TargetUpdates(args.model, paths, self.running_engines)
+        self._sleep = FleetSleep(paths[0], self.running_engines)
         self.adapters = Adapters(adapters_in_force(paths[0]), self.running_engines)
         self._first = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
@@ -350,7 +352,8 @@ class Replicas:
         reads it again, so tensors of another process raise ValueError."""
         if isinstance(source, SharedTensors):
             raise ValueError("several engines (--dp_size) take weights of a folder only")
-        return self._updates.update(source, version, part, running)
+        with self._sleep.updating():
+            return self._updates.update(source, version, part, running)
 
     def pause(self, mode: str) -> None:
         """As `LLM.pause`, of all engines."""
@@ -362,11 +365,11 @@ class Replicas:
 
     def sleep(self, level: int) -> list[dict[str, Any]]:
         """As `LLM.sleep`, of all engines."""
-        return in_all(self.running_engines(), lambda engine: engine.sleep(level))
+        return self._sleep.sleep(level)
 
     def wake_up(self, tags: Sequence[str] | None) -> list[dict[str, Any]]:
         """As `LLM.wake_up`."""
-        return in_all(self.running_engines(), lambda engine: engine.wake_up(tags))
+        return self._sleep.wake_up(tags)
 
     @property
     def is_sleeping(self) -> bool:
@@ -447,6 +450,7 @@ class Replicas:
             joins()
         else:
             await asyncio.to_thread(self.adapters.settle, client, joins)
+        _in_thread(self._sleep.settle, client)
         _in_thread(self._swaps.settle, client)
         self._first.set()
 

@@ -85,17 +85,18 @@ class WeightRoutes:
         check_key(request, self._options.weights_key, "pause the engine")
         with bad_request(), engine_running():
             self._llm.pause(mode)
-        return self.is_paused()
+        return self.is_paused(request)
 
     def resume(self, request: Request) -> dict[str, Any]:
         """`/resume`, likewise."""
         check_key(request, self._options.weights_key, "resume the engine")
         with engine_running():
             self._llm.resume()
-        return self.is_paused()
+        return self.is_paused(request)
 
-    def is_paused(self) -> dict[str, Any]:
+    def is_paused(self, request: Request) -> dict[str, Any]:
         """Whether no rounds run before `/resume`."""
+        check_key(request, self._options.weights_key, "ask about a pause")
         return {"is_paused": self._llm.pause_mode is not None}
 
     def update_from_folder(self, body: FolderUpdateRequest, request: Request) -> dict[str, Any]:
@@ -131,9 +132,10 @@ class WeightRoutes:
         check_key(request, self._options.weights_key, "wake the engine")
         wanted = None if tags is None else [tag for each in tags for tag in each.split(",")]
         with bad_request(), engine_running():
-            return {"memory": self._llm.wake_up(wanted)} | self.is_sleeping()
+            return {"memory": self._llm.wake_up(wanted)} | self.is_sleeping(request)
 
-    def is_sleeping(self) -> dict[str, Any]:
+    def is_sleeping(self, request: Request) -> dict[str, Any]:
         """Whether something is asleep. Runs in a thread, as `server_info`."""
+        check_key(request, self._options.weights_key, "ask about sleep")
         with engine_running():
             return {"is_sleeping": self._llm.is_sleeping}

@@ -361,7 +361,9 @@ def steps_along(
             if states is None:
                 features, target_logits = head.target_states(target, tokens)
             else:
-                features, target_logits = states[0], target.get_output_embeddings()(states[1])
+                # They have the type of the engine that recorded them.
+                features, last = states if is_bf16 else [each.to(target.dtype) for each in states]
+                target_logits = target.get_output_embeddings()(last)
             chosen = to_device(counted.nonzero().squeeze(1), device)
             goal = labels(target_logits.flatten(0, 1)[chosen], head.draft_ids)
         for hidden, rows in step_states(head, target, features, tokens, unroll):
