@@ -23,7 +23,7 @@ MAX_FUNCTION_LINES = 60
 # Functions of the product, and their files, that one `LLM.generate` runs through.
 MAX_WALKS = {"plain": (301, 48), "EAGLE-3": (346, 56), "EAGLE-3 tree + SA": (384, 63)}
 # Of the product; lines of code are those without blank lines, comments and docstrings.
-MAX_COUNTS = {"files": 339, "classes": 752, "lines": 78_811, "lines of code": 55_925}
+MAX_COUNTS = {"files": 342, "classes": 761, "lines": 80_286, "lines of code": 57_021}
 MAX_TEST_LINES = 82851
 # Of the default run. Long grids are marked `thinned`, `covering` or `slow`.
 MAX_TESTS, MAX_COMBINATIONS = 7250, 80

@@ -38,7 +38,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return F.rms_norm(x.float(), size, weight, eps).to(x.dtype)
 
 
-Beside = tuple[torch.Tensor, NormWeight, NormWeight]
+Parallel = tuple[torch.Tensor, NormWeight, NormWeight]
 """A second part `[T, H]`, its norm, and the norm of both parts' sum; all eps are equal."""
 
 
@@ -50,17 +50,17 @@ def add_norm(
     *,
     factor: torch.Tensor | None = None,
     then: NormWeight | None = None,
-    beside: Beside | None = None,
+    parallel: Parallel | None = None,
 ) -> torch.Tensor:
     """Adds `rms_norm` of x to `total`, in place, and rounds; multiplies by `factor`, and rounds
-    again. Returns `rms_norm` of that with `then`, or without it `total`. beside: what is added is
+    again. Returns `rms_norm` of that with `then`, or without it `total`. parallel: what is added is
     the norm of the sum, rounded, of the norms of x and of the second part.
 
     total and x: `[T, H]` of one dtype, any stride between rows; factor: `[1]` of that dtype or
     float32."""
     normed = rms_norm.reference(x, norm.weight, norm.eps)
-    if beside is not None:
-        other, other_norm, sum_norm = beside
+    if parallel is not None:
+        other, other_norm, sum_norm = parallel
         normed = normed + rms_norm.reference(other, other_norm.weight, other_norm.eps)
         normed = rms_norm.reference(normed, sum_norm.weight, sum_norm.eps)
     total.add_(normed)
@@ -91,11 +91,11 @@ def add_norm_triton(
     *,
     factor: torch.Tensor | None = None,
     then: NormWeight | None = None,
-    beside: Beside | None = None,
+    parallel: Parallel | None = None,
 ) -> torch.Tensor:
     """See `add_norm`."""
     normed = None if then is None else x.new_empty(x.shape)
-    _launch(x, norm, normed, total, factor, then, beside)
+    _launch(x, norm, normed, total, factor, then, parallel)
     return total if normed is None else normed
 
 
@@ -106,9 +106,9 @@ def _launch(
     total: torch.Tensor | None = None,
     factor: torch.Tensor | None = None,
     then: NormWeight | None = None,
-    beside: Beside | None = None,
+    parallel: Parallel | None = None,
 ) -> None:
-    (num_rows, size), (other, *further) = x.shape, beside or (None, None, None)
+    (num_rows, size), (other, *further) = x.shape, parallel or (None, None, None)
     for each in (norm, then, *further):
         assert each is None or each.weight.is_contiguous()
     assert all(each is None or each.eps == norm.eps for each in further)
@@ -161,8 +161,8 @@ def rms_norm_kernel(
     own_type: tl.constexpr = x.dtype.element_ty
     normed = norm_row(x + row * x_stride, weight, eps, columns, real, SIZE).to(own_type)
     if other is not None:
-        beside = norm_row(other + row * other_stride, other_weight, eps, columns, real, SIZE)
-        both = (normed.to(tl.float32) + beside.to(own_type).to(tl.float32)).to(own_type)
+        parallel = norm_row(other + row * other_stride, other_weight, eps, columns, real, SIZE)
+        both = (normed.to(tl.float32) + parallel.to(own_type).to(tl.float32)).to(own_type)
         weights = tl.load(sum_weight + columns, mask=real, other=0.0)
         normed = normed_row(both, weights, eps, SIZE).to(own_type)
     if total is not None:

@@ -173,7 +173,7 @@ def layers() -> None:
         add_norm(x, x, NormWeight(float32(HIDDEN), 1e-6))
         own = NormWeight(weight, 1e-6)
         add_norm(x, x, own, factor=weight[:1], then=own)
-        add_norm(x, x, own, factor=float32(1), beside=(x, own, own))
+        add_norm(x, x, own, factor=float32(1), parallel=(x, own, own))
         silu_and_mul(empty(BATCH, 28672, dtype=dtype))
         silu_and_mul(empty(BATCH, 28672, dtype=dtype), "gelu_pytorch_tanh")
         silu_and_mul(x, "sigmoid", x)

@@ -221,7 +221,7 @@ def test_the_norm_of_a_sum_of_two_norms_is_added(dtype: torch.dtype, device: str
     add_norm(wanted, both, norms[2], factor=factor)
     for add in (add_norm, add_norm.reference):
         found = total.clone()
-        add(found, x, norms[0], factor=factor, beside=(y, norms[1], norms[2]))
+        add(found, x, norms[0], factor=factor, parallel=(y, norms[1], norms[2]))
         torch.testing.assert_close(found, wanted, rtol=2 * ROUNDING[dtype] + 1e-6, atol=4e-2)
         assert add is not add_norm or dtype == torch.float32 or torch.equal(found, wanted)
 

@@ -102,7 +102,7 @@ def test_traffic_of_plain_decoding_tells_what_a_drafter_would_have_done(
     mode: str, tmp_path: Path
 ) -> None:
     plain, drafted = served(tmp_path / "plain", "plain"), served(tmp_path / "drafted", mode)
-    # Without a drafter nobody keeps that a request wanted shorter drafts.
+    # Without a drafter no record says that a request wanted shorter drafts.
     pairs = [pair for pair in zip(plain, drafted, strict=True) if pair[1].draft_limit is None]
     assert len(pairs) == 8
     found = replayed([each for each, _ in pairs], mode, tmp_path / "plain")

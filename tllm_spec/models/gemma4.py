@@ -285,9 +285,9 @@ class Gemma4Layer(Gemma3Layer):
             self.post_feedforward_layernorm.add_to(hidden, added, factor=factor)
             return
         routed, own = self._routed(hidden, self.router), self.post_feedforward_layernorm_2
-        beside = routed, own.kernel_weight, self.post_feedforward_layernorm.kernel_weight
+        parallel = routed, own.kernel_weight, self.post_feedforward_layernorm.kernel_weight
         first = self.post_feedforward_layernorm_1.kernel_weight
-        add_norm(hidden, added, first, factor=factor, beside=beside)
+        add_norm(hidden, added, first, factor=factor, parallel=parallel)
 
     def _routed(self, hidden: torch.Tensor, router: Gemma4Router) -> torch.Tensor:
         """What the experts put out, summed over all ranks."""

@@ -292,7 +292,7 @@ def _replayable(args: LlmArgs, spec: DecodingBaseConfig, longest: int) -> LlmArg
             "kv_cache_config": cache.model_copy(
                 update={"max_tokens": max_tokens, "enable_block_reuse": False}
             ),
-            "scheduler_config": SchedulerConfig(),  # nobody is preempted
+            "scheduler_config": SchedulerConfig(),  # no request is preempted
         }
     )
 

@@ -64,7 +64,7 @@ class TrafficFolder:
             raise ValueError(f"cannot record traffic in {path}: {error}") from error
 
     def hash_of(self, name: str) -> str:
-        """What a record has instead of a client's name: without the folder's key nobody can tell
+        """What a record has instead of a client's name: without the folder's key one cannot tell
         whose it is."""
         return hmac.digest(self._key, name.encode(errors="surrogatepass"), "sha256").hex()[:32]
 
