@@ -4,43 +4,53 @@ and documentation, and the name of a function with the same signature that launc
 import functools
 import importlib.util
 import os
+import sys
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 
-# Triton, where it is installed, and whether its kernels can run on a device.
+# Triton, where it is installed and its kernels can run, and whether they run on a device.
 
 
-class _NotInstalled:
+class _NotLoaded:
     """Stands in for Triton, so that a file with kernels can be imported: what it decorates is
     never launched."""
 
-    def __getattr__(self, name: str) -> "_NotInstalled":
+    def __getattr__(self, name: str) -> "_NotLoaded":
         return self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return args[0] if args else self
 
 
-def _installed(name: str) -> Any:
+def _is_used() -> bool:
+    """Without a GPU and the interpreter, Triton and the sources of its kernels would take a quarter
+    of a process's start. A program that compiles kernels for a GPU elsewhere imports it first."""
+    return _is_interpreted() or "triton" in sys.modules or torch.cuda.device_count() > 0
+
+
+def _is_interpreted() -> bool:
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def _loaded(name: str) -> Any:
     try:
-        return import_module(name)
+        return import_module(name) if _is_used() else _NotLoaded()
     except ImportError:
-        return _NotInstalled()
+        return _NotLoaded()
 
 
-triton, tl = _installed("triton"), _installed("triton.language")
+triton, tl = _loaded("triton"), _loaded("triton.language")
+tl_cuda = _loaded("triton.language.extra.cuda")
 
 
 @functools.cache
 def has_kernels(device: torch.device) -> bool:
     """Whether Triton is installed and the device is CUDA, or the CPU with Triton's interpreter
     (TRITON_INTERPRET=1)."""
-    runs = device.type == "cuda" or (
-        device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
-    )
+    runs = device.type == "cuda" or (device.type == "cpu" and _is_interpreted())
     return runs and importlib.util.find_spec("triton") is not None
 
 

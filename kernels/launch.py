@@ -29,9 +29,10 @@ import functools
 from typing import Any
 
 import torch
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tllm_spec.kernels.dispatch import tl, triton
+from tllm_spec.kernels.dispatch import tl, tl_cuda, triton
+
+gdc_launch_dependents, gdc_wait = tl_cuda.gdc_launch_dependents, tl_cuda.gdc_wait
 
 
 @functools.cache

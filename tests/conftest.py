@@ -7,6 +7,7 @@ import gc
 import logging
 import signal
 from collections.abc import Generator, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -36,6 +37,8 @@ def pytest_collection() -> Generator[None, Any, Any]:
     it, neither now nor again and again during the tests."""
     import torch
 
+    with suppress(ImportError):  # kernels are compiled for a GPU on other machines, too
+        import triton  # noqa: F401
     torch.set_num_threads(1)
     gc.disable()
     try:

@@ -302,6 +302,7 @@ def test_recorded_traffic_is_replayed_and_tuned(traffic: Path, tmp_path: Path) -
     assert "slots" in bench(*trace).output
 
 
+@pytest.mark.slow
 def test_served_traffic_is_recorded_and_erased(traffic: Path) -> None:
     assert len(read_records(traffic)) == 3
     assert (

@@ -27,7 +27,7 @@ def told_of(llm: LLM) -> tuple[list[int], Any]:
     return output.outputs[0].token_ids, output.speculative_decoding
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(8)
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_texts_and_acceptance_after_waking_are_those_of_before(name: str) -> None:
     with make_llm(spec=DRAFTERS[name]) as llm:
@@ -66,6 +66,7 @@ def test_level_2_drops_the_weights_until_an_update(other: str) -> None:
         llm.check_integrity()
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("level", [1, 2])
 def test_adapters_that_slept_act_as_before(level: int, other: str, tmp_path: Path) -> None:
     tensors = load_file(resolve_model(A) / "model.safetensors")

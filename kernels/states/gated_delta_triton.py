@@ -15,9 +15,8 @@ hold rejected rows, or rows before those that the convolution reads. A prompt's 
 written after the prompt was read."""
 
 import torch
-import triton
-import triton.language as tl
 
+from tllm_spec.kernels.dispatch import tl, triton
 from tllm_spec.kernels.launch import begin, programmatic_launch
 from tllm_spec.kernels.states.gated_delta import (
     NORM_EPS,

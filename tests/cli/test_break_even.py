@@ -307,6 +307,7 @@ def test_a_servers_loads_become_points_with_short_names() -> None:
     assert curve == [LoadPoint("8", 7.0, latencies), LoadPoint("2.5/s", 7.0, latencies)]
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     ("suffix", "head"), [(".png", b"\x89PNG"), (".PDF", b"%PDF"), (".svg", b"<?xml")]
 )

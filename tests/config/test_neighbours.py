@@ -88,6 +88,7 @@ def gets_the_value(name: str, row: Renamed, options: dict[str, Any]) -> bool:
     return any(ours is not None for ours, _ in pairs)
 
 
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize("name", sorted(neighbours.SPECULATIVE_RENAMED))
 def test_a_renamed_option_of_speculation_gets_the_value(name: str) -> None:
     row = neighbours.SPECULATIVE_RENAMED[name]

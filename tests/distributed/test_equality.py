@@ -41,6 +41,8 @@ LONG = (
     "gemma4-assistant",
     "gemma4-experts",
     "gemma4-experts-parts",
+    "gemma4-per-layer",
+    "glm-5-mtp",
     "latent-head",
     "latent-head-of-latents",
     "llama4-parts",
@@ -53,6 +55,7 @@ LONG = (
     "peagle",
     "phi3",
     "plain-experts",
+    "qwen3.5-fp8-mtp",
 )
 
 

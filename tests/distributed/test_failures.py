@@ -146,6 +146,7 @@ def test_ranks_of_mpirun_serve_one_model_after_the_other(tmp_path: Path) -> None
     assert "refused" in world.output
 
 
+@pytest.mark.slow  # tests/distributed/test_watch.py: what counts as a lost rank
 def test_a_killed_rank_ends_the_model_that_started_it(folder: str) -> None:
     status, output = end_after_kill([sys.executable, *PROGRAM, folder, "none"], 1)
     assert status > 0, output

@@ -76,7 +76,7 @@ def outputs(harness: Harness, names: tuple[str | None, ...]) -> list[list[int]]:
     return [*map(output_of, requests)]
 
 
-@pytest.mark.thinned
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_round_with_adapters_has_graphs_of_its_own(
     tiny: Path, drafts: tuple[Path, Path], adapters: Path, way: str, own_graphs: list[Harness]
@@ -107,6 +107,7 @@ def test_a_round_with_adapters_has_graphs_of_its_own(
     assert kinds == [{False, True}, {False}] or kinds == [{True}, {False}]
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("mode", ["eagle3", "eagle3_two_model"])
 def test_graphs_with_adapters_hold_those_of_the_draft_head(
     mode: str, tmp_path: Path, own_graphs: list[Harness]

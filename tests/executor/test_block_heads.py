@@ -152,7 +152,7 @@ def test_shared_rows_go_by_what_the_head_says_of_its_drafts(tiny: Path, tmp_path
     assert num_checked > 20
 
 
-@pytest.mark.thinned(4)
+@pytest.mark.thinned(8)
 @pytest.mark.parametrize(
     "drafting", ["chain", "tree", "copies", "windows", "DSpark", "DFlash2", "shared"]
 )

@@ -137,6 +137,7 @@ def test_texts_are_those_without_graphs(
     assert all_pages_are_back(harness.executor)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("mode", ["plain", "eagle3", "eagle3_two_model"])
 def test_a_prompt_with_windows_is_two_graph_launches(
     mode: str,

@@ -65,7 +65,7 @@ def backlog_of(harness: Harness) -> DraftBacklog:
     return network_of(harness)._backlog
 
 
-@pytest.mark.covering
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize("overlap", [True, False])
 def test_plain_rounds_share_one_forward_of_the_draft_network(
     tiny: Path, speculation: dict[str, Any], overlap: bool
@@ -223,7 +223,7 @@ def test_a_reusable_prefix_ends_where_the_draft_layers_have_read(
         assert second.cached_tokens == expected
 
 
-@pytest.mark.thinned(4)
+@pytest.mark.thinned(11)
 @pytest.mark.parametrize("draft_len", [0, 3])
 def test_a_round_that_breaks_off_leaves_no_hole_in_the_draft_cache_and_adds_nothing_to_the_backlog(
     tiny: Path, speculation: dict[str, Any], draft_len: int

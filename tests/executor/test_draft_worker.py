@@ -46,7 +46,7 @@ CHAINS = ["draft_target", "eagle3", "eagle3_two_model", "eagle", *AT_ONCE]
 MODES = [*CHAINS, *(f"{mode}_tree" for mode in CHAINS)]
 
 
-@pytest.mark.thinned(16)
+@pytest.mark.thinned(31)
 @pytest.mark.parametrize(
     ("mode", "situation"),
     [

@@ -88,7 +88,7 @@ def assert_clean(llm: LLM) -> None:
     assert all_pages_are_back(llm._executor)
 
 
-@pytest.mark.thinned(5)
+@pytest.mark.covering
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [

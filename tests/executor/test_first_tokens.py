@@ -88,6 +88,7 @@ def test_the_next_rounds_time_begins_when_the_device_has_finished_after_the_resu
     assert clock.lap(1.060) == pytest.approx(0.010)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("mode", ON_DEVICE)
 def test_drafts_after_a_prompt_count_for_no_time_that_the_controller_learns(
     tiny: Path, drafts: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, mode: str

@@ -107,6 +107,7 @@ def test_guided_text_does_not_depend_on_draft_lengths_that_change_from_round_to_
     assert list(map(output_of, ours)) == list(map(output_of, theirs))
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("mode", ["plain", "eagle3", "eagle3_two_model"])
 def test_rounds_with_a_grammar_are_two_graphs_and_others_where_a_head_drafts_in_the_tail(
     tiny: Path, speculate: Speculate, depth: list[int], monkeypatch: pytest.MonkeyPatch, mode: str

@@ -200,7 +200,7 @@ def check_trees(folder: Path, first: PlainMTP, later: Sequence[PlainMTP], **opti
     assert all_pages_are_back(harness.executor)
 
 
-@pytest.mark.thinned
+@pytest.mark.thinned(32)
 @pytest.mark.parametrize("one_model", [True, False])
 def test_replayed_rounds_of_chains_and_trees_give_the_texts_of_eager_rounds(
     one_model: bool, tmp_path: Path, eager_graphs: None

@@ -224,6 +224,7 @@ def test_a_row_has_the_same_bits_alone_and_in_a_batch(device: str) -> None:
         assert torch.equal(p.run(rows, bias=p.bias), expected[rows])
 
 
+@pytest.mark.thinned
 @only_with_the_compiler
 @pytest.mark.parametrize("in_blocks", [False, True])
 @pytest.mark.parametrize(

@@ -276,6 +276,7 @@ def test_slices_of_rows_have_their_own_scales(device: str) -> None:
     assert torch.equal(sliced, whole) and torch.equal(whole, by_hand(weight, scales))
 
 
+@pytest.mark.thinned(2)
 @only_with_the_compiler
 @pytest.mark.parametrize("inputs", [4096, 14336, 1040])
 def test_loads_and_stores_have_16_bytes(inputs: int) -> None:

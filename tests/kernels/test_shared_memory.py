@@ -94,6 +94,7 @@ def test_blocks_of_int4_experts_have_fewer_rows_only_where_tensor_memory_is_smal
     assert [rows(number, 64) for number in (8, 24, 64)] == [16, 32, 64]
 
 
+@pytest.mark.thinned(5)
 @only_with_the_compiler
 @pytest.mark.parametrize("name", [name for name in TILED if not name.startswith("latents")])
 @pytest.mark.parametrize("capability", WITH_LESS)
@@ -164,7 +165,7 @@ def test_the_compiler_adds_the_bias_after_the_gemm(monkeypatch: pytest.MonkeyPat
 
 
 # Launches that did not fit with Hopper's tilings. By call: a part of the key.
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(60)
 @only_with_the_compiler
 @pytest.mark.parametrize(
     ("capability", "name", "part"),

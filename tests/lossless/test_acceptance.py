@@ -68,7 +68,6 @@ SITUATIONS: dict[str, dict[str, Any]] = {
 
 # The other combinations are slow.
 QUICK = (
-    ("eagle3", "preemption"),
     ("eagle3_two_model", "chunked_prefill"),
     ("eagle3", "prefix_in_host_memory"),
 )
@@ -296,6 +295,7 @@ def test_coupled_drafts_are_accepted_nearly_as_often_as_rejection_samplings(
 # decoding's is in `test_equality`.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "setting", [pytest.param("chunked_prefill", marks=pytest.mark.slow), "prefix_reuse"]
 )

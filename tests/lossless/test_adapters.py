@@ -43,13 +43,9 @@ WAYS |= {
 }
 FAST = {
     ("plain", "preemption"),
-    ("ngram", "undisturbed"),
     ("eagle3", "chunks"),
     ("eagle3_tree", "one slot"),
-    ("eagle3, shared rows", "in turn"),
-    ("draft_target_one_model", "preemption"),
-    ("eagle3_sa_tree", "undisturbed"),
-    ("draft_target_tree", "one slot"),
+    ("draft_target_one_model", "undisturbed"),
 }
 
 

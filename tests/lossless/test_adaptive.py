@@ -136,7 +136,7 @@ def test_another_tier_in_every_round_changes_no_text(
     assert all(0 < rate < 1 for rate in estimate)
 
 
-@pytest.mark.thinned(12)
+@pytest.mark.thinned(24)
 @pytest.mark.parametrize(("mode", "overlap"), RUNS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_strategy_moves_between_draft_lengths_and_changes_no_text(
@@ -283,7 +283,7 @@ def test_drafts_are_right_again_at_once_after_rounds_without_drafts(
         assert stats.num_drafted_tokens - stats.num_accepted_tokens <= 7 * MAX_DRAFT_LEN
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(8)
 @pytest.mark.parametrize("mode", ["user_provided", *WITH_DRAFT_WEIGHTS])
 def test_requests_with_limits_of_their_own_share_rounds_with_others(
     tiny: Path, drafts: tuple[Path, Path], tiny_plain: list[list[int]], mode: str

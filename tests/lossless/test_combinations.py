@@ -198,7 +198,7 @@ def assert_as_alone(request: LlmRequest, alone: LlmRequest) -> None:
     )
 
 
-@pytest.mark.thinned(4)
+@pytest.mark.thinned(8)
 @pytest.mark.parametrize("number", range(NUM_DRAWS))
 def test_in_random_traffic_each_request_gets_the_text_that_it_gets_alone(
     tiny: Path,

@@ -104,7 +104,7 @@ LONG_ONLY = (
         for mode in MODES
         if mode != "plain"
     ]
-    + [("eagle3", False)],
+    + [pytest.param("eagle3", False, marks=pytest.mark.slow)],
 )
 def test_guided_text_does_not_depend_on_the_drafter(
     mode: str, overlap: bool, plain: list[CompletionOutput]

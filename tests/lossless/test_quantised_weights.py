@@ -58,7 +58,7 @@ PLAIN: dict[str, Any] = {
 }
 MODES = ("plain", "ngram_tree", "draft_target", "eagle3", "eagle3_two_model", "eagle3_tree")
 MTP = {"decoding_type": "MTP", "max_draft_len": 3}
-BY_DEFAULT = (("int4", "eagle3"), ("deepseek", "eagle3"))
+BY_DEFAULT = (("int4", "eagle3"),)
 KEEPING = {"fp8": fp8_checkpoint.keeping_fp8, "int4": keeping_int4}  # on CPUs, too
 # Activations in FP8: one dynamic scale a token; for 128 inputs of it; static.
 ACTIVATIONS = ("row", "deepseek", "modelopt")
@@ -341,6 +341,7 @@ def test_texts_of_qwen3_5_are_the_same_with_and_without_drafts(
     assert length > 1.1 or config is None, "no draft was accepted"
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("name", OF_STATES)
 def test_dummy_weights_of_qwen3_5_need_only_the_config(
     name: str, qwen_folder_of: Callable[[str], Path], tmp_path: Path

@@ -79,7 +79,7 @@ def values_of(logprobs: list[dict[int, Logprob]]) -> list[float]:
     return [each.logprob for entry in logprobs for each in entry.values()]
 
 
-@pytest.mark.thinned(6)
+@pytest.mark.thinned(8)
 @pytest.mark.parametrize("options", [{}, SMALL_POOL], ids=["", "preemptions"])
 @pytest.mark.parametrize("mode", CHAINS)
 def test_any_number_of_rows_gives_the_text_of_plain_decoding(
@@ -170,7 +170,7 @@ def draw_budgets(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     return given
 
 
-@pytest.mark.thinned(5)
+@pytest.mark.thinned(8)
 @pytest.mark.parametrize("options", [{}, SMALL_POOL], ids=["", "preemptions"])
 @pytest.mark.parametrize("mode", CHAINS)
 def test_any_number_of_rows_of_the_batch_gives_the_text_of_plain_decoding(

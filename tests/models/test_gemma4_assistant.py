@@ -113,7 +113,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("kind", ["dense", "per layer"])
 @pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.thinned
+@pytest.mark.thinned(4)
 def test_after_every_accepted_token_drafts_are_those_of_a_cold_start(
     setting: str, kind: str, tmp_path: Path
 ) -> None:

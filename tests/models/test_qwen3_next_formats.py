@@ -156,7 +156,7 @@ def saved(folder: Path, family: str, quantise: Quantise, **config: Any) -> Any:
 @pytest.mark.parametrize("left_out", [(), ("linear_attn",), ("in_proj_z",), ("mlp",)])
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.covering
+@pytest.mark.thinned(23)
 def test_logits_are_those_of_the_dequantised_weights(
     name: str, family: str, left_out: tuple[str, ...], tmp_path: Path
 ) -> None:
@@ -354,7 +354,7 @@ def saved_with_mtp(folder: Path, name: str, *left_out: str) -> PlainMTP:
     return PlainMTP(model, plain)
 
 
-@pytest.mark.covering
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize("left_out", [(), ("mtp.",), ("mtp.layers.0.self_attn",)])
 @pytest.mark.parametrize("name", ["fp8 blocks", "awq", "modelopt"])
 def test_the_next_token_layer_has_16_bits_where_the_checkpoint_has(
@@ -372,7 +372,7 @@ def test_the_next_token_layer_has_16_bits_where_the_checkpoint_has(
     assert bool(kept) == (left_out != ("mtp.",))
 
 
-@pytest.mark.covering
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize("name", ["fp8 blocks", "awq", "modelopt"])
 @pytest.mark.parametrize("part", ["mtp.", "mtp.fc.", "mtp.layers.0.mlp.experts.2.up_proj."])
 def test_a_next_token_layer_that_a_converter_has_dropped_is_refused_by_name(

@@ -363,6 +363,7 @@ def test_when_the_engine_dies_requests_fail_and_new_ones_are_refused(tmp_path: P
     engine.close()
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("nonsense", [["submit", "x"], ["run", "rm"], {"a": 1}, 5, ["cancel", [1]]])
 def test_a_front_that_sends_nonsense_is_cut_off_and_others_go_on(
     engine: Engine, nonsense: Any

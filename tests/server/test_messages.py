@@ -463,6 +463,7 @@ def test_the_official_client_reads_answers_and_errors(url: str, llm: FakeLLM) ->
             client.messages.create(**{**BODY, "model": "x"})
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("depth", [50, 150, 250, 350, 450])
 def test_a_schema_may_be_nested_deeply_or_is_refused(url: str, depth: int) -> None:
     schema: Json = {"type": "string"}

@@ -378,6 +378,7 @@ def test_a_child_without_a_supervisor_ends_without_a_traceback(module: str) -> N
         assert (process.returncode, errors) == (FAILED, "")
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     ("is_announced", "is_in_one_packet"), [(False, False), (True, False), (True, True)]
 )

@@ -60,6 +60,7 @@ def two_engines(folder: Path) -> Iterator[ServedProcess]:
         assert "Traceback" not in served.text and "ERROR asyncio" not in served.text
 
 
+@pytest.mark.slow
 def test_requests_follow_their_prefix_and_a_dead_engine_takes_only_its_own_with_it(
     tmp_path: Path,
 ) -> None:

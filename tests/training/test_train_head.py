@@ -170,6 +170,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
     assert weights[0].read_bytes() == weights[1].read_bytes()
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     "options",
     [
