@@ -65,7 +65,7 @@ def test_a_wrong_folder_is_reported_before_a_heavy_library_is_loaded(tmp_path: P
     assert loaded_after(RUN_SERVE.format(cases=cases)) == []
 
 
-def test_a_public_name_is_loaded_at_its_first_use_without_torchs_compiler_and_unused_kernels() -> None:
+def test_a_name_is_loaded_at_its_first_use_without_torchs_compiler_or_unused_kernels() -> None:
     use = "import os; os.environ['CUDA_VISIBLE_DEVICES'] = ''; import tllm_spec; tllm_spec.LLM; "
     load = "from tllm_spec.text.tokenizer import load_tokenizer; load_tokenizer('zoo:llama')"
     loaded = loaded_after(use + load)

@@ -27,7 +27,7 @@ def told_of(llm: LLM) -> tuple[list[int], Any]:
     return output.outputs[0].token_ids, output.speculative_decoding
 
 
-@pytest.mark.thinned(8)
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_texts_and_acceptance_after_waking_are_those_of_before(name: str) -> None:
     with make_llm(spec=DRAFTERS[name]) as llm:

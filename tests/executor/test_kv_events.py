@@ -59,7 +59,7 @@ def check_reader(reader: Reader, cache: PagedCache) -> None:
             assert block_hashes(prompt, cache.page_size, None)[-1] == own
 
 
-@pytest.mark.thinned(12)
+@pytest.mark.covering
 @pytest.mark.parametrize("lookahead", [0, 1])
 @pytest.mark.parametrize(("page_size", "num_pages"), [(1, 24), (2, 13), (4, 9)])
 @pytest.mark.parametrize("name", ["all keys", *SPANS])

@@ -126,7 +126,7 @@ def test_rounds_in_flight_write_only_to_private_pages_that_their_requests_hold(
     assert_same_text(requests, expected)
 
 
-@pytest.mark.thinned(8)
+@pytest.mark.thinned(2)
 def test_a_request_that_is_known_to_finish_by_its_length_is_not_launched_again(make: Make) -> None:
     harness = make()
     num_launches: dict[int, int] = {}
@@ -248,7 +248,7 @@ def test_a_request_may_be_cancelled_while_a_round_of_it_is_in_flight(
     assert list(map(output_of, [*others, waiting])) == [*expected, expected[0]]
 
 
-@pytest.mark.thinned(8)
+@pytest.mark.thinned(2)
 def test_a_new_request_whose_processor_raises_does_not_cost_others_the_round_in_flight(
     make: Make,
 ) -> None:
@@ -319,7 +319,7 @@ def test_a_request_preempted_with_tokens_in_flight_continues_its_text(make: Make
     assert all_pages_are_back(harness.executor)
 
 
-@pytest.mark.thinned(8)
+@pytest.mark.thinned(2)
 def test_with_a_logits_processor_every_round_is_read_first_and_other_texts_are_the_same(
     make: Make,
 ) -> None:

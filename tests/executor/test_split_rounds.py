@@ -250,7 +250,7 @@ SITUATIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.thinned(7)
+@pytest.mark.thinned(14)
 @pytest.mark.parametrize("temperature", [None, HOT])
 @pytest.mark.parametrize("situation", SITUATIONS)
 @pytest.mark.parametrize("mode", ["draft_target_two_model", "draft_target", "eagle3", "eagle"])

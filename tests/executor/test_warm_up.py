@@ -74,7 +74,7 @@ def state_of(harness: Harness) -> list[torch.Tensor]:
     return [tensor[:DUMMY].clone() for tensor in state] + [pool.data[:, :, 1:].clone()]
 
 
-@pytest.mark.thinned(8)
+@pytest.mark.thinned(6)
 @torch.inference_mode()
 def test_nothing_that_requests_see_is_changed_and_texts_are_those_of_an_engine_without_it(
     both: Any,

@@ -114,7 +114,7 @@ def chosen_lengths(harness: Harness, choose: Callable[[int], int] | None = None)
     return lengths
 
 
-@pytest.mark.thinned(6)
+@pytest.mark.thinned(12)
 @pytest.mark.parametrize(("mode", "overlap"), RUNS)
 def test_another_tier_in_every_round_changes_no_text(
     tiny: Path, drafts: tuple[Path, Path], tiny_plain: list[list[int]], mode: str, overlap: bool
@@ -136,7 +136,7 @@ def test_another_tier_in_every_round_changes_no_text(
     assert all(0 < rate < 1 for rate in estimate)
 
 
-@pytest.mark.thinned(24)
+@pytest.mark.thinned(12)
 @pytest.mark.parametrize(("mode", "overlap"), RUNS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_strategy_moves_between_draft_lengths_and_changes_no_text(

@@ -191,6 +191,7 @@ class Run:
 # of this folder.
 COMBINED = (
     "user_provided",
+    "user_provided_tree",
     "draft_target_tree",
     "eagle3_static",
     "eagle3_sink",
@@ -212,11 +213,14 @@ COMBINED = (
     "draft_target_one_model_map",
     "draft_target_one_model_sa",
     "eagle3_onnxruntime",
+    "sa",
     "eagle3_sa",
+    "eagle3_sa_tree",
     "eagle3_two_model_sa",
     "eagle3_sa_static",
     "eagle3_two_model_sa_tree",
     "eagle_sa",
+    "peagle",
     "peagle_two_model",
     "peagle_tree",
     "pard",

@@ -215,7 +215,6 @@ def test_the_engines_mode_holds_where_a_request_has_none_and_prompts_are_raw(
             assert entry is not None and abs(entry[token].logprob - float(row[token])) < 1e-4
 
 
-@pytest.mark.thinned
 @pytest.mark.parametrize("name", ["plain", "chain"])
 def test_a_completion_is_scored_as_it_would_be_drawn(name: str, prompts: list[list[int]]) -> None:
     """In each mode, whatever the prefix cache has, in chunks, and when asked for one of a batch."""

@@ -91,7 +91,7 @@ def run_checked(harness: Harness) -> None:
         harness.executor.check_integrity()
 
 
-@pytest.mark.thinned(8)
+@pytest.mark.thinned(3)
 def test_a_stop_token_anywhere_in_a_run_ends_the_text_there(
     harness: tuple[Watched, int], texts: list[list[int]]
 ) -> None:
@@ -111,7 +111,7 @@ def test_a_stop_token_anywhere_in_a_run_ends_the_text_there(
     assert engine.num_too_many >= len(requests) // 2
 
 
-@pytest.mark.thinned(8)
+@pytest.mark.thinned(3)
 def test_a_length_limit_anywhere_in_a_run_ends_the_text_there(
     harness: tuple[Watched, int], texts: list[list[int]]
 ) -> None:

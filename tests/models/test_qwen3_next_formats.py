@@ -156,7 +156,7 @@ def saved(folder: Path, family: str, quantise: Quantise, **config: Any) -> Any:
 @pytest.mark.parametrize("left_out", [(), ("linear_attn",), ("in_proj_z",), ("mlp",)])
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.thinned(23)
+@pytest.mark.covering
 def test_logits_are_those_of_the_dequantised_weights(
     name: str, family: str, left_out: tuple[str, ...], tmp_path: Path
 ) -> None:
