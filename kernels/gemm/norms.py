@@ -202,7 +202,8 @@ def silu_and_mul(
     activation: of the gates. ups: `[T, I]`, any stride between rows; then `gate_up` has gates
     only."""
     gate, up = gate_up.chunk(2, -1) if ups is None else (gate_up, ups)
-    return (_GATES[activation](gate.float()) * up).to(gate_up.dtype)
+    activate = _GATES[activation]
+    return (activate(gate.float()) * up).to(gate_up.dtype)
 
 
 # The exponential and the division are the device's approximations. Together their relative error
