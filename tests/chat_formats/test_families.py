@@ -44,6 +44,7 @@ def test_what_a_template_writes_is_read_back(sample: Sample) -> None:
         assert not [text for kind, text in pieces if kind == "content"]
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("step", [3, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("sample", SAMPLES, ids=IDS)
 def test_an_answer_split_at_every_pair_of_places_is_read_as_the_whole(

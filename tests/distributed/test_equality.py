@@ -43,7 +43,6 @@ LONG = (
     "gemma4-experts-parts",
     "gemma4-per-layer",
     "glm-5-mtp",
-    "gpt-oss-parts",
     "latent-head",
     "latent-head-of-latents",
     "llama4-parts",

@@ -191,6 +191,7 @@ def test_the_other_ranks_end_after_one_is_killed(folder: str, by_mpirun: bool, r
     assert rank == 0 or re.search(r"rank 1 \(process|signal 9", output), output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["version", pytest.param("checkpoint", marks=pytest.mark.slow)])
 def test_an_unlike_rank_is_refused_at_start_with_one_message_on_all(
     kind: str, folder: str, tmp_path: Path

@@ -211,6 +211,7 @@ def test_a_drafter_proposes_the_same_inside_the_targets_forward_and_outside(
     assert undisturbed(one_model) == undisturbed(two_model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("in_torch", "outside"),
     [

@@ -255,7 +255,7 @@ def test_a_head_with_a_reduced_vocabulary_leaves_the_targets_probabilities_alone
     assert_drawn_from(model, outputs, params, lambda texts: known.expand(1, 1, -1))
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["one_model", "two_model", "tree"])
 def test_a_token_map_leaves_the_targets_probabilities_alone(
     folders: tuple[Path, Path], models: list[Any], tmp_path: Path, how: str

@@ -173,6 +173,7 @@ PAUSES = (
 QUICK = ((3, 4),)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "num_plain", "overlap"),
     [

@@ -79,7 +79,7 @@ def places(raw: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
             yield from places(value)
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize("case", CASES)
 def test_every_wrong_value_of_every_key_is_refused_or_accepted(case: str, tmp_path: Path) -> None:
     original, read = CASES[case]

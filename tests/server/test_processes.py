@@ -273,6 +273,7 @@ def test_a_front_that_dies_while_the_model_is_loaded_ends_the_server_with_a_sent
         assert "Error: a front process ended with SIGKILL" in served.text
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_the_event_loop_is_made_prints_no_traceback(tmp_path: Path) -> None:
     with ServedProcess(tmp_path, code=CTRL_C_WHILE_THE_LOOP_IS_MADE + RUN) as served:
         assert served.wait() == 128 + signal.SIGINT

@@ -268,6 +268,7 @@ def tiny_run(counting_run: Path) -> Path:
     return root
 
 
+@pytest.mark.slow
 def test_the_training_command_trains_a_head_whose_drafts_are_accepted(tiny_run: Path) -> None:
     metrics = read_json(tiny_run / "head" / "metrics.json")
     assert metrics["step"] == STEPS
