@@ -25,14 +25,13 @@ class _NotLoaded:
         return args[0] if args else self
 
 
+_IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
 def _is_used() -> bool:
     """Without a GPU and the interpreter, Triton and the sources of its kernels would take a quarter
     of a process's start. A program that compiles kernels for a GPU elsewhere imports it first."""
-    return _is_interpreted() or "triton" in sys.modules or torch.cuda.device_count() > 0
-
-
-def _is_interpreted() -> bool:
-    return os.environ.get("TRITON_INTERPRET") == "1"
+    return _IS_INTERPRETED or "triton" in sys.modules or torch.cuda.device_count() > 0
 
 
 def _loaded(name: str) -> Any:
@@ -50,7 +49,7 @@ tl_cuda = _loaded("triton.language.extra.cuda")
 def has_kernels(device: torch.device) -> bool:
     """Whether Triton is installed and the device is CUDA, or the CPU with Triton's interpreter
     (TRITON_INTERPRET=1)."""
-    runs = device.type == "cuda" or (device.type == "cpu" and _is_interpreted())
+    runs = device.type == "cuda" or (device.type == "cpu" and _IS_INTERPRETED)
     return runs and importlib.util.find_spec("triton") is not None
 
 
