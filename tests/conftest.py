@@ -38,7 +38,7 @@ def pytest_collection() -> Generator[None, Any, Any]:
     import torch
 
     with suppress(ImportError):  # kernels are compiled for a GPU on other machines, too
-        import triton  # noqa: F401
+        import triton  # noqa: F401 (kernels.dispatch sees that it is loaded)
     torch.set_num_threads(1)
     gc.disable()
     try:
