@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -116,7 +115,7 @@ class ServedModels:
             self._check_name(body.lora_name)
             if body.client is not None and not has_key(self._options.api_key, body.client):
                 raise ValueError(f"client = {body.client!r} is no key's name in --api_key @FILE")
-            wanted = ServedAdapter.of_folder(body.lora_name, str(folder), body.client)
+            wanted = ServedAdapter.of_folder(body.lora_name, str(folder), client=body.client)
             made = self._own.load(wanted, str(root), replaces=body.load_inplace)
         message = f"LoRA adapter {made.name!r} is loaded"
         told = {"lora_name": made.name, "content_hash": made.content_hash, "rank": made.rank}
@@ -168,7 +167,7 @@ class ServedModels:
             folder = folder_below(Path(root), name, "model", "--lora_root")
         except ValueError:
             raise self._unknown(name) from None
-        wanted = replace(ServedAdapter.of_folder(name, str(folder)), from_request=True)
+        wanted = ServedAdapter.of_folder(name, str(folder), from_request=True)
         if not self._may_use(wanted, request):
             raise self._unknown(name)
         async with self._loading:
@@ -177,7 +176,10 @@ class ServedModels:
             with bad_request(), engine_running():
                 lora = self._llm.args.lora_config
                 most = None if lora is None else lora.max_cpu_loras
-                return await run_in_threadpool(self._own.load, wanted, root, most=most)
+                made = await run_in_threadpool(self._own.load, wanted, root, most=most)
+        if not self._may_use(made, request):
+            raise self._unknown(name)
+        return made
 
     def _unknown(self, model: str) -> RequestRefused:
         more = "" if self._adapters is None else ", and GET /v1/models lists its adapters"
