@@ -55,11 +55,6 @@ class AdapterTables:
         layers = [*self._wrapped(), *(each.form for each in self._latents)]
         weight_table(model)  # each layer notes its places
         for path, module in model.named_modules():
-            if isinstance(module, LatentUp) and isinstance(module.adapters, LatentAdapters):
-                [slot] = dict(module.slots(path)).values()
-                (outputs, inputs), dim, start = slot.shape, slot.shard_dim, slot.start
-                part = Part((outputs, inputs), dim, start)
-                module.adapters.form.places[path] = slice(None), part
             if isinstance(module, Linear) and isinstance(
                 form := module.weight_format, AdaptedWeight
             ):
@@ -73,11 +68,14 @@ class AdapterTables:
         self._copies = [copy for each in self._latents for copy in each.reserve()]
 
     def _of_latents(self) -> Iterator[LatentAdapters]:
-        for module in self._model.modules():
+        for path, module in self._model.named_modules():
             if isinstance(module, LatentUp):
                 mla = self._model.config.mla
                 assert mla is not None
                 adapters = module.adapters = LatentAdapters(module, mla.nope_dim, self.rows)
+                [slot] = dict(module.slots(path)).values()
+                (outputs, inputs), dim, start = slot.shape, slot.shard_dim, slot.start
+                adapters.form.places[path] = slice(None), Part((outputs, inputs), dim, start)
                 yield adapters
 
     def _wrapped(self) -> Iterator[AdaptedWeight]:

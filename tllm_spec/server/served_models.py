@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -20,7 +19,7 @@ from tllm_spec.server.adapters import Adapters
 from tllm_spec.server.admission import bad_request, engine_running
 from tllm_spec.server.bodies import BodyModel
 from tllm_spec.server.guard import check_key, folder_below
-from tllm_spec.server.in_force import ServedAdapter
+from tllm_spec.server.in_force import ServedAdapter, ServedAdapters
 from tllm_spec.server.options import ServerOptions, has_key
 from tllm_spec.server.protocol import AdapterChoice
 from tllm_spec.server.refusals import RequestRefused
@@ -75,7 +74,8 @@ class ServedModels:
 
     async def models(self, request: Request) -> dict[str, Any]:
         """A list with the served model and the adapters that the client may use."""
-        adapters = [each.name for each in self._all() if self._may_use(each, request)]
+        served = self._served.values()
+        adapters = [each.name for each in served if self._may_use(each, request)]
         names = [self.name, *sorted(adapters)]
         return {"object": "list", "data": [self._card(name) for name in names]}
 
@@ -141,8 +141,9 @@ class ServedModels:
         assert self._adapters is not None  # the options for them need lora_config
         return self._adapters
 
-    def _all(self) -> Iterable[ServedAdapter]:
-        return () if self._adapters is None else self._adapters.served().values()
+    @property
+    def _served(self) -> ServedAdapters:
+        return {} if self._adapters is None else self._adapters.served()
 
     def _may_use(self, adapter: ServedAdapter, request: Request) -> bool:
         """The operator may use all of them."""
@@ -153,14 +154,14 @@ class ServedModels:
 
     def _found(self, model: str, request: Request) -> ServedAdapter | None:
         """Also by SGLang's name `model:adapter`."""
-        served = {} if self._adapters is None else self._adapters.served()
+        served = self._served
         found = served.get(model) or served.get(model.removeprefix(f"{self.name}:"))
         return found if found is not None and self._may_use(found, request) else None
 
     async def _loaded(self, name: str, request: Request) -> ServedAdapter:
         """An adapter that is not served yet, from the folder of its name below `--lora_root`."""
         root = self._options.lora_root
-        if root is None or not self._options.lora_auto_load or name in self._own.served():
+        if root is None or not self._options.lora_auto_load or name in self._served:
             raise self._unknown(name)
         try:
             self._check_name(name)
