@@ -69,6 +69,7 @@ class Site:
         (root / "outside").mkdir()
         (root / "outside" / "adapter_config.json").write_text("outside")
         (self.root / "link").symlink_to(root / "outside")
+        (self.root / "loop").symlink_to("loop")
         self.options: dict[str, Any] = {
             "api_key": KEYS,
             "lora_root": str(self.root),
@@ -161,6 +162,9 @@ def test_every_route_takes_the_name_in_each_form_that_clients_have(site: Site) -
         ("x", "/etc", "lora_path = '/etc' is not a folder below --lora_root"),
         ("x", "link", "lora_path = 'link' is not a folder below --lora_root"),
         ("x", "", "lora_path = '' is not a folder below --lora_root"),
+        ("x", "loop", "lora_path = 'loop' is not a folder below --lora_root"),
+        ("x", "a" * 5000, "... is not a folder below --lora_root"),
+        ("x", "\0", "lora_path = '\\x00' is not a folder below --lora_root"),
         ("x", BAD, "x: use_dora = True is refused, and outside of --lora_root"),
         ("../x", "a", "lora_name = '../x': 1 to 128 letters"),
         (MODEL, "a", "lora_name = 'fake' is the model's own name"),
@@ -212,7 +216,7 @@ def test_a_request_loads_the_folder_of_its_model_only_where_it_may(tmp_path: Pat
         assert [site.use("a").status_code, site.use("auto", "bob").status_code] == [200, 200]
         assert site.engine.loaded == {"a": "a", "auto": "auto"}
         assert site.names("bob") == [MODEL, "auto"]
-        for name in ("link", "..", "nothing", f"{MODEL}:nothing"):
+        for name in ("link", "loop", "..", "nothing", f"{MODEL}:nothing"):
             assert site.use(name).status_code == 404
         refused = site.use(BAD)
         assert refused.status_code == 400 and error_of(refused).startswith("bad: use_dora")
