@@ -286,6 +286,22 @@ def test_fronts_that_load_the_same_folder_for_requests_at_the_same_time_load_it_
         site.adapters.load(ServedAdapter.of_folder("a", wanted.folder), str(site.root))
 
 
+def test_a_request_does_not_get_an_adapter_that_has_just_become_another_clients(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site = Site(tmp_path)
+    load = site.adapters.load
+
+    def load_after_the_operator(wanted: ServedAdapter, root: str, **given: Any) -> ServedAdapter:
+        load(ServedAdapter.of_folder("a", wanted.folder, client="alice"), root)
+        return load(wanted, root, **given)
+
+    monkeypatch.setattr(site.adapters, "load", load_after_the_operator)
+    options = ServerOptions(**site.options | {"lora_auto_load": True})
+    with hosted(site.llm, options, site.adapters) as site.url:
+        assert [site.use("a", name).status_code for name in ("bob", "alice")] == [404, 200]
+
+
 @pytest.mark.parametrize(
     ("flags", "why"),
     [
