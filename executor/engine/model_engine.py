@@ -76,7 +76,8 @@ class ModelEngine:
 
         wanted: returns these rows `[R]` only, `[R, H]`; the others skip most of the last layer."""
         rows = self.attention.plan(contexts, windows)
-        self.write_adapters(contexts, windows)
+        if self.is_adapted:
+            self.write_adapters(contexts, windows)
         return self.run(rows.token_ids, rows.positions, rows.groups, wanted, rows.recurrent)
 
     def run(
@@ -106,9 +107,9 @@ class ModelEngine:
             self.adapters.use(are_used)
 
     def write_adapters(self, contexts: list[ContextChunk], windows: Windows | None) -> None:
-        """Says which adapter each row of the next forward has, if any has one."""
-        if self.adapters is not None and self.is_adapted:
-            self.adapters.write_rows(*slot_rows(contexts, windows))
+        """Says which adapter each row of the next forward has."""
+        assert self.adapters is not None
+        self.adapters.write_rows(*slot_rows(contexts, windows))
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """`[R, H]` -> `[R, V]` in the model's dtype, or this rank's columns."""

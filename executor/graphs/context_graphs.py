@@ -107,7 +107,8 @@ class ContextGraphs:
         to_device(numbers, builder.device, self._inputs[: len(numbers)])
         lens, kv_lens = [len(chunk.tokens) for chunk in chunks], [chunk.end for chunk in chunks]
         self._plans.update(lens, kv_lens, self._pages[size][: len(pages)])
-        self._engine.write_adapters(chunks, None)
+        if self._engine.is_adapted:
+            self._engine.write_adapters(chunks, None)
 
     def _forward(self, size: int) -> torch.Tensor:
         token_ids, positions, kv_slots = self._rows[size].unbind(0)
