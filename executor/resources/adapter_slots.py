@@ -7,6 +7,7 @@ others the least recently used one is given to an adapter that needs one."""
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from array import array
 from collections import OrderedDict
@@ -100,7 +101,8 @@ class AdapterSlots(ResourceManager):
         assert most is not None
         draft = read_adapter(own, most, within, "max_draft_lora_rank")
         self.draft_tables.check(draft)
-        return adapter.with_draft(draft)
+        both = f"{adapter.content_hash}+{draft.content_hash}"
+        return dataclasses.replace(adapter, content_hash=both, draft=draft)
 
     def load_together(
         self, name: str, folder: str, root: str | None = None, **options: bool

@@ -7,7 +7,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +59,7 @@ class Adapter:
     """On the host."""
 
     content_hash: str
-    """SHA-256 of what acts: the modules' names, scales and matrices."""
+    """SHA-256 of what acts: the modules' names, scales and matrices; "+" and that of the draft."""
     rank: int
     """The largest."""
     pairs: Mapping[str, LowRank]
@@ -67,11 +67,6 @@ class Adapter:
     that has them, `model.layers.0.mlp.experts.gate_up_proj`."""
     draft: "Adapter | None" = None
     """That of the draft head; None: its requests have drafts of the head as it is."""
-
-    def with_draft(self, draft: "Adapter") -> "Adapter":
-        """Its identity names both."""
-        both = f"{self.content_hash}+{draft.content_hash}"
-        return replace(self, content_hash=both, draft=draft)
 
 
 def read_adapter(

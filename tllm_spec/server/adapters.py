@@ -49,7 +49,8 @@ class Adapters:
                 )
             engines = self._running()
             try:
-                told = in_all(engines, partial(_stage, wanted, root))
+                given = "stage_adapter", wanted.name, wanted.folder, root
+                told = in_all(engines, lambda engine: engine.swap_step(*given))
                 if not told or any(each != told[0] for each in told):
                     raise RuntimeError("the engines have not read the same adapter")
                 client = wanted.client or (old.client if old else None)
@@ -63,7 +64,8 @@ class Adapters:
             except (RuntimeError, ValueError, OSError) as error:
                 in_all(engines, partial(_keep_if_possible, served))
                 if isinstance(error, ValueError):  # a client sees names, no paths
-                    raise ValueError(_named(str(error), wanted, root)) from error
+                    named = str(error).replace(wanted.folder, wanted.name)
+                    raise ValueError(named.replace(root, "--lora_root")) from error
                 raise
         return made
 
@@ -101,14 +103,6 @@ class Adapters:
                 yield served or {}
         except OSError as error:
             raise RuntimeError(f"adapters are not changed: {error}") from error
-
-
-def _named(message: str, wanted: ServedAdapter, root: str) -> str:
-    return message.replace(wanted.folder, wanted.name).replace(root, "--lora_root")
-
-
-def _stage(wanted: ServedAdapter, root: str, engine: EngineClient) -> dict[str, Any]:
-    return engine.swap_step("stage_adapter", wanted.name, wanted.folder, root)
 
 
 def _keep(served: ServedAdapters, engine: EngineClient) -> dict[str, Any]:
