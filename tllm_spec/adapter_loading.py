@@ -118,13 +118,10 @@ class AdapterLoading:
             return self._worker.call(change)
 
     @contextmanager
-    def chosen(self, request: LoRARequest | None) -> Iterator[str | None]:
+    def chosen(self, request: LoRARequest) -> Iterator[str]:
         """The name of a request's adapter, which is loaded from the request's path at its first
         use. Until the block ends, which submits the request, it makes no room for others. Raises
         ValueError for what cannot be served, UnknownAdapter for a name that is not loaded."""
-        if request is None:
-            yield None
-            return
         if not isinstance(request, LoRARequest):
             raise ValueError(f"lora_request = {shown(request)}: a LoRARequest or None is needed")
         name, folder = request.lora_name, os.fspath(request.lora_path)

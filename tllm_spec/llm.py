@@ -9,6 +9,7 @@ import secrets
 import socket
 import weakref
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
 
 from tllm_spec.adapter_loading import AdapterLoading
@@ -210,7 +211,8 @@ class LLM:
         cannot serve, RuntimeError after shutdown or when the executor has died."""
         refuse_not_served(not_served, GENERATE_IGNORED)
         self._check_alive()
-        with mistakes_as_request_errors(), self._adapters.chosen(lora_request) as adapter:
+        chosen = nullcontext() if lora_request is None else self._adapters.chosen(lora_request)
+        with mistakes_as_request_errors(), chosen as adapter:
             options = RequestOptions(
                 streaming=streaming,
                 priority=priority,
