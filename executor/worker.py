@@ -49,12 +49,17 @@ class Worker:
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
+    @property
+    def is_current(self) -> bool:
+        """Whether this is the executor's thread, which cannot wait for itself."""
+        return threading.current_thread() is self._thread
+
     def call(self, function: Callable[[], Result]) -> Result:
         """Runs a function in the executor's thread between two rounds and returns its result.
 
         It may read all state; rounds wait for it. What it raises is raised here. Raises
         RuntimeError if the executor has ended, or ends before it runs the function."""
-        if threading.current_thread() is self._thread:
+        if self.is_current:
             raise RuntimeError(
                 "the executor's thread cannot wait for itself: this is called from inside a round"
             )

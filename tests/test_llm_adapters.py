@@ -2,7 +2,9 @@
 cache knows them apart."""
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import pytest
@@ -11,15 +13,18 @@ from tests.adapters.folders import merged
 from tests.adapters.tiny_adapters import ALPHA, LORA, NAMES, RANK, pairs_of, write_adapters
 from tests.executor.test_draft_weights import copy_of
 from tests.lossless.engines import tiny_engine
+from tests.server.http_answers import SECONDS
 from tllm_spec import LLM, LoraConfig, LoRARequest
+from tllm_spec.adapters.adapter_folder import Adapter
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.executor.resources.radix import block_hashes
 from tllm_spec.llmapi import LoRARequest as OfLlmapi
-from tllm_spec.lora_request import UnknownAdapter, salt_of
+from tllm_spec.lora_request import AdapterInfo, UnknownAdapter, salt_of
 from tllm_spec.outputs import RequestOutput
 from tllm_spec.recording.replay import replay
 from tllm_spec.recording.traffic_folder import read_records
 from tllm_spec.request_errors import RequestError
+from tllm_spec.request_handle import RequestHandle
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]
 PARAMS: dict[str, Any] = {"max_tokens": 12, "ignore_eos": True}
@@ -58,6 +63,56 @@ def test_each_prompt_of_a_list_has_its_own_adapter_or_none(llm: LLM, adapters: P
     assert [each.outputs[0].token_ids for each in both] == [alone[2]] * 2
     streamed = llm.generate_async(PROMPT, PARAMS, streaming=True, lora_request=LoRARequest("a"))
     assert list(streamed)[-1].outputs[0].token_ids == alone[1]
+
+
+def test_threads_that_use_a_folder_first_at_the_same_time_load_it_once_each(
+    llm: LLM, adapters: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slots, both_read = llm._executor.parts.adapters, Barrier(2)
+    assert slots is not None
+    read = slots.read
+
+    def read_with_another(folder: str, root: str | None = None) -> Adapter:
+        both_read.wait(SECONDS)
+        return read(folder, root)
+
+    monkeypatch.setattr(slots, "read", read_with_another)
+    request = LoRARequest("shared", 1, adapters / "a")
+    with ThreadPoolExecutor(2) as threads:
+        found = list(threads.map(lambda _: text(llm, request), range(2)))
+    assert found == [text(llm, LoRARequest("a", 1, adapters / "a"))] * 2
+    llm.unload_adapter("shared")
+
+
+def test_an_adapter_that_made_room_before_its_request_was_submitted_is_loaded_again(
+    tiny: Path, adapters: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = (LoRARequest(name, 1, adapters / name) for name in ("a", "b"))
+    with make_llm(tiny, lora_config={**LORA, "max_loras": 1, "max_cpu_loras": 1}) as llm:
+        alone, loading = text(llm, first), llm._adapters
+        llm.unload_adapter("a")
+        load = loading.load
+
+        def load_then_others(name: str, folder: str, **options: bool) -> AdapterInfo:
+            info = load(name, folder, **options)
+            if not others:
+                others.append(text(llm, second))
+            return info
+
+        others: list[list[int]] = []
+        monkeypatch.setattr(loading, "load", load_then_others)
+        assert text(llm, first) == alone != others[0]
+        submit = llm.submit
+
+        def submit_alone(*given: Any) -> RequestHandle:
+            with ThreadPoolExecutor(1) as threads:
+                can_change = threads.submit(loading._changing.acquire, blocking=False).result()
+            assert not can_change, "none makes room for others while its request is submitted"
+            return submit(*given)
+
+        monkeypatch.setattr(llm, "submit", submit_alone)
+        assert text(llm, first) == alone
+        llm.check_integrity()
 
 
 def test_what_is_no_adapter_is_refused_by_a_sentence(llm: LLM, adapters: Path) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
+from threading import RLock
 from typing import Any, TypeVar
 
 from tllm_spec.adapters.adapter_folder import Adapter
@@ -15,6 +17,7 @@ from tllm_spec.executor.worker import Worker
 from tllm_spec.lora_request import AdapterInfo, LoRARequest, UnknownAdapter
 
 Result = TypeVar("Result")
+Staged = tuple[Adapter, str, str | None]  # with its folder and root
 
 NOT_SERVED = "this engine serves no LoRA adapters; lora_config = {} serves them"
 
@@ -29,13 +32,13 @@ def check_unchanged(info: AdapterInfo, content_hash: str) -> None:
 
 
 class AdapterLoading:
-    """Adapters of one engine, from any thread but the executor's. `load` is `stage` and `commit`:
-    several engines stage in all of them, then commit in all or in none."""
+    """Adapters of one engine, from any thread but the executor's. Several engines `stage` in all
+    of them, then `keep` in all, or in none if any fails."""
 
     def __init__(self, executor: PyExecutor, worker: Worker) -> None:
         self._executor, self._worker = executor, worker
-        # By name, with folder and root; not committed.
-        self._staged: dict[str, tuple[Adapter, str, str | None]] = {}
+        self._changing = RLock()
+        self._staged: dict[str, Staged] = {}  # by name; not committed
 
     @property
     def infos(self) -> tuple[AdapterInfo, ...]:
@@ -48,8 +51,9 @@ class AdapterLoading:
     ) -> AdapterInfo:
         """As `LLM.load_adapter`. from_request: it may make room for others when it is not in
         use."""
-        self.stage(name, folder)
-        return self.commit(name, replace=replace, from_request=from_request)
+        check_adapter_name(name)
+        own = self._slots().read(folder), folder, None
+        return self._commit(name, own, replace=replace, from_request=from_request)
 
     def stage(self, name: str, folder: str, root: str | None = None) -> AdapterInfo:
         """Reads and checks an adapter while rounds run. Nothing else changes. root: the folder that
@@ -60,10 +64,10 @@ class AdapterLoading:
         self._staged[name] = adapter, folder, root
         return info_of(name, folder, adapter)
 
-    def commit(self, name: str, **options: bool) -> AdapterInfo:
-        """Serves what is staged under the name. options: those of `AdapterSlots.add`. Raises
-        ValueError as it does."""
-        slots, (adapter, folder, root) = self._slots(), self._staged.pop(name)
+    def _commit(self, name: str, staged: Staged, **options: bool) -> AdapterInfo:
+        """Serves what is staged. options: those of `AdapterSlots.add`. Raises ValueError as it
+        does."""
+        slots, (adapter, folder, root) = self._slots(), staged
         if not self._executor.parts.ranks[1:]:
             return self._call(partial(slots.add, name, folder, adapter, **options))
 
@@ -84,16 +88,13 @@ class AdapterLoading:
         try:
             for name, folder, content_hash in served:
                 if has.get(name) != content_hash:
-                    self._stage_again(name, folder, content_hash)
-                    self.commit(name, replace=True)
+                    staged = self._staged.get(name)
+                    if staged is None or staged[0].content_hash != content_hash:
+                        check_unchanged(self.stage(name, folder), content_hash)
+                    self._commit(name, self._staged[name], replace=True)
         finally:
             self._staged.clear()
         return {}
-
-    def _stage_again(self, name: str, folder: str, content_hash: str) -> None:
-        staged = self._staged.get(name)
-        if staged is None or staged[0].content_hash != content_hash:
-            check_unchanged(self.stage(name, folder), content_hash)
 
     def idle(self) -> dict[str, Any]:
         """As `AdapterSlots.idle`, under `names`."""
@@ -112,29 +113,32 @@ class AdapterLoading:
     def _call(self, change: Callable[[], Result]) -> Result:
         """Between two rounds, once requests that were submitted before have begun: they keep what
         was served then."""
-        self._worker.call(lambda: None)
-        return self._worker.call(change)
+        with self._changing:
+            self._worker.call(lambda: None)
+            return self._worker.call(change)
 
-    def name_of(self, request: LoRARequest | None) -> str | None:
+    @contextmanager
+    def chosen(self, request: LoRARequest) -> Iterator[str]:
         """The name of a request's adapter, which is loaded from the request's path at its first
-        use. Raises ValueError for what cannot be served, UnknownAdapter for a name that is not
-        loaded."""
-        if request is None:
-            return None
+        use. Until the block ends, which submits the request, it makes no room for others. Raises
+        ValueError for what cannot be served, UnknownAdapter for a name that is not loaded."""
         if not isinstance(request, LoRARequest):
             raise ValueError(f"lora_request = {shown(request)}: a LoRARequest or None is needed")
         name, folder = request.lora_name, os.fspath(request.lora_path)
-        info = self._slots().infos.get(name)
-        if info is None and not folder:
-            raise UnknownAdapter(name)
-        if info is None:
+        slots = self._slots()
+        if folder and name not in slots.infos:
             self.load(name, folder, from_request=True)
-        elif folder and os.path.realpath(folder) != os.path.realpath(info.folder):
-            raise ValueError(
-                f"lora_path = {folder!r}: {name!r} is loaded from {info.folder}; leave the path "
-                "out, or replace the adapter by load_adapter"
-            )
-        return name
+        with nullcontext() if self._worker.is_current else self._changing:
+            if folder and name not in slots.infos:  # another one has taken its place
+                self.load(name, folder, from_request=True)
+            if (info := slots.infos.get(name)) is None:
+                raise UnknownAdapter(name)
+            if folder and os.path.realpath(folder) != os.path.realpath(info.folder):
+                raise ValueError(
+                    f"lora_path = {folder!r}: {name!r} is loaded from {info.folder}; leave the "
+                    "path out, or replace the adapter by load_adapter"
+                )
+            yield name
 
     def _slots(self) -> AdapterSlots:
         if (slots := self._executor.parts.adapters) is None:

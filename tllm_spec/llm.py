@@ -9,6 +9,7 @@ import secrets
 import socket
 import weakref
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
 
 from tllm_spec.adapter_loading import AdapterLoading
@@ -210,16 +211,17 @@ class LLM:
         cannot serve, RuntimeError after shutdown or when the executor has died."""
         refuse_not_served(not_served, GENERATE_IGNORED)
         self._check_alive()
-        with mistakes_as_request_errors():
+        chosen = nullcontext() if lora_request is None else self._adapters.chosen(lora_request)
+        with mistakes_as_request_errors(), chosen as adapter:
             options = RequestOptions(
                 streaming=streaming,
                 priority=priority,
                 cache_salt=cache_salt,
                 client=client,
                 store=store,
-                adapter=None if lora_request is None else self._adapters.name_of(lora_request),
+                adapter=adapter,
             )
-        return self.submit(inputs, sampling_params, options)
+            return self.submit(inputs, sampling_params, options)
 
     def submit(self, inputs: Prompt, params: Params, options: RequestOptions) -> RequestHandle:
         """As `generate_async`, which makes `options`."""

@@ -198,7 +198,7 @@ def _adapter_slots(
     num_slots = plan.slots.dummy_slot + 1
     adapters = AdapterSlots(tables, config, num_slots, plan.device, plan.communicator, of_draft)
     for name, folder in config.lora_dir.items():
-        adapters.add(name, folder, adapters.read_together(folder), replace=False)
+        adapters.load_together(name, folder)
     return adapters
 
 

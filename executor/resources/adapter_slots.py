@@ -7,6 +7,7 @@ others the least recently used one is given to an adapter that needs one."""
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from array import array
 from collections import OrderedDict
@@ -44,10 +45,6 @@ class HostedAdapter:
     from_request: bool
     num_requests: int = 0  # that wait or run
     running: set[int] = field(default_factory=set)
-
-    @property
-    def num_waiting(self) -> int:
-        return self.num_requests - len(self.running)
 
 
 def info_of(name: str, folder: str, adapter: Adapter) -> AdapterInfo:
@@ -104,11 +101,14 @@ class AdapterSlots(ResourceManager):
         assert most is not None
         draft = read_adapter(own, most, within, "max_draft_lora_rank")
         self.draft_tables.check(draft)
-        return adapter.with_draft(draft)
+        both = f"{adapter.content_hash}+{draft.content_hash}"
+        return dataclasses.replace(adapter, content_hash=both, draft=draft)
 
-    def read_together(self, folder: str, root: str | None = None) -> Adapter:
-        """Reads on all ranks between the same two rounds. Raises ValueError on every rank if one of
-        them does, or their files differ."""
+    def load_together(
+        self, name: str, folder: str, root: str | None = None, **options: bool
+    ) -> AdapterInfo:
+        """Reads and adds on all ranks, between the same two rounds, or on none. Raises ValueError
+        on every rank if one of them does, or their files differ."""
         adapter, said, problem = None, "", ""
         try:
             adapter = self.read(folder, root)
@@ -121,13 +121,7 @@ class AdapterSlots(ResourceManager):
                 raise ValueError(problem)
         if adapter is None or any(said != adapter.content_hash for said, _ in found):
             raise ValueError(f"{folder} does not have the same adapter on all hosts of the engine")
-        return adapter
-
-    def load_together(
-        self, name: str, folder: str, root: str | None, **options: bool
-    ) -> AdapterInfo:
-        """As `add`, on all ranks or on none."""
-        return self.add(name, folder, self.read_together(folder, root), **options)
+        return self.add(name, folder, adapter, **options)
 
     def add(
         self,
@@ -343,7 +337,11 @@ class AdapterSlots(ResourceManager):
         with requests that run, and that wait."""
         hosted = self._hosted.items()
         running = {name_of_version(version) for version, each in hosted if each.running}
-        waiting = {name_of_version(version) for version, each in hosted if each.num_waiting}
+        waiting = {
+            name_of_version(version)
+            for version, each in hosted
+            if each.num_requests > len(each.running)
+        }
         loaded = {name: asdict(info) for name, info in self.infos.items()}
         own = {"max": len(self._loaded), "loaded": loaded, "on_device": list(self._slots)}
         return own | {"running": sorted(running), "waiting": sorted(waiting)}

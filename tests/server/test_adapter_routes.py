@@ -13,8 +13,11 @@ from tests.server.fake_llm import MODEL, FakeLLM
 from tests.server.hosted import hosted
 from tests.server.http_answers import CHAT, SECONDS
 from tllm_spec.cli.serve import main
+from tllm_spec.lora_request import UnknownAdapter
+from tllm_spec.request_handle import RequestHandle
+from tllm_spec.sampling_params import DEFAULT_OPTIONS
 from tllm_spec.server.adapters import Adapters
-from tllm_spec.server.in_force import InForce, adapters_in_force
+from tllm_spec.server.in_force import InForce, ServedAdapter, adapters_in_force
 from tllm_spec.server.options import ServerOptions
 
 KEYS = {"operator": "o" * 20, "alice": "a" * 20, "bob": "b" * 20}
@@ -66,6 +69,7 @@ class Site:
         (root / "outside").mkdir()
         (root / "outside" / "adapter_config.json").write_text("outside")
         (self.root / "link").symlink_to(root / "outside")
+        (self.root / "loop").symlink_to("loop")
         self.options: dict[str, Any] = {
             "api_key": KEYS,
             "lora_root": str(self.root),
@@ -158,6 +162,9 @@ def test_every_route_takes_the_name_in_each_form_that_clients_have(site: Site) -
         ("x", "/etc", "lora_path = '/etc' is not a folder below --lora_root"),
         ("x", "link", "lora_path = 'link' is not a folder below --lora_root"),
         ("x", "", "lora_path = '' is not a folder below --lora_root"),
+        ("x", "loop", "lora_path = 'loop' is not a folder below --lora_root"),
+        ("x", "a" * 5000, "... is not a folder below --lora_root"),
+        ("x", "\0", "lora_path = '\\x00' is not a folder below --lora_root"),
         ("x", BAD, "x: use_dora = True is refused, and outside of --lora_root"),
         ("../x", "a", "lora_name = '../x': 1 to 128 letters"),
         (MODEL, "a", "lora_name = 'fake' is the model's own name"),
@@ -209,14 +216,24 @@ def test_a_request_loads_the_folder_of_its_model_only_where_it_may(tmp_path: Pat
         assert [site.use("a").status_code, site.use("auto", "bob").status_code] == [200, 200]
         assert site.engine.loaded == {"a": "a", "auto": "auto"}
         assert site.names("bob") == [MODEL, "auto"]
-        for name in ("link", "..", "nothing", f"{MODEL}:nothing"):
+        for name in ("link", "loop", "..", "nothing", f"{MODEL}:nothing"):
             assert site.use(name).status_code == 404
         refused = site.use(BAD)
         assert refused.status_code == 400 and error_of(refused).startswith("bad: use_dora")
 
 
-def test_adapters_that_requests_have_loaded_make_room_for_others(tmp_path: Path) -> None:
+def test_adapters_that_requests_have_loaded_make_room_for_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     site = Site(tmp_path)
+    keep = site.engine.keep
+
+    def keep_what_is_served(served: Sequence[tuple[str, str, str]]) -> dict[str, Any]:
+        names = {name for name, _, _ in served}
+        assert site.adapters.served().keys() <= names, "a front would choose one that has left"
+        return keep(served)
+
+    monkeypatch.setattr(site.engine, "keep", keep_what_is_served)
     site.llm = FakeLLM(lora_config={"max_loras": 2, "max_cpu_loras": 3})
     site.write("busy", "busy")
     options = site.options | {"lora_auto_load": True}
@@ -226,6 +243,63 @@ def test_adapters_that_requests_have_loaded_make_room_for_others(tmp_path: Path)
             assert site.use(name).status_code == 200
         assert [*site.engine.loaded] == ["kept", "busy", "a"]
         assert site.use(BAD).status_code == 400 and [*site.engine.loaded] == ["kept", "busy", "a"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_adapter_that_made_room_before_its_request_reached_the_engine_is_loaded_again(
+    stream: bool, tmp_path: Path
+) -> None:
+    site = Site(tmp_path)
+    site.llm = FakeLLM(lora_config={"max_loras": 1, "max_cpu_loras": 1})
+    submit, others = site.llm.submit, ["b"]
+
+    def submit_late(inputs: Any, params: Any, options: Any = DEFAULT_OPTIONS) -> RequestHandle:
+        if options.adapter == "a" and others:
+            other = ServedAdapter.of_folder("b", str(site.root / others.pop()), from_request=True)
+            site.adapters.load(other, str(site.root), most=1)
+        if options.adapter in {None, *site.engine.loaded}:
+            return submit(inputs, params, options)
+        handle = RequestHandle(0, inputs, [1], params, None, lambda: None)
+        handle.fail(str(UnknownAdapter(options.adapter)))
+        return handle
+
+    site.llm.submit = submit_late  # type: ignore[method-assign]  # as a slow front would
+    options = ServerOptions(**site.options | {"lora_auto_load": True})
+    with hosted(site.llm, options, site.adapters) as site.url:
+        answer = site.use("a", prompt=["a", "b"], stream=stream)
+        assert answer.status_code == 200 and "error" not in answer.text
+        assert not others and [*site.engine.loaded] == ["a"]
+        assert answer.text.replace(" ", "").count('"finish_reason":"length"') == 2
+    site.options["lora_auto_load"] = False
+    with hosted(site.llm, ServerOptions(**site.options), site.adapters) as site.url:
+        others.append("b")
+        assert "no adapter with this name is loaded" in site.use("a", stream=stream).text
+
+
+def test_fronts_that_load_the_same_folder_for_requests_at_the_same_time_load_it_once(
+    site: Site,
+) -> None:
+    wanted = ServedAdapter.of_folder("a", str(site.root / "a"), from_request=True)
+    made = site.adapters.load(wanted, str(site.root))
+    assert site.adapters.load(wanted, str(site.root)) == made
+    with pytest.raises(ValueError, match="lora_name = 'a' is in use"):
+        site.adapters.load(ServedAdapter.of_folder("a", wanted.folder), str(site.root))
+
+
+def test_a_request_does_not_get_an_adapter_that_has_just_become_another_clients(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site = Site(tmp_path)
+    load = site.adapters.load
+
+    def load_after_the_operator(wanted: ServedAdapter, root: str, **given: Any) -> ServedAdapter:
+        load(ServedAdapter.of_folder("a", wanted.folder, client="alice"), root)
+        return load(wanted, root, **given)
+
+    monkeypatch.setattr(site.adapters, "load", load_after_the_operator)
+    options = ServerOptions(**site.options | {"lora_auto_load": True})
+    with hosted(site.llm, options, site.adapters) as site.url:
+        assert [site.use("a", name).status_code for name in ("bob", "alice")] == [404, 200]
 
 
 @pytest.mark.parametrize(

@@ -181,7 +181,7 @@ def test_no_engine_loads_what_one_of_them_refuses(
     assert fleet.served() == [{"x": "a"}] * 2
     assert not any(engine.process.adapters._staged for engine in fleet.engines)
     monkeypatch.undo()
-    monkeypatch.setattr(loading, "commit", refuse)
+    monkeypatch.setattr(loading, "_commit", refuse)
     with pytest.raises(ValueError, match="does not fit"):
         fleet.change(lambda adapters: fleet.load(adapters, "x", "b"))
     monkeypatch.undo()

@@ -55,11 +55,6 @@ class AdapterTables:
         layers = [*self._wrapped(), *(each.form for each in self._latents)]
         weight_table(model)  # each layer notes its places
         for path, module in model.named_modules():
-            if isinstance(module, LatentUp) and isinstance(module.adapters, LatentAdapters):
-                [slot] = dict(module.slots(path)).values()
-                (outputs, inputs), dim, start = slot.shape, slot.shard_dim, slot.start
-                part = Part((outputs, inputs), dim, start)
-                module.adapters.form.places[path] = slice(None), part
             if isinstance(module, Linear) and isinstance(
                 form := module.weight_format, AdaptedWeight
             ):
@@ -69,15 +64,18 @@ class AdapterTables:
         self._pair_slots = dict(
             each for layer in layers for each in layer.reserve(self._takes, *own)
         )
-        self._layers = [layer for layer in layers if layer.weights is not None]
+        self._layers = [layer for layer in layers if layer.is_reserved]
         self._copies = [copy for each in self._latents for copy in each.reserve()]
 
     def _of_latents(self) -> Iterator[LatentAdapters]:
-        for module in self._model.modules():
+        for path, module in self._model.named_modules():
             if isinstance(module, LatentUp):
                 mla = self._model.config.mla
                 assert mla is not None
                 adapters = module.adapters = LatentAdapters(module, mla.nope_dim, self.rows)
+                [slot] = dict(module.slots(path)).values()
+                (outputs, inputs), dim, start = slot.shape, slot.shard_dim, slot.start
+                adapters.form.places[path] = slice(None), Part((outputs, inputs), dim, start)
                 yield adapters
 
     def _wrapped(self) -> Iterator[AdaptedWeight]:
@@ -101,22 +99,20 @@ class AdapterTables:
     @property
     def num_bytes(self) -> int:
         """What is reserved."""
-        own = [t for each in self._of_layers() for t in (each.a, each.b, each.ranks)]
+        layers = [layer.weights for layer in self._layers]
+        own = [t for each in layers for t in (each.a, each.b, each.ranks)]
         return sum(each.nbytes for each in (*own, *self._copies))
 
     @property
     def weights(self) -> list[AdapterWeights]:
         """All of them. Some share their tensors."""
-        return self._of_layers() + [copy for each in self._latents for copy in each.copies]
-
-    def _of_layers(self) -> list[AdapterWeights]:
-        return [layer.weights for layer in self._layers if layer.weights is not None]
+        copies = [copy for each in self._latents for copy in each.copies]
+        return [*(layer.weights for layer in self._layers), *copies]
 
     def sum_bytes(self, num_rows: int) -> int:
         """What the adapters of one layer allocate at most in a forward of so many rows."""
         moe, found = self._model.config.moe, [0]
         for layer in self._layers:
-            assert layer.weights is not None
             _, ranks, inputs = layer.weights.a.shape
             rows = num_rows if moe is None or len(layer.experts) == 1 else num_rows * moe.top_k
             found.append(-(-inputs // CHUNK) * rows * ranks * torch.float32.itemsize)
@@ -191,10 +187,7 @@ class AdapterTables:
 
     def load(self, slot: int, adapter: Adapter) -> None:
         """Copies a checked adapter into the slot. Called while no forward uses the slot."""
-        ranks = {}
-        for layer in self._layers:
-            assert layer.weights is not None
-            ranks[layer] = torch.zeros(len(layer.experts), layer.weights.ranks.shape[1])
+        ranks = {layer: torch.zeros_like(layer.ranks(slot), device="cpu") for layer in self._layers}
         for name, pair in self._single(adapter):
             pair_slot = self._pair_slots[name]
             if pair_slot.outputs is not None:

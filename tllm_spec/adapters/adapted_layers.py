@@ -86,7 +86,7 @@ class PairSlot:
     def load(self, slot: int, pair: LowRank) -> None:
         """Copies this rank's part of the matrices into the slot."""
         weights, part, rank = self.layer.weights, self.part, len(pair.a)
-        assert weights is not None and self.outputs is not None
+        assert self.outputs is not None
         place, first = slot * len(self.layer.experts) + self.expert, self.index * weights.step
         by_inputs = part.shard_dim == 1
         a, b = weights.a[place, first : first + weights.step], weights.b[place, self.outputs]
@@ -101,12 +101,14 @@ class AdaptedWeight(WeightFormat):
     """The weight `base`, to whose output the rows' adapters add. While no row has one, it does what
     the base does. shape: outputs and inputs of this rank's layer."""
 
+    weights: AdapterWeights
+    """Once the layer `is_reserved`: a module of it takes adapters."""
+    is_reserved = False
+
     def __init__(self, base: WeightFormat, rows: AdapterRows, shape: tuple[int, int]) -> None:
         self._base, self.rows, self._shape = base, rows, shape
         self.weight, self.scales, self.bias = base.weight, base.scales, base.bias
         self.group = base.group
-        self.weights: AdapterWeights | None = None
-        """None: the layer takes no adapters."""
         self.experts = range(1)
         """Those of a rank's experts that take adapters; one for other layers."""
         self.places: dict[str, tuple[Rows | None, Part]] = {}
@@ -122,7 +124,7 @@ class AdaptedWeight(WeightFormat):
 
     @property
     def acts(self) -> bool:
-        return self.rows.is_active and self.weights is not None
+        return self.rows.is_active and self.is_reserved
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         return self._base.parameters()
@@ -167,9 +169,8 @@ class AdaptedWeight(WeightFormat):
 
     def _fuses(self, x: torch.Tensor) -> bool:
         """Whether the base's GEMM can expand."""
-        base, weights = self._base, self.weights
-        few = isinstance(base, FewRowsFormat) and base.fuses_adapters(x)
-        return few and weights is not None and takes(weights)
+        base = self._base
+        return isinstance(base, FewRowsFormat) and base.fuses_adapters(x) and takes(self.weights)
 
     def _few_rows(
         self, x: torch.Tensor, norm: RMSNorm | None = None, **options: Any
@@ -190,7 +191,6 @@ class AdaptedWeight(WeightFormat):
     def _shrunk(
         self, x: torch.Tensor, norm: RMSNorm | None = None, *, keeps_norm: bool = True
     ) -> Shrunk:
-        assert self.weights is not None
         base, rows = self._base, self.rows.of(len(x))
         one_by_one, kernel_norm = isinstance(base, FewRowsFormat) and not base.is_invariant, None
         if norm is not None and one_by_one and norm.scaled_weight is None:
@@ -210,7 +210,6 @@ class AdaptedWeight(WeightFormat):
 
     def ranks(self, slot: int) -> torch.Tensor:
         """`[E, P]` int32."""
-        assert self.weights is not None
         number = len(self.experts)
         return self.weights.ranks[slot * number : (slot + 1) * number]
 
@@ -228,6 +227,7 @@ class AdaptedWeight(WeightFormat):
             sizes = tuple(end - first for first, end in pairwise((*firsts, features)))
             number = num_slots * len(self.experts)
             on: dict[str, Any] = {"dtype": model.dtype, "device": model.device}
+            self.is_reserved = True
             self.weights = AdapterWeights(
                 torch.zeros(number, len(sizes) * step, inputs, **on),
                 torch.zeros(number, features, step, **on),
@@ -285,7 +285,6 @@ class AdaptedStack(StackedWeight):
 
     def _add(self, total: torch.Tensor, x: torch.Tensor, rows: ExpertRows) -> None:
         """For `[P, N]` and `[P, K]` in the order of the assignments."""
-        assert self.form.weights is not None
         number = len(self.form.experts)
         experts = rows.experts - (rows.first + self.form.experts.start)
         slots = self.form.rows.of(len(experts)).experts
@@ -309,9 +308,9 @@ class LatentAdapters:
 
     def reserve(self) -> Iterator[torch.Tensor]:
         """Called when the form has its tensors, of which queries need copies. Yields these."""
-        if (own := self.form.weights) is None:
+        if not self.form.is_reserved:
             return
-        heads, nope, width = self._shape
+        own, (heads, nope, width) = self.form.weights, self._shape
         number, step, rank = own.a.shape
         self._a = own.b.new_zeros(number * heads, step, nope)
         self._b = own.b.new_zeros(number, rank, step)
@@ -325,15 +324,14 @@ class LatentAdapters:
 
     def loaded(self, slot: int) -> None:
         """Called when the form's tensors have another adapter in the slot."""
-        if (own := self.form.weights) is not None:
-            heads, nope, _ = self._shape
+        if self.form.is_reserved:
+            own, (heads, nope, _) = self.form.weights, self._shape
             by_head = own.b[slot].view(heads, -1, own.step)[:, :nope]
             self._a.view(-1, heads, own.step, nope)[slot] = by_head.mT
             self._b[slot] = own.a[slot].mT
 
     def expanded(self, latents: torch.Tensor, part: ExpandedPart, total: torch.Tensor) -> None:
         if self.form.acts:
-            assert self.form.weights is not None
             weights, slots = self.form.weights, self.form.rows.slots[part.owners]
             add_adapters(latents, weights, sorted_by_slot(slots, len(weights.a)), total)
 

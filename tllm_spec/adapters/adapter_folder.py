@@ -7,7 +7,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +59,7 @@ class Adapter:
     """On the host."""
 
     content_hash: str
-    """SHA-256 of what acts: the modules' names, scales and matrices."""
+    """SHA-256 of what acts: the modules' names, scales and matrices; "+" and that of the draft."""
     rank: int
     """The largest."""
     pairs: Mapping[str, LowRank]
@@ -67,11 +67,6 @@ class Adapter:
     that has them, `model.layers.0.mlp.experts.gate_up_proj`."""
     draft: "Adapter | None" = None
     """That of the draft head; None: its requests have drafts of the head as it is."""
-
-    def with_draft(self, draft: "Adapter") -> "Adapter":
-        """Its identity names both."""
-        both = f"{self.content_hash}+{draft.content_hash}"
-        return replace(self, content_hash=both, draft=draft)
 
 
 def read_adapter(
@@ -88,7 +83,7 @@ def read_adapter(
         raise ValueError(f"{files[0]}: {'; '.join(reasons)}.")
     with opened(files[1]) as checkpoint:
         names = list(checkpoint.keys())
-        rules = _Rules(config, max_rank, checkpoint)
+        rules = _Rules(config, checkpoint)
         reasons = [] if len(names) <= MAX_TENSORS else [f"{len(names)} tensors are too many"]
         modules = rules.modules(names, reasons)
         pairs, digest = {}, hashlib.sha256()
@@ -169,8 +164,8 @@ def _bad_patterns(config: Mapping[str, Any]) -> Iterator[str]:
 class _Rules:
     """What a checked configuration says of the tensors of an open file."""
 
-    def __init__(self, config: Mapping[str, Any], max_rank: int, checkpoint: Any) -> None:
-        self._config, self._max_rank, self._checkpoint = config, max_rank, checkpoint
+    def __init__(self, config: Mapping[str, Any], checkpoint: Any) -> None:
+        self._config, self._checkpoint = config, checkpoint
 
     def modules(self, names: list[str], reasons: list[str]) -> dict[str, dict[str, str]]:
         """The tensors A and B of each module, by its name without the prefix."""
@@ -227,12 +222,9 @@ class _Rules:
         if not is_parameter and not self._is_target(module):
             reasons.append(f"{module} is named by neither target_modules nor target_parameters")
         slices = [self._checkpoint.get_slice(tensors[side]) for side in "AB"]
-        (a_shape, b_shape), types = (
-            [each.get_shape() for each in slices],
-            [each.get_dtype() for each in slices],
-        )
-        reason = self._misfit(a_shape, b_shape, types, rank, is_parameter)
-        if reason:
+        a_shape, b_shape = (each.get_shape() for each in slices)
+        types = [each.get_dtype() for each in slices]
+        if reason := self._misfit(a_shape, b_shape, types, rank, is_parameter):
             reasons.append(f"{module} has {reason}")
             return LowRank(torch.zeros(1, 1), torch.zeros(1, 1))
         a, b = (self._checkpoint.get_tensor(tensors[side]) for side in "AB")

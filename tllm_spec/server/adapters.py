@@ -38,28 +38,34 @@ class Adapters:
         a loaded one, whose client it keeps unless it names another. most: where so many are loaded,
         one that a request has loaded and that is not in use makes room; None: none does. Raises
         ValueError for a name in use and for a folder that does not fit, RuntimeError if an engine
-        does not answer. Then nothing has changed."""
+        does not answer. Then nothing has changed, but one may have made room."""
         with self._held() as served:
             old = served.get(wanted.name)
+            if old is not None and wanted.from_request:
+                return old  # another front has been faster
             if old is not None and not replaces:
                 raise ValueError(
                     f"lora_name = {wanted.name!r} is in use; load_inplace = true replaces it"
                 )
             engines = self._running()
             try:
-                told = in_all(engines, partial(_stage, wanted, root))
+                given = "stage_adapter", wanted.name, wanted.folder, root
+                told = in_all(engines, lambda engine: engine.swap_step(*given))
                 if not told or any(each != told[0] for each in told):
                     raise RuntimeError("the engines have not read the same adapter")
                 client = wanted.client or (old.client if old else None)
                 own = {name: told[0][name] for name in ("content_hash", "rank")}
                 made = replace(wanted, client=client, **own)
-                after = {**self._with_room(served, most), wanted.name: made}
+                if (room := self._with_room(served, most)) is not served:
+                    self._in_force.write(served := room)  # from here on requests load it again
+                after = {**served, wanted.name: made}
                 in_all(engines, partial(_keep, after))
                 self._in_force.write(after)
             except (RuntimeError, ValueError, OSError) as error:
                 in_all(engines, partial(_keep_if_possible, served))
                 if isinstance(error, ValueError):  # a client sees names, no paths
-                    raise ValueError(_named(str(error), wanted, root)) from error
+                    named = str(error).replace(wanted.folder, wanted.name)
+                    raise ValueError(named.replace(root, "--lora_root")) from error
                 raise
         return made
 
@@ -69,7 +75,8 @@ class Adapters:
         idle = [each.swap_step("idle_adapters")["names"] for each in self._running()]
         loaded = (name for name, each in served.items() if each.from_request)
         leaving = {name for name in loaded if all(name in other for other in idle)}
-        found = next((name for name in idle[0] if name in leaving), None)
+        if (found := next((name for name in idle[0] if name in leaving), None)) is None:
+            return served
         return {name: each for name, each in served.items() if name != found}
 
     def unload(self, name: str) -> None:
@@ -96,14 +103,6 @@ class Adapters:
                 yield served or {}
         except OSError as error:
             raise RuntimeError(f"adapters are not changed: {error}") from error
-
-
-def _named(message: str, wanted: ServedAdapter, root: str) -> str:
-    return message.replace(wanted.folder, wanted.name).replace(root, "--lora_root")
-
-
-def _stage(wanted: ServedAdapter, root: str, engine: EngineClient) -> dict[str, Any]:
-    return engine.swap_step("stage_adapter", wanted.name, wanted.folder, root)
 
 
 def _keep(served: ServedAdapters, engine: EngineClient) -> dict[str, Any]:

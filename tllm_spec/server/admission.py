@@ -188,6 +188,12 @@ class Admission:
                 raise
             return handles
 
+        def start_again(handle: RequestHandle) -> RequestHandle:
+            again = self._llm.submit(handle.prompt_token_ids, params, options)
+            again.prompt = handle.prompt
+            return again
+
+        request.state.start_again = start_again
         self._num_starting += num_choices
         try:
             with bad_request(names), engine_running():

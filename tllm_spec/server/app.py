@@ -376,7 +376,8 @@ class OpenAIServer:
     ) -> Response:
         in_thread = self._admission.in_thread
         on_end = partial(self._ended, request, body.stream)
-        running = Running(handles, self._options.request_timeout, on_end)
+        again = partial(self._again, request) if self._options.lora_auto_load else None
+        running = Running(handles, self._options.request_timeout, on_end, again)
         # For the access log, which asks when the answer has been sent.
         request.scope["state"]["tokens"] = running.num_tokens
         if body.stream:
@@ -389,6 +390,12 @@ class OpenAIServer:
             return JSONResponse(answer.whole(results))
         written = await in_thread(lambda: render(answer.whole(results)))
         return Response(written, media_type="application/json")
+
+    async def _again(self, request: Request, handle: RequestHandle) -> RequestHandle:
+        """The request once more, with its adapter loaded again."""
+        await self._models.choose(request, request.state.adapter)
+        with bad_request(), engine_running():
+            return await self._admission.in_thread(partial(request.state.start_again, handle))
 
     def _ended(self, request: Request, is_streamed: bool, output: RequestOutput) -> None:
         if output.finished and output.error is None:

@@ -236,7 +236,7 @@ class EngineProcess:
             "wake_up": update.wake_up,
             "pause": self._pause,
             "resume": self._resume,
-            "stage_adapter": self._stage_adapter,
+            "stage_adapter": lambda *given: asdict(self.adapters.stage(*given)),
             "keep_adapters": self.adapters.keep,
             "idle_adapters": self.adapters.idle,
         }
@@ -266,9 +266,6 @@ class EngineProcess:
                 "part = 'draft': of several engines, POST /v1/draft_model swaps drafts"
             )
         return self._update.stage(folder, version, part, running)
-
-    def _stage_adapter(self, name: str, folder: str, root: str) -> dict[str, Any]:
-        return asdict(self.adapters.stage(name, folder, root))
 
     def _pause(self, mode: str) -> dict[str, Any]:
         self._update.check_pause(mode)

@@ -17,6 +17,7 @@ from typing import Any
 
 from fastapi import Request
 
+from tllm_spec.config.option_checks import shown
 from tllm_spec.server.bodies import Bodies, Disconnected, Message, Receive
 from tllm_spec.server.options import ClientKeys, ServerOptions
 from tllm_spec.server.refusals import RequestRefused
@@ -204,8 +205,11 @@ def check_key(request: Request, name: str | None, what: str) -> None:
 
 def folder_below(root: Path, name: str, key: str, option: str) -> Path:
     """Symbolic links are followed before it is compared with the root. Raises ValueError."""
-    root = root.resolve()
-    folder = root if "\0" in name else (root / name).resolve()
-    if folder == root or root not in folder.parents or not folder.is_dir():
-        raise ValueError(f"{key} = {name!r} is not a folder below {option}")
+    try:
+        folder = (root / name).resolve()
+        is_below = root.resolve() in folder.parents and folder.is_dir()
+    except (OSError, ValueError, RuntimeError):  # a long name, one that is no text, links in a loop
+        is_below = False
+    if not is_below:
+        raise ValueError(f"{key} = {shown(name)} is not a folder below {option}")
     return folder

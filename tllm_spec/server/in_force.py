@@ -86,9 +86,9 @@ class ServedAdapter(AdapterInfo):
     from_request: bool = False
 
     @classmethod
-    def of_folder(cls, name: str, folder: str, client: str | None = None) -> ServedAdapter:
+    def of_folder(cls, name: str, folder: str, **own: Any) -> ServedAdapter:
         """One that no engine has loaded yet."""
-        return cls(name, "", 0, folder, client)
+        return cls(name, "", 0, folder, **own)
 
 
 ServedAdapters = Mapping[str, ServedAdapter]  # by name

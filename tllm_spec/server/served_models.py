@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -21,7 +19,7 @@ from tllm_spec.server.adapters import Adapters
 from tllm_spec.server.admission import bad_request, engine_running
 from tllm_spec.server.bodies import BodyModel
 from tllm_spec.server.guard import check_key, folder_below
-from tllm_spec.server.in_force import ServedAdapter
+from tllm_spec.server.in_force import ServedAdapter, ServedAdapters
 from tllm_spec.server.options import ServerOptions, has_key
 from tllm_spec.server.protocol import AdapterChoice
 from tllm_spec.server.refusals import RequestRefused
@@ -76,7 +74,8 @@ class ServedModels:
 
     async def models(self, request: Request) -> dict[str, Any]:
         """A list with the served model and the adapters that the client may use."""
-        adapters = [each.name for each in self._all() if self._may_use(each, request)]
+        served = self._served.values()
+        adapters = [each.name for each in served if self._may_use(each, request)]
         names = [self.name, *sorted(adapters)]
         return {"object": "list", "data": [self._card(name) for name in names]}
 
@@ -116,7 +115,7 @@ class ServedModels:
             self._check_name(body.lora_name)
             if body.client is not None and not has_key(self._options.api_key, body.client):
                 raise ValueError(f"client = {body.client!r} is no key's name in --api_key @FILE")
-            wanted = ServedAdapter.of_folder(body.lora_name, str(folder), body.client)
+            wanted = ServedAdapter.of_folder(body.lora_name, str(folder), client=body.client)
             made = self._own.load(wanted, str(root), replaces=body.load_inplace)
         message = f"LoRA adapter {made.name!r} is loaded"
         told = {"lora_name": made.name, "content_hash": made.content_hash, "rank": made.rank}
@@ -142,8 +141,9 @@ class ServedModels:
         assert self._adapters is not None  # the options for them need lora_config
         return self._adapters
 
-    def _all(self) -> Iterable[ServedAdapter]:
-        return () if self._adapters is None else self._adapters.served().values()
+    @property
+    def _served(self) -> ServedAdapters:
+        return {} if self._adapters is None else self._adapters.served()
 
     def _may_use(self, adapter: ServedAdapter, request: Request) -> bool:
         """The operator may use all of them."""
@@ -154,21 +154,21 @@ class ServedModels:
 
     def _found(self, model: str, request: Request) -> ServedAdapter | None:
         """Also by SGLang's name `model:adapter`."""
-        served = {} if self._adapters is None else self._adapters.served()
+        served = self._served
         found = served.get(model) or served.get(model.removeprefix(f"{self.name}:"))
         return found if found is not None and self._may_use(found, request) else None
 
     async def _loaded(self, name: str, request: Request) -> ServedAdapter:
         """An adapter that is not served yet, from the folder of its name below `--lora_root`."""
         root = self._options.lora_root
-        if root is None or not self._options.lora_auto_load or name in self._own.served():
+        if root is None or not self._options.lora_auto_load or name in self._served:
             raise self._unknown(name)
         try:
             self._check_name(name)
             folder = folder_below(Path(root), name, "model", "--lora_root")
         except ValueError:
             raise self._unknown(name) from None
-        wanted = replace(ServedAdapter.of_folder(name, str(folder)), from_request=True)
+        wanted = ServedAdapter.of_folder(name, str(folder), from_request=True)
         if not self._may_use(wanted, request):
             raise self._unknown(name)
         async with self._loading:
@@ -177,7 +177,10 @@ class ServedModels:
             with bad_request(), engine_running():
                 lora = self._llm.args.lora_config
                 most = None if lora is None else lora.max_cpu_loras
-                return await run_in_threadpool(self._own.load, wanted, root, most=most)
+                made = await run_in_threadpool(self._own.load, wanted, root, most=most)
+        if not self._may_use(made, request):
+            raise self._unknown(name)
+        return made
 
     def _unknown(self, model: str) -> RequestRefused:
         more = "" if self._adapters is None else ", and GET /v1/models lists its adapters"

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from tllm_spec.server.blocks import BlockAnswer
 
 Result = TypeVar("Result")
+Updates = AsyncGenerator[tuple[int, RequestOutput], None]
 
 # nginx would collect the events of some tenths of a second.
 EVENT_STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -34,15 +35,18 @@ EVENT_STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 class Running:
     """The requests of one HTTP request. timeout: seconds that they may take. `on_end` is called at
-    the end with every output, also with one that failed or was cancelled."""
+    the end with every output, also with one that failed or was cancelled. again: submits a request
+    once more, whose adapter made room for others before it reached the engine; None: it fails."""
 
     def __init__(
         self,
         handles: Sequence[RequestHandle],
         timeout: float,
         on_end: Callable[[RequestOutput], None] = lambda output: None,
+        again: Callable[[RequestHandle], Awaitable[RequestHandle]] | None = None,
     ) -> None:
-        self.handles, self.timeout, self._on_end = handles, timeout, on_end
+        self.handles, self.timeout, self._on_end = list(handles), timeout, on_end
+        self._again = again
 
     def num_tokens(self) -> tuple[int, int]:
         """Counts the tokens of all prompts, and of all outputs so far."""
@@ -53,7 +57,7 @@ class Running:
         for handle in self.handles:
             handle.abort()
 
-    async def updates(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    async def updates(self) -> Updates:
         """Yields `(index of the handle, its output so far)` for each update. An output must be read
         before the next update, which changes it.
 
@@ -69,7 +73,8 @@ class Running:
                 handle.fail("")
 
         timer = asyncio.get_running_loop().call_later(self.timeout, end)
-        updates = _each(self.handles[0]) if len(self.handles) == 1 else _merged(self.handles)
+        streams = [self._results(i) for i in range(len(self.handles))]
+        updates = streams[0] if len(streams) == 1 else _merged(streams)
         try:
             async with aclosing(updates):
                 async for i, result in updates:
@@ -79,7 +84,7 @@ class Running:
                         )
                     if result.error is not None:
                         is_own = result.error in (NO_GUIDED_TOKEN, SLOW_GRAMMAR)
-                        status = 404 if result.error.endswith(NOT_LOADED) else 500
+                        status = 404 if _lacks_adapter(result) else 500
                         raise RequestRefused(400 if is_own else status, result.error)
                     yield i, result
         finally:
@@ -88,25 +93,30 @@ class Running:
             for handle in self.handles:
                 self._on_end(handle)
 
+    async def _results(self, i: int) -> Updates:
+        async for result in self.handles[i]:
+            if self._again is None or not _lacks_adapter(result):
+                yield i, result
+                continue
+            self.handles[i] = await self._again(self.handles[i])
+            async for later in self.handles[i]:
+                yield i, later
 
-async def _each(handle: RequestHandle) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    async for result in handle:
-        yield 0, result
+
+def _lacks_adapter(result: RequestOutput) -> bool:
+    return result.error is not None and result.error.endswith(NOT_LOADED)
 
 
-async def _merged(
-    handles: Sequence[RequestHandle],
-) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    streams = [aiter(handle) for handle in handles]
+async def _merged(streams: Sequence[Updates]) -> Updates:
     waiting = {asyncio.ensure_future(anext(stream, None)): i for i, stream in enumerate(streams)}
     try:
         while waiting:
             finished, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             for task in finished:
-                i, result = waiting.pop(task), task.result()
-                if result is None:
+                i, update = waiting.pop(task), task.result()
+                if update is None:
                     continue
-                yield i, result
+                yield update
                 waiting[asyncio.ensure_future(anext(streams[i], None))] = i
     finally:
         for task in waiting:
