@@ -30,7 +30,7 @@ REFRESH_ROUNDS = 8  # that predictions of trees may be old: they take long
 GAIN_DRAFTS = 128.0  # accepted drafts that the assumption of no gain counts for
 GAIN_WINDOWS = 4.0  # memory of the gain, which changes less than acceptance does
 SETTLING_TRIALS = 64  # requests in trees before predictions are compared: priors are far off
-FADING_ROUNDS = 256  # memory of the gain in rounds without trees, which are then tried again
+FADING_ROUNDS = 256  # memory of what rounds do not show: of the gain those without trees
 MIN_GAIN, MAX_GAIN = 0.5, 2.0
 
 MAX_PROBE_WEIGHT = 0.5  # of a round that shows a tier that shares rows again
@@ -42,13 +42,14 @@ Columns = Sequence[Counter[int]]  # by depth: how often each value of `path_rank
 
 
 def ladder_of(options: CostModelOptions, shapes: DraftShapes) -> tuple[int, ...]:
-    """The tiers of whole windows that a slot may choose, ascending: its draft lengths, and then
-    trees."""
+    """The tiers of whole windows that a slot may choose, ascending: its draft lengths, copied
+    drafts, and then trees."""
     if options.candidate_trees is None:
         trees = list(shapes.tree_tiers)
     else:
         trees = sorted(shapes.tier_of(tree.shape) for tree in options.candidate_trees)
-    return (*options.candidate_steps, *trees)
+    copied = [] if shapes.copied_tier is None else [shapes.copied_tier]
+    return (*options.candidate_steps, *copied, *trees)
 
 
 def estimate_of(options: CostModelOptions, shapes: DraftShapes, *, shares_rows: bool) -> "Estimate":
@@ -58,7 +59,7 @@ def estimate_of(options: CostModelOptions, shapes: DraftShapes, *, shares_rows: 
         return BudgetEstimate(shapes, options.candidate_steps, *memory)
     ladder = ladder_of(options, shapes)
     trees = {tier: shapes.of(tier) for tier in ladder if tier in shapes.tree_tiers}
-    return AcceptanceEstimate(ladder, *memory, trees)
+    return AcceptanceEstimate(ladder, *memory, trees, shapes.copied_tier)
 
 
 class AcceptanceEstimate:
@@ -73,7 +74,10 @@ class AcceptanceEstimate:
     Trees next to chains also have `shares` `[K]`: by rank, how likely each of up to K children of a
     node is accepted, given that those before it were not; all depths share them, and that of rank 0
     means nothing. A dynamic tree adapts to each token, and paths of later children go on worse.
-    `gain` is what trees had accepted over what depth and rank alone predict."""
+    `gain` is what trees had accepted over what depth and rank alone predict.
+
+    Copied drafts have a mean of their own, which begins as if they were the network's: so they are
+    tried in the first rounds."""
 
     def __init__(
         self,
@@ -81,18 +85,29 @@ class AcceptanceEstimate:
         prior: float,
         window: float,
         trees: Mapping[int, DraftShape] = MappingProxyType({}),
+        copied: int | None = None,
     ) -> None:
-        """trees: those tiers of the ladder that are no draft lengths."""
-        self.ladder, self._trees = tuple(ladder), trees
-        lengths = [tier for tier in ladder if tier not in trees]
+        """trees: those tiers of the ladder that are no draft lengths, but for `copied`, the one of
+        copied drafts."""
+        self.ladder, self._trees, self._copied = tuple(ladder), trees, copied
+        others = [tier for tier in ladder if tier != copied]
+        lengths = [tier for tier in others if tier not in trees]
         # A single length may try a tree.
-        self._longer = dict(pairwise(lengths if len(lengths) > 1 else ladder))
-        number = max(trees[tier].depth if tier in trees else tier for tier in ladder)
+        longer = dict(pairwise(lengths if len(lengths) > 1 else others))
+        self._probes = {tier: (longer[tier],) if tier in longer else () for tier in ladder}
+        if copied is not None:
+            self._probes = {tier: (copied, *probes) for tier, probes in self._probes.items()}
+            # What the network's drafts would bring, only rounds that have them show.
+            self._probes[copied] = tuple(others[-1:])
+        number = max(trees[tier].depth if tier in trees else tier for tier in others)
         self._prior, self._window = prior, window
         self._reached, self._accepted = [0.0] * number, [0.0] * number
         self.rates = [prior] * number
         self.expected: list[float] = list(accumulate(accumulate(self.rates, mul), initial=0.0))
-        self.expected += [0.0] * (1 + max(trees, default=0) - len(self.expected))
+        self.expected += [0.0] * (1 + max(ladder) - len(self.expected))
+        if copied is not None:
+            self.expected[copied] = self.expected[number]
+        self._num_copied = PRIOR_TRIALS
         topk = max((tree.topk for tree in trees.values()), default=0)
         self._rank_tried, self._rank_accepted = [0.0] * topk, [0.0] * topk
         self.gain, self._seen, self._predicted = 1.0, 0.0, 0.0
@@ -104,20 +119,26 @@ class AcceptanceEstimate:
         """Those of the ladder that rounds of this batch size may have, ascending."""
         return self.ladder
 
-    def probe_of(self, batch_size: int, tier: int) -> int | None:
-        """What rounds of that tier may try, because it would show more than they do: the next
-        longer length."""
-        return self._longer.get(tier)
+    def probes_of(self, batch_size: int, tier: int) -> tuple[int, ...]:
+        """What rounds of that tier may try in turn, because it would show more than they do: the
+        next longer length, and copied drafts; next to these the largest of the network's."""
+        return self._probes.get(tier, ())
 
     def at_best(self, tier: int, probed: int) -> float:
         """Tokens of a request in a round of `probed`, if all that it adds to `tier` were
         accepted."""
+        if self._copied in (tier, probed):
+            return float(1 + len(self.rates))
         reach = self.expected[tier] - self.expected[tier - 1] if tier else 1.0
         return 1 + self.expected[tier] + reach * (probed - tier)
 
     def observe(self, observed: ObservedRound, tier: int) -> None:
         """tier: of the drafts that were verified."""
         number, is_tree = observed.num_alive, tier in self._trees
+        if tier == self._copied:
+            self._observe_copied(observed.num_accepted)
+            return
+        self._num_copied = max(self._num_copied * (1 - 1 / FADING_ROUNDS), PRIOR_TRIALS)
         if not is_tree:
             self._seen -= self._seen / FADING_ROUNDS
             self._predicted -= self._predicted / FADING_ROUNDS
@@ -134,6 +155,14 @@ class AcceptanceEstimate:
             if self._rounds % REFRESH_ROUNDS == 0:
                 self._predict()
             self._apply_gain()
+
+    def _observe_copied(self, num_accepted: Sequence[int]) -> None:
+        """Requests without a match have had none accepted."""
+        assert self._copied is not None
+        number = len(num_accepted)
+        self._num_copied = min(self._num_copied, self._window / MIN_ROUNDS) + number
+        error = sum(num_accepted) - number * self.expected[self._copied]
+        self.expected[self._copied] += error / self._num_copied
 
     def observe_lengths(
         self, num_requests: int, num_accepted: Sequence[int], draft_len: int
@@ -318,11 +347,11 @@ class BudgetEstimate:
     def _find_compared(self, batch_size: int) -> tuple[int, ...]:
         return tuple(tier for tier in self.ladder if self._shapes.of(tier).is_compared(batch_size))
 
-    def probe_of(self, batch_size: int, tier: int) -> int | None:
+    def probes_of(self, batch_size: int, tier: int) -> tuple[int, ...]:
         """The longest drafts, unless rounds of that tier show what all tiers would bring."""
         own, longest = self._shapes.of(tier), self.compared_at(batch_size)[-1]
         shows_all = own.is_ragged and own.contains(self._shapes.of(longest))
-        return longest if tier < longest and not shows_all else None
+        return (longest,) if tier < longest and not shows_all else ()
 
     def at_best(self, tier: int, probed: int) -> float:
         return self._shapes.of(probed).tokens_each
