@@ -43,13 +43,14 @@ Columns = Sequence[Counter[int]]  # by depth: how often each value of `path_rank
 
 def ladder_of(options: CostModelOptions, shapes: DraftShapes) -> tuple[int, ...]:
     """The tiers of whole windows that a slot may choose, ascending: its draft lengths, copied
-    drafts, and then trees."""
+    drafts if these are no longer than its lengths, and then trees."""
     if options.candidate_trees is None:
         trees = list(shapes.tree_tiers)
     else:
         trees = sorted(shapes.tier_of(tree.shape) for tree in options.candidate_trees)
-    copied = [] if shapes.copied_tier is None else [shapes.copied_tier]
-    return (*options.candidate_steps, *copied, *trees)
+    copied = shapes.copied_tier
+    has_copied = copied is not None and options.candidate_steps[-1] >= shapes.of(copied).depth
+    return (*options.candidate_steps, *[copied] * has_copied, *trees)
 
 
 def estimate_of(options: CostModelOptions, shapes: DraftShapes, *, shares_rows: bool) -> "Estimate":
@@ -59,7 +60,8 @@ def estimate_of(options: CostModelOptions, shapes: DraftShapes, *, shares_rows: 
         return BudgetEstimate(shapes, options.candidate_steps, *memory)
     ladder = ladder_of(options, shapes)
     trees = {tier: shapes.of(tier) for tier in ladder if tier in shapes.tree_tiers}
-    return AcceptanceEstimate(ladder, *memory, trees, shapes.copied_tier)
+    copied = shapes.copied_tier if shapes.copied_tier in ladder else None
+    return AcceptanceEstimate(ladder, *memory, trees, copied)
 
 
 class AcceptanceEstimate:
@@ -136,7 +138,7 @@ class AcceptanceEstimate:
         """tier: of the drafts that were verified."""
         number, is_tree = observed.num_alive, tier in self._trees
         if tier == self._copied:
-            self._observe_copied(observed.num_accepted)
+            self._observe_copied(number, observed.num_accepted)
             return
         self._num_copied = max(self._num_copied * (1 - 1 / FADING_ROUNDS), PRIOR_TRIALS)
         if not is_tree:
@@ -156,9 +158,10 @@ class AcceptanceEstimate:
                 self._predict()
             self._apply_gain()
 
-    def _observe_copied(self, num_accepted: Sequence[int]) -> None:
+    def _observe_copied(self, num_requests: int, num_accepted: Sequence[int]) -> None:
         """Requests without a match have had none accepted."""
         assert self._copied is not None
+        self._age(max(num_requests, IDLE_REQUESTS), PRIOR_TRIALS)
         number = len(num_accepted)
         self._num_copied = min(self._num_copied, self._window / MIN_ROUNDS) + number
         error = sum(num_accepted) - number * self.expected[self._copied]
