@@ -204,7 +204,7 @@ def test_copied_drafts_are_compared_by_their_own_acceptance_and_time() -> None:
     for copied, network, best in ((0, 0, 0), (1, 0, COPIED), (0, 0, 0), (1, 3, 3), (2, 0, COPIED)):
         play_copied(controls, 6000, copied, network)
         asked = play_copied(controls, 1000, copied, network)
-        assert asked.count(best) > 950, (copied, network, Counter(asked))
+        assert asked.count(best) > 900, (copied, network, Counter(asked))
 
 
 @pytest.mark.parametrize("share", [0.005, 0.02])

@@ -2,8 +2,9 @@
 
 Expected tokens come from the slot's estimate, seconds from the round times of the batch size. What
 rounds do not show by themselves is learned by probes: a few rounds of another tier, within a small
-share of the time. For chains that is the next longer length. Without drafts, probes that change
-nothing become rarer. A tree is used when it is expected to win: chains give the evidence for it."""
+share of the time. For chains that is the next longer length, and copied drafts in turn. Without
+drafts, probes that change nothing become rarer. A tree is used when it is expected to win: chains
+give the evidence for it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

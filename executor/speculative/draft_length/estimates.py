@@ -249,7 +249,9 @@ class AcceptanceEstimate:
 
     def state(self) -> dict[str, Any]:
         """As plain values."""
-        rates = {"acceptance": [round(rate, 4) for rate in self.rates]}
+        rates: dict[str, Any] = {"acceptance": [round(rate, 4) for rate in self.rates]}
+        if self._copied is not None:
+            rates["copied"] = round(self.expected[self._copied], 4)  # accepted drafts of a request
         if not self._trees:
             return rates
         shares = [round(share, 4) for share in self.shares[1:]]
