@@ -163,19 +163,19 @@ def read_round(
     )
     try:
         responding = _read_contexts(contexts, table, logprobs)
-        num_drafts = launched.num_drafts
-        ranks_from: int | None = 1 + path + counts_drafts
+        num_drafts, ranks_from = launched.num_drafts, 1 + path + counts_drafts
+        has_budgets = counts_drafts and not launched.batch.shape.is_copied
         if counts_drafts:
             num_drafts = [row[1 + path] for row in table[num_contexts:]]
-        has_budgets = counts_drafts and not launched.batch.shape.is_copied
         if has_budgets:
-            columns = zip(*(row[2 + path :] for row in table[num_contexts:]), strict=True)
+            columns = zip(*(row[ranks_from:] for row in table[num_contexts:]), strict=True)
             outcome.expected = [sum(column) / EXPECTED_SCALE for column in columns]
+        shows_ranks = not has_budgets and len(table) > 0 and len(table[0]) > ranks_from
         rows = zip(generating, num_drafts, table[num_contexts:], strict=True)
-        if has_budgets or not table or len(table[0]) <= ranks_from:
-            ranks_from = None
-        how = {"ranks_from": ranks_from, "speculating": speculating}
-        return responding + _read_windows(rows, path, logprobs, outcome, **how)
+        first = ranks_from if shows_ranks else None
+        return responding + _read_windows(
+            rows, path, logprobs, outcome, ranks_from=first, speculating=speculating
+        )
     finally:
         for request in contexts:
             request.tokens_in_flight -= 1

@@ -1,7 +1,6 @@
 """`strategy: cost_model`: which draft length it chooses."""
 
 import logging
-from collections import Counter
 from itertools import groupby, pairwise
 from random import Random
 
@@ -171,40 +170,6 @@ def lengths_of_probes(asked: list[int]) -> set[int]:
     without drafts."""
     runs = [(is_probe, len(list(rounds))) for is_probe, rounds in groupby(map(bool, asked))]
     return {length for is_probe, length in runs[1:-1] if is_probe}
-
-
-COPIED = 4  # the tier after chains of up to 3
-
-
-class CopiedTimes(LinearTimes):
-    """Copied drafts take 0.5 ms, each of the network's 3 ms."""
-
-    def round_time(self, batch_size: int, tier: int) -> float:
-        return 10.5e-3 if tier == COPIED else super().round_time(batch_size, tier)
-
-
-def play_copied(controls: AdaptiveController, rounds: int, copied: int, network: int) -> list[int]:
-    """So many copied drafts are accepted, and so many of the network's."""
-    asked = []
-    for _ in range(rounds):
-        asked.append(tier := controls.tier_for(1))
-        accepted = [copied if tier == COPIED else min(tier, network)] if tier else []
-        controls.observe(ObservedRound(1, accepted, tier))
-    return asked
-
-
-def test_copied_drafts_are_compared_by_their_own_acceptance_and_time() -> None:
-    """Whatever is the best of the present traffic, probes find it when the traffic changes."""
-    controls = AdaptiveController.from_config(
-        {"candidate_steps": list(LADDER)},
-        round_times=CopiedTimes(3.0),
-        shapes=DraftShapes.chains(3, copies=True),
-    )
-    assert controls.state()["draft_lens"] == [*LADDER, "3 copied"]
-    for copied, network, best in ((0, 0, 0), (1, 0, COPIED), (0, 0, 0), (1, 3, 3), (2, 0, COPIED)):
-        play_copied(controls, 6000, copied, network)
-        asked = play_copied(controls, 1000, copied, network)
-        assert asked.count(best) > 900, (copied, network, Counter(asked))
 
 
 @pytest.mark.parametrize("share", [0.005, 0.02])

@@ -27,13 +27,19 @@ from tests.executor.draft_caches import (
 )
 from tests.executor.graph_rounds import num_replays, with_graphs
 from tests.executor.harness import Harness, all_pages_are_back, output_of
+from tests.executor.played_rounds import LADDER, LinearTimes
 from tests.kernels.test_suffix_match import drafts_of
 from tests.lossless.engines import static_choices
+from tllm_spec.config.draft_shape import DraftShapes
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.executor.building.memory import reserved_bytes
 from tllm_spec.executor.building.plan import BuildPlan
 from tllm_spec.executor.request import LlmRequest, RequestState
-from tllm_spec.executor.speculative.draft_length.adaptive import controller_for
+from tllm_spec.executor.speculative.draft_length.adaptive import (
+    AdaptiveController,
+    controller_for,
+)
+from tllm_spec.executor.speculative.draft_length.decisions import ObservedRound
 from tllm_spec.executor.speculative.draft_length.round_times import MeasuredRoundTimes
 from tllm_spec.executor.speculative.drafting.network_drafter import BACKLOG_LEN
 from tllm_spec.kernels.dispatch import Operation
@@ -246,6 +252,40 @@ def test_where_the_text_repeats_itself_copied_drafts_take_the_place_of_no_drafts
     harness.run()
     assert controller.state()["slots"]["1"]["steps"]["1"] == "3 copied"
     assert request.counters.stats().acceptance_length > 1.5
+
+
+COPIED = 4  # the tier after chains of up to 3
+
+
+class CopiedTimes(LinearTimes):
+    """Copied drafts take 0.5 ms, each of the network's 3 ms."""
+
+    def round_time(self, batch_size: int, tier: int) -> float:
+        return 10.5e-3 if tier == COPIED else super().round_time(batch_size, tier)
+
+
+def play_copied(controls: AdaptiveController, rounds: int, copied: int, network: int) -> list[int]:
+    """So many copied drafts are accepted, and so many of the network's."""
+    asked = []
+    for _ in range(rounds):
+        asked.append(tier := controls.tier_for(1))
+        accepted = [copied if tier == COPIED else min(tier, network)] if tier else []
+        controls.observe(ObservedRound(1, accepted, tier))
+    return asked
+
+
+def test_copied_drafts_are_compared_by_their_own_acceptance_and_time() -> None:
+    """Whatever is the best of the present traffic, probes find it when the traffic changes."""
+    controls = AdaptiveController.from_config(
+        {"candidate_steps": list(LADDER)},
+        round_times=CopiedTimes(3.0),
+        shapes=DraftShapes.chains(3, copies=True),
+    )
+    assert controls.state()["draft_lens"] == [*LADDER, "3 copied"]
+    for copied, network, best in ((0, 0, 0), (1, 0, COPIED), (0, 0, 0), (1, 3, 3), (2, 0, COPIED)):
+        play_copied(controls, 6000, copied, network)
+        asked = play_copied(controls, 1000, copied, network)
+        assert asked.count(best) > 900, (copied, network, Counter(asked))
 
 
 def test_drafts_of_a_slots_last_request_are_not_counted_for_the_next(

@@ -48,9 +48,10 @@ def ladder_of(options: CostModelOptions, shapes: DraftShapes) -> tuple[int, ...]
         trees = list(shapes.tree_tiers)
     else:
         trees = sorted(shapes.tier_of(tree.shape) for tree in options.candidate_trees)
-    copied = shapes.copied_tier
-    has_copied = copied is not None and options.candidate_steps[-1] >= shapes.of(copied).depth
-    return (*options.candidate_steps, *[copied] * has_copied, *trees)
+    steps, copied = options.candidate_steps, shapes.copied_tier
+    if copied is None or shapes.of(copied).depth > steps[-1]:
+        return (*steps, *trees)
+    return (*steps, copied, *trees)
 
 
 def estimate_of(options: CostModelOptions, shapes: DraftShapes, *, shares_rows: bool) -> "Estimate":
@@ -95,10 +96,11 @@ class AcceptanceEstimate:
         others = [tier for tier in ladder if tier != copied]
         lengths = [tier for tier in others if tier not in trees]
         # A single length may try a tree.
-        longer = dict(pairwise(lengths if len(lengths) > 1 else others))
-        self._probes = {tier: (longer[tier],) if tier in longer else () for tier in ladder}
+        pairs = pairwise(lengths if len(lengths) > 1 else others)
+        longer = {tier: (next_one,) for tier, next_one in pairs}
+        next_to = () if copied is None else (copied,)
+        self._probes = {tier: (*next_to, *longer.get(tier, ())) for tier in ladder}
         if copied is not None:
-            self._probes = {tier: (copied, *probes) for tier, probes in self._probes.items()}
             # What the network's drafts would bring, only rounds that have them show.
             self._probes[copied] = tuple(others[-1:])
         number = max(trees[tier].depth if tier in trees else tier for tier in others)
