@@ -97,7 +97,7 @@ class SampledTokens:
     the logits of that position were not numbers. `rows` `[N, D+1]`: for trees, the window rows that
     these tokens come after. `ranks` `[N, D+1]`: see `path_ranks`. `num_drafts` `[N, 1 + C]`: how
     many drafts there really were, and then what C budgets of rows were expected to bring
-    (`ChosenRows`, 0: not known); None: the host knows the number, or `ranks` say it. `to_host`:
+    (`ChosenRows`, 0: not known); None: the host knows the number. `to_host`:
     their `table`, if it is on its way already."""
 
     new_tokens: torch.Tensor
@@ -112,16 +112,11 @@ class SampledTokens:
         return torch.cat((self.new_lens.unsqueeze(1), self.columns()), dim=1)
 
     def columns(self) -> torch.Tensor:
-        """Tokens, then ranks or the number of drafts."""
-        if self.ranks is not None:
-            return torch.cat((self.new_tokens, self.ranks), dim=1)
-        if self.num_drafts is not None:
-            return torch.cat((self.new_tokens, self.num_drafts), dim=1)
-        return self.new_tokens
+        """Tokens, then the number of drafts, then ranks."""
+        further = [each for each in (self.num_drafts, self.ranks) if each is not None]
+        return torch.cat((self.new_tokens, *further), dim=1) if further else self.new_tokens
 
     @property
     def num_columns(self) -> int:
-        path = self.new_tokens.shape[1]
-        if self.ranks is not None:
-            return 2 * path
-        return path + (0 if self.num_drafts is None else self.num_drafts.shape[1])
+        all_columns = self.new_tokens, self.num_drafts, self.ranks
+        return sum(each.shape[1] for each in all_columns if each is not None)

@@ -352,7 +352,8 @@ class PyExecutor:
         batch = self._reading = launched.batch
         table, logprobs = launched.wait()
         outcome = RoundOutcome(self._clock.lap(launched.ended_at, launched.post_send))
-        counts_drafts, speculating = self.parts.slots.counts_drafts, self._speculating
+        speculating = self._speculating
+        counts_drafts = self.parts.slots.counts_drafts or launched.batch.shape.is_copied
         if (recorder := self.parts.recorder) is not None:
             recorder.add_round(launched, table, counts_drafts=counts_drafts)
         how = {"speculating": speculating, "counts_drafts": counts_drafts}

@@ -139,8 +139,11 @@ class ForcedRounds(Rounds):
         assert synthetic is not None
         bounds = torch.tensor([list(accumulate(each)) for each in rates])
         synthetic.bounds.copy_(bounds.to(synthetic.bounds.dtype))
-        tiers = range(self.shapes.further_tiers.stop)
-        self._expected_tokens = [profile.expected(self.shapes.of(tier)) for tier in tiers]
+        shapes = map(self.shapes.of, range(self.shapes.further_tiers.stop))
+        # Random text has no matches.
+        self._expected_tokens = [
+            1.0 if shape.is_copied else profile.expected(shape) for shape in shapes
+        ]
 
     def start(self, batch_size: int, prompt_len: int) -> None:
         """Runs without drafts, and no controller observes it."""

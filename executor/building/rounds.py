@@ -166,10 +166,13 @@ class RoundTimer:
 
 def without_outliers(row: Mapping[int, float], shapes: DraftShapes) -> dict[int, float]:
     """Host-timed rounds by tier. Other work on the machine only adds time, and neither fewer drafts
-    nor fewer steps ever take longer: a time above that of a larger shape is replaced by it."""
+    nor fewer steps ever take longer: a time above that of a larger shape is replaced by it. Copied
+    drafts have no steps."""
 
     def contains(larger: int, tier: int) -> bool:
         one, other = shapes.of(larger), shapes.of(tier)
+        if one.is_copied and other.depth and not other.is_copied:
+            return False
         return one.depth >= other.depth and one.rows_each >= other.rows_each
 
     return {tier: min(row[each] for each in row if contains(each, tier)) for tier in row}

@@ -314,7 +314,7 @@ class DecodeRounds:
             slots.limit_drafts(group.slots, group.rows.offsets)
         if self.sampler.rejection:
             probs = self.drafter.draft_probs(group)
-        if slots.counts_drafts:
+        if slots.counts_drafts or shape.is_copied:
             num_verified = slots.num_verified(slot_ids, shape)
         tree = None
         if windows.tree is not None:

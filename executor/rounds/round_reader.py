@@ -163,16 +163,19 @@ def read_round(
     )
     try:
         responding = _read_contexts(contexts, table, logprobs)
-        num_drafts, shows_ranks = launched.num_drafts, False
+        num_drafts, ranks_from = launched.num_drafts, 1 + path + counts_drafts
+        has_budgets = counts_drafts and not launched.batch.shape.is_copied
         if counts_drafts:
             num_drafts = [row[1 + path] for row in table[num_contexts:]]
-            columns = zip(*(row[2 + path :] for row in table[num_contexts:]), strict=True)
+        if has_budgets:
+            columns = zip(*(row[ranks_from:] for row in table[num_contexts:]), strict=True)
             outcome.expected = [sum(column) / EXPECTED_SCALE for column in columns]
-        elif table:
-            shows_ranks = len(table[0]) > 1 + path
+        shows_ranks = not has_budgets and len(table) > 0 and len(table[0]) > ranks_from
         rows = zip(generating, num_drafts, table[num_contexts:], strict=True)
-        how = {"shows_ranks": shows_ranks, "speculating": speculating}
-        return responding + _read_windows(rows, path, logprobs, outcome, **how)
+        first = ranks_from if shows_ranks else None
+        return responding + _read_windows(
+            rows, path, logprobs, outcome, ranks_from=first, speculating=speculating
+        )
     finally:
         for request in contexts:
             request.tokens_in_flight -= 1
@@ -186,11 +189,12 @@ def _read_windows(
     logprobs: RunLogprobs,
     outcome: RoundOutcome,
     *,
-    shows_ranks: bool,
+    ranks_from: int | None,
     speculating: bool,
 ) -> list[LlmRequest]:
     """rows: requests, the number of drafts that each really had, and their tokens. The tokens
-    of requests that ended meanwhile are dropped."""
+    of requests that ended meanwhile are dropped. ranks_from: column of the first rank, if they are
+    shown."""
     responding: list[LlmRequest] = []
     generation, finished = RequestState.GENERATION, RequestState.FINISHED
     num_requests = num_tokens = 0
@@ -226,8 +230,8 @@ def _read_windows(
             pauses = request.may_pause and request.draft_pause.rounds_left > 0
             if request.draft_limit and not pauses:
                 outcome.num_accepted.append(num_new - 1)
-                if shows_ranks:
-                    outcome.ranks.append(row[1 + path :])
+                if ranks_from is not None:
+                    outcome.ranks.append(row[ranks_from:])
                 outcome.num_drafted += num_drafts
             if request.may_pause:
                 request.draft_pause.observe(num_drafts, num_accepted)

@@ -211,6 +211,18 @@ def test_adaptive_trees_are_tiers_after_the_chains_of_every_length() -> None:
     assert controller.state()["draft_lens"] == [0, 2, "2x2/4", "3x4/10"]
 
 
+def test_matches_without_the_networks_drafts_are_a_tier_where_lengths_reach_the_longest() -> None:
+    slots = {1: {"candidate_steps": [0, 3]}, 8: {"candidate_steps": [0, 1]}}
+    for trees in ({"max_draft_len": 3}, TREE):
+        spec = eagle3(**trees, adaptive=slots, sa_config={})
+        shapes, controller = spec.shapes, controller_for(spec)
+        assert shapes.copied_tier == 4 and shapes.name(4) == "3 copied"
+        assert [4 in controller.tiers_at(size) for size in (1, 8)] == [True, False]
+    assert eagle3(max_draft_len=3, adaptive=slots).shapes.copied_tier is None
+    ema = {"strategy": "ema", "1": {"candidate_steps": [1, 3]}}
+    assert eagle3(max_draft_len=3, adaptive=ema, sa_config={}).shapes.copied_tier is None
+
+
 def test_a_slot_has_its_own_trees_and_without_any_there_are_three_by_default() -> None:
     slots = {1: {"candidate_steps": [3], "candidate_trees": TREES}, 8: {"candidate_steps": [0]}}
     slots[16] = {"candidate_steps": [0, 1], "candidate_trees": []}

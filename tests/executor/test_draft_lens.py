@@ -250,6 +250,9 @@ def test_a_shallow_tree_says_nothing_about_the_time_of_a_longer_chain() -> None:
     shapes = DraftShapes(list(map(chain_of, range(6))), trees, trees[1])
     row = {2: 12.0, 5: 15.0, 6: 11.0, 7: 14.0}
     assert without_outliers(row, shapes) == {2: 11.0, 5: 14.0, 6: 11.0, 7: 14.0}
+    copied = {0: 12.0, 1: 14.0, 3: 18.0, 4: 11.0}  # the last are 3 copied ones
+    found = without_outliers(copied, DraftShapes.chains(3, copies=True))
+    assert found == {0: 11.0, 1: 14.0, 3: 18.0, 4: 11.0}
 
 
 # Rounds that are timed with contexts before the first request: what they read, and that they leave

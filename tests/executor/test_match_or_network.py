@@ -2,6 +2,7 @@
 source, and the network's cache misses nothing."""
 
 from collections import Counter
+from itertools import cycle
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -14,6 +15,7 @@ from tests.executor.draft_caches import (
     LAYERS,
     SMALL_POOL,
     assert_nothing_is_missing,
+    count_forwards,
     generating,
     network_of,
     one_model,
@@ -25,12 +27,20 @@ from tests.executor.draft_caches import (
 )
 from tests.executor.graph_rounds import num_replays, with_graphs
 from tests.executor.harness import Harness, all_pages_are_back, output_of
+from tests.executor.played_rounds import LADDER, LinearTimes
 from tests.kernels.test_suffix_match import drafts_of
 from tests.lossless.engines import static_choices
+from tllm_spec.config.draft_shape import DraftShapes
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.executor.building.memory import reserved_bytes
 from tllm_spec.executor.building.plan import BuildPlan
 from tllm_spec.executor.request import LlmRequest, RequestState
+from tllm_spec.executor.speculative.draft_length.adaptive import (
+    AdaptiveController,
+    controller_for,
+)
+from tllm_spec.executor.speculative.draft_length.decisions import ObservedRound
+from tllm_spec.executor.speculative.draft_length.round_times import MeasuredRoundTimes
 from tllm_spec.executor.speculative.drafting.network_drafter import BACKLOG_LEN
 from tllm_spec.kernels.dispatch import Operation
 from tllm_spec.kernels.drafts.draft_sources import MATCH, NETWORK, DraftSources
@@ -186,6 +196,96 @@ def test_a_changing_draft_length_changes_no_text(tiny: Path, tiny_draft: Path, h
     harness.run()
     plain.run()
     assert list(map(output_of, requests)) == list(map(output_of, expected))
+
+
+def copies_of(harness: Harness, request: LlmRequest) -> int:
+    """Checks that the request's slot has the match's drafts, and none without a match. Returns how
+    many there are."""
+    match, length = drafts_of(request.tokens, 3, 64)
+    slots, number = harness.parts.slots, min(len(match) if length else 0, request.draft_limit)
+    assert slots.num_drafts[request.slot] == number
+    assert slots.window[request.slot, 1 : 1 + number].tolist() == match[:number]
+    return number
+
+
+@pytest.mark.thinned(4)
+@pytest.mark.parametrize("mode", MODES)
+def test_copied_drafts_take_one_forward_of_the_network_which_misses_nothing(
+    tiny: Path, tiny_draft: Path, head: Path, mode: str
+) -> None:
+    """The network's drafts in rounds between them are those of a network that made all others."""
+    own = {"adaptive": {"candidate_steps": [0, 3]}} | THRESHOLD
+    harness = Harness(tiny, **NO_OVERLAP, **one_model(tiny_draft, head, mode, **own))
+    plain, copied = Harness(tiny), harness.parts.slots.shapes.copied_tier
+    requests, expected = (submit_traffic(each, Random(4), 20) for each in (harness, plain))
+    plain.run()
+    tiers, asked, seen = cycle([copied, copied, 3]), [0], Counter[int | None]()
+    harness.parts.tier_for = lambda *_: asked.append(next(tiers)) or asked[-1]
+    rows = count_forwards(harness)
+    while harness.round():
+        running = [request for request in generating(harness) if request.num_output_tokens]
+        if asked[-1] == copied and running:
+            assert len(rows) == 1
+            seen[copied] += sum(copies_of(harness, request) for request in running)
+        elif asked[-1]:
+            for request, slow in zip(running, slow_drafters(harness, running), strict=True):
+                seen[source_of_drafts(harness, request, slow)] += 1
+        assert_nothing_is_missing(harness, *running)
+        rows.clear()
+    assert list(map(output_of, requests)) == list(map(output_of, expected))
+    assert min(seen[copied], seen[NETWORK], seen[MATCH]) > 5
+    assert all_pages_are_back(harness.executor)
+
+
+def test_where_the_text_repeats_itself_copied_drafts_take_the_place_of_no_drafts(
+    tiny: Path, tiny_draft: Path, head: Path
+) -> None:
+    """The head is hardly ever right and takes as long as the target. By counts of rounds."""
+    adaptive = {"candidate_steps": [0, 3]}
+    options = one_model(tiny_draft, head, "eagle3", adaptive=adaptive, **LEARNED)
+    harness = Harness(tiny, **options)
+    times = MeasuredRoundTimes({1: {0: 1.0, 3: 4.0, 4: 1.1}})
+    spec = LlmArgs.from_kwargs(tiny, **options).speculative_config
+    controller = controller_for(spec, round_times=times)
+    harness.parts.controller, harness.parts.tier_for = controller, controller.tier_for
+    request = harness.submit([1, 2, 3], max_tokens=120)
+    harness.run()
+    assert controller.state()["slots"]["1"]["steps"]["1"] == "3 copied"
+    assert request.counters.stats().acceptance_length > 1.5
+
+
+COPIED = 4  # the tier after chains of up to 3
+
+
+class CopiedTimes(LinearTimes):
+    """Copied drafts take 0.5 ms, each of the network's 3 ms."""
+
+    def round_time(self, batch_size: int, tier: int) -> float:
+        return 10.5e-3 if tier == COPIED else super().round_time(batch_size, tier)
+
+
+def play_copied(controls: AdaptiveController, rounds: int, copied: int, network: int) -> list[int]:
+    """So many copied drafts are accepted, and so many of the network's."""
+    asked = []
+    for _ in range(rounds):
+        asked.append(tier := controls.tier_for(1))
+        accepted = [copied if tier == COPIED else min(tier, network)] if tier else []
+        controls.observe(ObservedRound(1, accepted, tier))
+    return asked
+
+
+def test_copied_drafts_are_compared_by_their_own_acceptance_and_time() -> None:
+    """Whatever is the best of the present traffic, probes find it when the traffic changes."""
+    controls = AdaptiveController.from_config(
+        {"candidate_steps": list(LADDER)},
+        round_times=CopiedTimes(3.0),
+        shapes=DraftShapes.chains(3, copies=True),
+    )
+    assert controls.state()["draft_lens"] == [*LADDER, "3 copied"]
+    for copied, network, best in ((0, 0, 0), (1, 0, COPIED), (0, 0, 0), (1, 3, 3), (2, 0, COPIED)):
+        play_copied(controls, 6000, copied, network)
+        asked = play_copied(controls, 1000, copied, network)
+        assert asked.count(best) > 900, (copied, network, Counter(asked))
 
 
 def test_drafts_of_a_slots_last_request_are_not_counted_for_the_next(

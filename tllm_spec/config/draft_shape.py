@@ -27,13 +27,15 @@ class DraftShape:
     """`depth`: drafts on the longest path. `num_nodes`: drafts in a window. `topk`: children of a
     node, at most. `choices`: of a static tree, the child ranks that lead to each draft.
     `mean_rows`: rows that a request has on average in a round that verifies the best drafts of the
-    whole batch; 0: every request has its whole window."""
+    whole batch; 0: every request has its whole window. `is_copied`: all drafts are copied from
+    texts, and a draft network only reads."""
 
     depth: int
     num_nodes: int
     topk: int = 1
     choices: tuple[tuple[int, ...], ...] = ()
     mean_rows: float = 0.0
+    is_copied: bool = False
 
     @cached_property
     def window(self) -> int:
@@ -84,8 +86,8 @@ class DraftShape:
     @property
     def name(self) -> str:
         """A chain's length, or a tree such as `5x8/31`: steps, children of a node, drafts. With
-        rows on average such as `7@4` or `5x8/31@10`."""
-        tree = f"x{self.topk}/{self.num_nodes}" if self.is_tree else ""
+        rows on average such as `7@4` or `5x8/31@10`; copied ones such as `7 copied`."""
+        tree = f"x{self.topk}/{self.num_nodes}" if self.is_tree else " copied" * self.is_copied
         return f"{self.depth}{tree}" + (f"@{self.mean_rows:g}" if self.is_ragged else "")
 
     @property
@@ -112,10 +114,11 @@ NO_DRAFTS = chain_of(0)
 
 class DraftShapes:
     """The shapes that rounds may have, by tier. A tier is a number: up to the longest draft length
-    it is that length. The tiers after it are `trees` to choose from, of which `longest` has at
-    least the depth, the drafts and the children, and then the `budgeted` ones, whose rounds share
-    their rows, to be compared with chains of `lengths`. With `narrows`, rounds of trees without
-    branches have the shape of chains."""
+    it is that length. With `copies` the next one is as long, of copied drafts. The tiers after it
+    are `trees` to choose from, of which `longest` has at least the depth, the drafts and the
+    children, and then the `budgeted` ones, whose rounds share their rows, to be compared with
+    chains of `lengths`. With `narrows`, rounds of trees without branches have the shape of
+    chains."""
 
     def __init__(
         self,
@@ -126,10 +129,12 @@ class DraftShapes:
         budgeted: Sequence[DraftShape] = (),
         lengths: Sequence[int] = (),
         narrows: bool = False,
+        copies: bool = False,
     ) -> None:
         assert [shape.depth for shape in by_length] == list(range(len(by_length)))
         others = sorted(trees, key=lambda tree: (tree.num_nodes, tree))
-        self._all = (*by_length, *others, *sorted(budgeted))
+        copied = [replace(by_length[-1], is_copied=True)] if copies else []
+        self._all = (*by_length, *copied, *others, *sorted(budgeted))
         self.of = self._all.__getitem__
         chains = {chain_of(length): length for length in range(len(by_length))}
         tiers = {shape: tier for tier, shape in enumerate(self._all)}
@@ -139,8 +144,10 @@ class DraftShapes:
         self.has_trees = any(shape.is_tree for shape in self._all)
         self.are_ragged = any(shape.is_ragged for shape in self._all)
         self.further_tiers = range(len(by_length), len(self._all))
-        self.tree_tiers = self.further_tiers[: len(trees)]
-        self.budgeted_tiers = self.further_tiers[len(trees) :]
+        self.copied_tier = len(by_length) if copies else None
+        first = len(copied)
+        self.tree_tiers = self.further_tiers[first : first + len(trees)]
+        self.budgeted_tiers = self.further_tiers[first + len(trees) :]
         # Draft lengths, and the names of the tiers after them.
         names = [*range(len(by_length)), *(self._all[tier].name for tier in self.further_tiers)]
         self.name = names.__getitem__
@@ -156,12 +163,15 @@ class DraftShapes:
         return [(shape.depth, shape.rows_each) for shape in compared]
 
     @classmethod
-    def chains(cls, max_draft_len: int, mean_rows: float | None = None) -> DraftShapes:
+    def chains(
+        cls, max_draft_len: int, mean_rows: float | None = None, *, copies: bool = False
+    ) -> DraftShapes:
         """mean_rows: of a request in rounds of longer chains, which share their rows; None: none
         do."""
         chains = map(chain_of, range(max_draft_len + 1))
         shares = 1 + max_draft_len if mean_rows is None else mean_rows
-        return cls([replace(c, mean_rows=shares) if c.window > shares else c for c in chains])
+        shapes = [replace(c, mean_rows=shares) if c.window > shares else c for c in chains]
+        return cls(shapes, copies=copies)
 
     @classmethod
     def with_budgets(cls, max_draft_len: int, draft_lens: Sequence[int]) -> DraftShapes:
@@ -173,9 +183,14 @@ class DraftShapes:
         chains = list(map(chain_of, range(max_draft_len + 1)))
         return cls(chains, budgeted=budgeted, lengths=lengths)
 
-    def lower(self, one: DraftShape, other: DraftShape) -> int:
-        """The lower tier of the two; for chains, that of the shorter one."""
-        tiers = self.tier_of(one), self.tier_of(other)
+    def lower(self, made: DraftShape, verified: DraftShape) -> int:
+        """The tier of drafts of a shape that are verified in windows of another: the lower one; for
+        chains, that of the shorter one. Copied drafts stay copied."""
+        if made.is_copied and verified.depth:
+            return self.tier_of(made)
+        if verified.is_copied:
+            verified = replace(verified, is_copied=False)
+        tiers = self.tier_of(made), self.tier_of(verified)
         return min(tiers, key=lambda tier: (tier in self.tree_tiers, self.of(tier).depth, tier))
 
     def fitting(self, length: int, *, is_chain: bool) -> DraftShape:

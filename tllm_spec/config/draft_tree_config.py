@@ -257,11 +257,19 @@ class DraftTreeDecodingConfig(TreeDecodingConfig):
 
     @cached_property
     def shapes(self) -> DraftShapes:
-        if not self.mixes_trees or self.adaptive is None or self.eagle_choices is not None:
+        """Where the cost model chooses, matches without the network's drafts are one more tier."""
+        adaptive = self.adaptive
+        if adaptive is None or not adaptive.is_cost_model or self.eagle_choices is not None:
             return super().shapes
+        copies = self.sa_config is not None
+        if not self.mixes_trees:
+            if not copies or self.enable_adaptive_verification:
+                return super().shapes
+            return DraftShapes.chains(self.max_draft_len, copies=True)
         tree = self.tree_of(self.max_draft_len)
-        chains = map(chain_of, range(self.max_draft_len + 1))
-        return DraftShapes([*chains], self.adaptive.trees or default_trees(tree), tree)
+        chains = [*map(chain_of, range(self.max_draft_len + 1))]
+        trees = adaptive.trees or default_trees(tree)
+        return DraftShapes(chains, trees, tree, copies=copies)
 
 
 # The options of NGram and of the user's own drafter.

@@ -2,8 +2,9 @@
 
 Expected tokens come from the slot's estimate, seconds from the round times of the batch size. What
 rounds do not show by themselves is learned by probes: a few rounds of another tier, within a small
-share of the time. For chains that is the next longer length. Without drafts, probes that change
-nothing become rarer. A tree is used when it is expected to win: chains give the evidence for it."""
+share of the time. For chains that is the next longer length, and copied drafts in turn. Without
+drafts, probes that change nothing become rarer. A tree is used when it is expected to win: chains
+give the evidence for it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -56,6 +57,7 @@ class CostModelSlot:
         self._saved_seconds = 0.0  # for probes
         self._wait = 1.0  # times as rare as the options say
         self._num_drafting = 0  # rounds since drafts were chosen
+        self._num_probes = 0  # so that what may be probed takes turns
         # Before any drafts were made, a probe comes at once and is paid for afterwards.
         self._has_drafted = False
 
@@ -68,7 +70,7 @@ class CostModelSlot:
         if (
             probe is not None
             and probe.tier <= max_tier
-            and probe.tier == self._estimate.probe_of(batch_size, tier)
+            and probe.tier in self._estimate.probes_of(batch_size, tier)
         ):
             return probe.tier
         return tier
@@ -146,21 +148,24 @@ class CostModelSlot:
 
     def _start_or_end_probe(self, row: dict[int, float], batch_size: int, max_tier: int) -> None:
         tier, probe = self._tiers[batch_size], self._probe
+        probes = self._estimate.probes_of(batch_size, tier)
         if probe is not None:
-            if tier >= probe.tier or not probe.rounds_left or not probe.rounds_to_see:
+            is_reached = tier >= probe.tier and probe.tier not in probes
+            if is_reached or not probe.rounds_left or not probe.rounds_to_see:
                 self._probe = None
-                if tier < probe.tier:
+                if not is_reached:
                     self._end_trial(is_in_vain=True)
             return
-        probed = self._estimate.probe_of(batch_size, tier)
-        if probed is None or probed > max_tier:
+        probes = tuple(p for p in probes if p <= max_tier and self._may_win(row, tier, p))
+        if not probes:
             return
+        probed = probes[self._num_probes % len(probes)]
         num_rounds = min(MAX_PROBE_ROUNDS, ceil(PROBE_TRIALS / batch_size))
         seconds = self._probe_seconds(row, tier, probed)
         is_first = not (tier or self._has_drafted) and self._probe_share > 0
         is_paid = self._saved_seconds >= (num_rounds + 1) * seconds
-        if (is_first or is_paid) and self._may_win(row, tier, probed):
-            self._has_drafted = True
+        if is_first or is_paid:
+            self._has_drafted, self._num_probes = True, self._num_probes + 1
             self._probe = _Probe(probed, num_rounds, num_rounds + SPARE_ROUNDS)
 
     def _end_trial(self, *, is_in_vain: bool) -> None:

@@ -30,7 +30,7 @@ REFRESH_ROUNDS = 8  # that predictions of trees may be old: they take long
 GAIN_DRAFTS = 128.0  # accepted drafts that the assumption of no gain counts for
 GAIN_WINDOWS = 4.0  # memory of the gain, which changes less than acceptance does
 SETTLING_TRIALS = 64  # requests in trees before predictions are compared: priors are far off
-FADING_ROUNDS = 256  # memory of the gain in rounds without trees, which are then tried again
+FADING_ROUNDS = 256  # memory of what rounds do not show: of the gain those without trees
 MIN_GAIN, MAX_GAIN = 0.5, 2.0
 
 MAX_PROBE_WEIGHT = 0.5  # of a round that shows a tier that shares rows again
@@ -42,13 +42,16 @@ Columns = Sequence[Counter[int]]  # by depth: how often each value of `path_rank
 
 
 def ladder_of(options: CostModelOptions, shapes: DraftShapes) -> tuple[int, ...]:
-    """The tiers of whole windows that a slot may choose, ascending: its draft lengths, and then
-    trees."""
+    """The tiers of whole windows that a slot may choose, ascending: its draft lengths, copied
+    drafts if these are no longer than its lengths, and then trees."""
     if options.candidate_trees is None:
         trees = list(shapes.tree_tiers)
     else:
         trees = sorted(shapes.tier_of(tree.shape) for tree in options.candidate_trees)
-    return (*options.candidate_steps, *trees)
+    steps, copied = options.candidate_steps, shapes.copied_tier
+    if copied is None or shapes.of(copied).depth > steps[-1]:
+        return (*steps, *trees)
+    return (*steps, copied, *trees)
 
 
 def estimate_of(options: CostModelOptions, shapes: DraftShapes, *, shares_rows: bool) -> "Estimate":
@@ -58,7 +61,8 @@ def estimate_of(options: CostModelOptions, shapes: DraftShapes, *, shares_rows: 
         return BudgetEstimate(shapes, options.candidate_steps, *memory)
     ladder = ladder_of(options, shapes)
     trees = {tier: shapes.of(tier) for tier in ladder if tier in shapes.tree_tiers}
-    return AcceptanceEstimate(ladder, *memory, trees)
+    copied = shapes.copied_tier if shapes.copied_tier in ladder else None
+    return AcceptanceEstimate(ladder, *memory, trees, copied)
 
 
 class AcceptanceEstimate:
@@ -73,7 +77,10 @@ class AcceptanceEstimate:
     Trees next to chains also have `shares` `[K]`: by rank, how likely each of up to K children of a
     node is accepted, given that those before it were not; all depths share them, and that of rank 0
     means nothing. A dynamic tree adapts to each token, and paths of later children go on worse.
-    `gain` is what trees had accepted over what depth and rank alone predict."""
+    `gain` is what trees had accepted over what depth and rank alone predict.
+
+    Copied drafts have a mean of their own, which begins as if they were the network's: so they are
+    tried in the first rounds."""
 
     def __init__(
         self,
@@ -81,18 +88,30 @@ class AcceptanceEstimate:
         prior: float,
         window: float,
         trees: Mapping[int, DraftShape] = MappingProxyType({}),
+        copied: int | None = None,
     ) -> None:
-        """trees: those tiers of the ladder that are no draft lengths."""
-        self.ladder, self._trees = tuple(ladder), trees
-        lengths = [tier for tier in ladder if tier not in trees]
+        """trees: those tiers of the ladder that are no draft lengths, but for `copied`, the one of
+        copied drafts."""
+        self.ladder, self._trees, self._copied = tuple(ladder), trees, copied
+        others = [tier for tier in ladder if tier != copied]
+        lengths = [tier for tier in others if tier not in trees]
         # A single length may try a tree.
-        self._longer = dict(pairwise(lengths if len(lengths) > 1 else ladder))
-        number = max(trees[tier].depth if tier in trees else tier for tier in ladder)
+        pairs = pairwise(lengths if len(lengths) > 1 else others)
+        longer = {tier: (next_one,) for tier, next_one in pairs}
+        next_to = () if copied is None else (copied,)
+        self._probes = {tier: (*next_to, *longer.get(tier, ())) for tier in ladder}
+        if copied is not None:
+            # What the network's drafts would bring, only rounds that have them show.
+            self._probes[copied] = tuple(others[-1:])
+        number = max(trees[tier].depth if tier in trees else tier for tier in others)
         self._prior, self._window = prior, window
         self._reached, self._accepted = [0.0] * number, [0.0] * number
         self.rates = [prior] * number
         self.expected: list[float] = list(accumulate(accumulate(self.rates, mul), initial=0.0))
-        self.expected += [0.0] * (1 + max(trees, default=0) - len(self.expected))
+        self.expected += [0.0] * (1 + max(ladder) - len(self.expected))
+        if copied is not None:
+            self.expected[copied] = self.expected[number]
+        self._num_copied = PRIOR_TRIALS
         topk = max((tree.topk for tree in trees.values()), default=0)
         self._rank_tried, self._rank_accepted = [0.0] * topk, [0.0] * topk
         self.gain, self._seen, self._predicted = 1.0, 0.0, 0.0
@@ -104,20 +123,26 @@ class AcceptanceEstimate:
         """Those of the ladder that rounds of this batch size may have, ascending."""
         return self.ladder
 
-    def probe_of(self, batch_size: int, tier: int) -> int | None:
-        """What rounds of that tier may try, because it would show more than they do: the next
-        longer length."""
-        return self._longer.get(tier)
+    def probes_of(self, batch_size: int, tier: int) -> tuple[int, ...]:
+        """What rounds of that tier may try in turn, because it would show more than they do: the
+        next longer length, and copied drafts; next to these the largest of the network's."""
+        return self._probes.get(tier, ())
 
     def at_best(self, tier: int, probed: int) -> float:
         """Tokens of a request in a round of `probed`, if all that it adds to `tier` were
         accepted."""
+        if self._copied in (tier, probed):
+            return float(1 + len(self.rates))
         reach = self.expected[tier] - self.expected[tier - 1] if tier else 1.0
         return 1 + self.expected[tier] + reach * (probed - tier)
 
     def observe(self, observed: ObservedRound, tier: int) -> None:
         """tier: of the drafts that were verified."""
         number, is_tree = observed.num_alive, tier in self._trees
+        if tier == self._copied:
+            self._observe_copied(number, observed.num_accepted)
+            return
+        self._num_copied = max(self._num_copied * (1 - 1 / FADING_ROUNDS), PRIOR_TRIALS)
         if not is_tree:
             self._seen -= self._seen / FADING_ROUNDS
             self._predicted -= self._predicted / FADING_ROUNDS
@@ -134,6 +159,15 @@ class AcceptanceEstimate:
             if self._rounds % REFRESH_ROUNDS == 0:
                 self._predict()
             self._apply_gain()
+
+    def _observe_copied(self, num_requests: int, num_accepted: Sequence[int]) -> None:
+        """Requests without a match have had none accepted."""
+        assert self._copied is not None
+        self._age(max(num_requests, IDLE_REQUESTS), PRIOR_TRIALS)
+        number = len(num_accepted)
+        self._num_copied = min(self._num_copied, self._window / MIN_ROUNDS) + number
+        error = sum(num_accepted) - number * self.expected[self._copied]
+        self.expected[self._copied] += error / self._num_copied
 
     def observe_lengths(
         self, num_requests: int, num_accepted: Sequence[int], draft_len: int
@@ -217,7 +251,9 @@ class AcceptanceEstimate:
 
     def state(self) -> dict[str, Any]:
         """As plain values."""
-        rates = {"acceptance": [round(rate, 4) for rate in self.rates]}
+        rates: dict[str, Any] = {"acceptance": [round(rate, 4) for rate in self.rates]}
+        if self._copied is not None:
+            rates["copied"] = round(self.expected[self._copied], 4)  # accepted drafts of a request
         if not self._trees:
             return rates
         shares = [round(share, 4) for share in self.shares[1:]]
@@ -318,11 +354,11 @@ class BudgetEstimate:
     def _find_compared(self, batch_size: int) -> tuple[int, ...]:
         return tuple(tier for tier in self.ladder if self._shapes.of(tier).is_compared(batch_size))
 
-    def probe_of(self, batch_size: int, tier: int) -> int | None:
+    def probes_of(self, batch_size: int, tier: int) -> tuple[int, ...]:
         """The longest drafts, unless rounds of that tier show what all tiers would bring."""
         own, longest = self._shapes.of(tier), self.compared_at(batch_size)[-1]
         shows_all = own.is_ragged and own.contains(self._shapes.of(longest))
-        return longest if tier < longest and not shows_all else None
+        return (longest,) if tier < longest and not shows_all else ()
 
     def at_best(self, tier: int, probed: int) -> float:
         return self._shapes.of(probed).tokens_each

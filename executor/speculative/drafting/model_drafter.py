@@ -37,7 +37,8 @@ from tllm_spec.executor.speculative.drafting.drafting_steps import (
     with_masks,
 )
 from tllm_spec.executor.speculative.drafting.network_drafter import Missed, missed_by, read_missed
-from tllm_spec.executor.speculative.drafting.suffix_match import DraftChoice
+from tllm_spec.executor.speculative.drafting.suffix_match import DraftChoice, copied
+from tllm_spec.kernels.slots.accept import Drafts
 from tllm_spec.kernels.slots.row_copies import gather_rows
 
 
@@ -265,7 +266,11 @@ class ModelDrafter(Drafter):
             states = self._read_with_masks(group.slots, kv_lens, longest, shape.depth)
         else:
             states = self._read_latest(group.slots, kv_lens, longest)
-        self._slots.write(group.slots, self._steps.draft(group, shape, kv_lens, states, longest))
+        if shape.is_copied:
+            drafts: Drafts = copied(self._choice, group, shape)
+        else:
+            drafts = self._steps.draft(group, shape, kv_lens, states, longest)
+        self._slots.write(group.slots, drafts)
 
     def _read_with_masks(
         self, slot_ids: torch.Tensor, kv_lens: torch.Tensor, longest: int, num_drafts: int

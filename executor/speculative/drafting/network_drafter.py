@@ -35,7 +35,7 @@ from tllm_spec.executor.speculative.drafting.drafting_steps import (
     read_masks,
     with_masks,
 )
-from tllm_spec.executor.speculative.drafting.suffix_match import DraftChoice
+from tllm_spec.executor.speculative.drafting.suffix_match import DraftChoice, copied
 from tllm_spec.kernels.slots.accept import Drafts
 from tllm_spec.kernels.slots.round_rows import RoundRows
 from tllm_spec.kernels.slots.row_copies import Rings, gather_rows, store_in_rings
@@ -273,9 +273,9 @@ class NetworkDrafter(Drafter):
                 return None
             windows = None
         is_drafting = shape != NO_DRAFTS and len(group.slots) > 0
-        if not is_drafting:
-            self._catch_up(contexts, windows, is_drafting)
-            return None
+        if not is_drafting or shape.is_copied:
+            self._catch_up(contexts, windows, False)
+            return copied(self._choice, group, shape) if is_drafting else None
         kv_lens = gather_rows(self._slots.kv_lens, group.slots)
         states, bound = self._states(contexts, windows, group.slots, kv_lens, shape.depth)
         return self._steps.draft(group, shape, kv_lens, states, bound)
@@ -411,6 +411,8 @@ class KeyReadingDrafter(NetworkDrafter):
             self._choice.read(contexts, windows, group)
         if shape == NO_DRAFTS or not len(group.slots):
             return None
+        if shape.is_copied:
+            return copied(self._choice, group, shape)
         net, slots = self.net, self._slots
         kv_lens = gather_rows(slots.kv_lens, group.slots)
         rows, bound = self._newest_rows(contexts, windows)

@@ -30,6 +30,7 @@ from tllm_spec.kernels.drafts.draft_sources import (
     NETWORK,
     PRIOR,
     DraftSources,
+    await_drafts,
     choose_drafts,
     observe_drafts,
 )
@@ -257,6 +258,19 @@ class DraftChoice:
         both = drafts.tokens, match, found.lengths
         return Drafts(choose_drafts(sources, group.slots, *both))
 
+    def copy(self, group: RowGroup, shape: DraftShape) -> Drafts:
+        """The match's drafts alone, for the group, one row each."""
+        found, sources = self._match.matches(group, shape), self._sources
+        drafts, lens = found.drafts.squeeze(1), found.num_drafts.squeeze(1)
+        classes = found.lengths.clamp_max(len(sources.takes_match) - 1)
+        if not self._learns:
+            lens = lens * sources.takes_match[:, shape.depth][classes]
+        pending = drafts.where(lens.unsqueeze(1) > 0, -1)
+        await_drafts(sources, group.slots, torch.full_like(drafts, -1), pending)
+        chosen = torch.full_like(classes, MATCH)
+        sources.choices[group.slots] = torch.stack((classes, chosen), dim=1).to(torch.int32)
+        return Drafts(drafts, lens)
+
     def state(self) -> Mapping[str, Any]:
         totals = self._sources.totals.sum(dim=0).tolist()
         names = ("rounds", "accepted_tokens")
@@ -265,3 +279,9 @@ class DraftChoice:
             for name, source in (("network", NETWORK), ("match", MATCH))
         }
         return {"draft_sources": by_source}
+
+
+def copied(choice: DraftChoice | None, group: RowGroup, shape: DraftShape) -> Drafts:
+    """Drafts of matches alone. Only with `choice` are there shapes of copied drafts."""
+    assert choice is not None
+    return choice.copy(group, shape)
