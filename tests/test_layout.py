@@ -24,9 +24,9 @@ MAX_FUNCTION_LINES = 60
 MAX_WALKS = {"plain": (301, 48), "EAGLE-3": (346, 56), "EAGLE-3 tree + SA": (384, 63)}
 # Of the product; lines of code are those without blank lines, comments and docstrings.
 MAX_COUNTS = {"files": 342, "classes": 761, "lines": 80_408, "lines of code": 57_122}
-MAX_TEST_LINES = 84740
+MAX_TEST_LINES = 84738
 # Of the default run. Long grids are marked `thinned`, `covering` or `slow`.
-MAX_TESTS, MAX_COMBINATIONS = 7071, 80
+MAX_TESTS, MAX_COMBINATIONS = 7102, 80
 MIN_DOCUMENTED = 0.78  # of the product's public functions: those with a docstring; it only rises
 MAX_FRAMES, MAX_FRAME_FILES = 7, 5  # from `PyExecutor.step` to the target's forward
 # The worker's main and calls of users' programs: only these may turn any fault into an answer.
