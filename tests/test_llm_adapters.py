@@ -70,7 +70,7 @@ def test_threads_that_use_a_folder_first_at_the_same_time_load_it_once_each(
 ) -> None:
     slots, both_read = llm._executor.parts.adapters, Barrier(2)
     assert slots is not None
-    read = slots.read
+    expected, read = text(llm, LoRARequest("a", 1, adapters / "a")), slots.read
 
     def read_with_another(folder: str, root: str | None = None) -> Adapter:
         both_read.wait(SECONDS)
@@ -80,7 +80,7 @@ def test_threads_that_use_a_folder_first_at_the_same_time_load_it_once_each(
     request = LoRARequest("shared", 1, adapters / "a")
     with ThreadPoolExecutor(2) as threads:
         found = list(threads.map(lambda _: text(llm, request), range(2)))
-    assert found == [text(llm, LoRARequest("a", 1, adapters / "a"))] * 2
+    assert found == [expected] * 2
     llm.unload_adapter("shared")
 
 

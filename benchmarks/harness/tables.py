@@ -30,16 +30,13 @@ RUNS = (
 
 def all_tables() -> dict[str, list[str]]:
     """Where it was measured, and the table, by title and command."""
-    found = {}
-    for options in ("--quick", "--quick --parts 1,2"):
-        h200 = load(re.sub(r"\W+", "_", f"h200{options.removeprefix('--quick')}"))
-        figures = [Figure(**figure) for figure in h200["figures"]]
-        command = f"`python -m benchmarks.h200 {options}`"
-        for title, lines in (
-            ("Next to vLLM and SGLang", headline(figures)),
-            ("Goals and floors", summary(figures)),
-        ):
-            found[f"{title}: {command}"] = _block(h200["about"], lines)
+    h200 = load("h200")
+    figures = [Figure(**figure) for figure in h200["figures"]]
+    quick = "`python -m benchmarks.h200 --quick`"
+    found = {
+        f"Next to vLLM and SGLang: {quick}": _block(h200["about"], headline(figures)),
+        f"Goals and floors: {quick}": _block(h200["about"], summary(figures)),
+    }
     for run in RUNS:
         name, *options = run.split(maxsplit=1)
         results = load(re.sub(r"\W+", "_", run))

@@ -72,7 +72,7 @@ class ServedProcess:
         """The ids of its child processes that run the module."""
         own = self.process.pid
         children = Path(f"/proc/{own}/task/{own}/children").read_text().split()
-        return [int(pid) for pid in children if module in Path(f"/proc/{pid}/cmdline").read_text()]
+        return [int(pid) for pid in children if module in _command_of(pid)]
 
     def end(self, number: signal.Signals) -> int:
         """Sends a signal and returns the exit status."""
@@ -99,3 +99,11 @@ def is_running(pid: int) -> bool:
 
 def complete(url: str) -> int:
     return httpx.post(f"{url}/v1/completions", json=SHORT, timeout=SECONDS).status_code
+
+
+def _command_of(pid: str) -> str:
+    """Empty if the process has ended meanwhile."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
