@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer
 
@@ -35,6 +36,8 @@ TEXTS = [
 LETTERS = "the foxrun 12'\n\t你好😀é<>|_▁"
 CHAT = [{"role": "user", "content": "hello 你好"}]
 TEMPLATE = "<|begin|>{{ messages[0].content }}<|end|>"
+# 5.20, the newest one for Python 3.10, leaves out the first token that such a file asks for.
+ADDS_ENDS = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 24)
 
 
 def texts() -> list[str]:
@@ -155,7 +158,7 @@ def test_a_served_kind_gives_transformers_tokens_without_its_reader(
     names = ("bos_token_id", "eos_token_id", "unk_token_id", "pad_token_id", "chat_template")
     assert [getattr(ours, name) for name in names] == [getattr(theirs, name) for name in names]
     for text in texts():
-        for ends in (True, False):
+        for ends in (True, False) if ADDS_ENDS else (False,):
             tokens = ours.encode(text, add_special_tokens=ends)
             assert tokens == theirs.encode(text, add_special_tokens=ends), text
             for skips in (True, False):
