@@ -373,6 +373,8 @@ def test_compare_says_how_close_another_model_is(dataset: Path, tmp_path: Path) 
 def test_harmless_values_are_accepted(dataset: Path) -> None:
     options = "--tp 1 --pp 1 --ep 1 --beam_width 1 --backend pytorch --kv-cache-dtype auto"
     ran("throughput", "--dataset", dataset, *options.split())
+    (llm,) = FakeLLM.made
+    assert len(llm.sampling) == 2 + 4 and llm.is_shut_down
 
 
 @pytest.mark.parametrize(

@@ -77,19 +77,6 @@ def test_each_draft_comes_from_its_own_module_as_in_a_slow_loop(
     )
 
 
-@pytest.mark.thinned(4)
-@pytest.mark.parametrize("situation", SITUATIONS)
-@pytest.mark.parametrize("one_model", [True, False])
-def test_drafts_are_those_of_a_slow_loop(
-    one_model: bool, situation: str, plain: tuple[Path, PlainMTP]
-) -> None:
-    folder, slow = plain
-    spec = mtp(mtp_eagle_one_model=one_model)
-    check_drafts(
-        folder, situation, lambda _, some: [slow.drafts(each.tokens, 3) for each in some], spec
-    )
-
-
 @pytest.fixture(scope="module")
 def glm5(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PlainMTP]:
     """Only the first step of a round chooses keys, of which rows soon see more than index_topk."""
@@ -98,13 +85,14 @@ def glm5(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PlainMTP]:
     return folder, PlainMTP(model, tensors, folder)
 
 
-@pytest.mark.thinned(6)
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("situation", SITUATIONS)
 @pytest.mark.parametrize("one_model", [True, False])
-def test_later_steps_of_glm_5_attend_to_the_keys_that_the_first_has_chosen(
-    one_model: bool, situation: str, glm5: tuple[Path, PlainMTP]
+@pytest.mark.parametrize("checkpoint", ["plain", "glm5"])
+def test_drafts_are_those_of_a_slow_loop(
+    checkpoint: str, one_model: bool, situation: str, request: pytest.FixtureRequest
 ) -> None:
-    folder, slow = glm5
+    folder, slow = request.getfixturevalue(checkpoint)
     spec = mtp(mtp_eagle_one_model=one_model)
     check_drafts(
         folder, situation, lambda _, some: [slow.drafts(each.tokens, 3) for each in some], spec

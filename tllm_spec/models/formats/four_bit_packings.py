@@ -73,10 +73,10 @@ class PackedTensors:
     """The type of codes and zero points. Tensors with the name of codes and another type are
     weights that are not quantised, if the name is `weight`."""
     required: tuple[str, ...] = ()
-    """Beside codes and scales."""
+    """Next to codes and scales."""
 
     def needed(self, *, has_zeros: bool, is_ordered: bool) -> list[str]:
-        """Beside codes, with zero points or with groups in an order of their own."""
+        """Next to codes, with zero points or with groups in an order of their own."""
         names = set[str]().union(_ZEROS if has_zeros else (), _ORDERS if is_ordered else ())
         return [self.scales, *self.required, *(name for name in self.optional if name in names)]
 
