@@ -1,8 +1,9 @@
 """A world that serves LoRA adapters, loads and replaces them while requests run, for tests.
 
     python -m tests.distributed.adapter_world NUM_RANKS MODEL ADAPTERS OTHER_ADAPTERS BROKEN
+    python -m tests.distributed.adapter_world NUM_RANKS DRAFT_ADAPTERS
 
-It prints the texts."""
+It prints the texts. The second has drafts, of which it prints how many were accepted."""
 
 from __future__ import annotations
 
@@ -10,7 +11,9 @@ import json
 import sys
 from pathlib import Path
 
+from tests.adapters import draft_adapters
 from tests.adapters.tiny_adapters import LORA, NAMES
+from tests.lossless.engines import MODES
 from tllm_spec.llm import LLM
 from tllm_spec.lora_request import LoRARequest
 
@@ -24,8 +27,29 @@ def texts(llm: LLM, requests: list[LoRARequest | None]) -> list[list[int]]:
     return [each.outputs[0].token_ids for each in found]
 
 
-def main() -> None:
-    number, model, adapters, others, broken = sys.argv[1:]
+def with_drafts(number: str, root: str) -> None:
+    """Requests with an adapter that has its own draft head, with one without, and with none."""
+    names = [name for name in draft_adapters.NAMES if name is not None]
+    lora = {"lora_dir": {name: f"{root}/{name}" for name in names}, "max_loras": 2}
+    lora |= dict.fromkeys(("max_lora_rank", "max_draft_lora_rank"), draft_adapters.RANK)
+    spec = MODES["eagle3"] | {"max_draft_len": 4, "speculative_model": f"{root}/head"}
+    requests = [name and LoRARequest(name) for name in draft_adapters.NAMES]
+    with LLM(
+        draft_adapters.TARGET,
+        tensor_parallel_size=int(number),
+        speculative_config=spec,
+        lora_config=lora,
+        device="cpu",
+        max_batch_size=3,
+    ) as llm:
+        for prompt in draft_adapters.TEXTS:
+            for each in llm.generate([prompt] * 3, PARAMS, False, lora_request=requests):
+                stats = each.speculative_decoding
+                print("drafts", each.outputs[0].token_ids, stats.num_accepted_tokens, flush=True)
+        llm.check_integrity()
+
+
+def with_texts(number: str, model: str, adapters: str, others: str, broken: str) -> None:
     options = {"skip_tokenizer_init": True, "device": "cpu", "max_batch_size": 4}
     llm = LLM(model, tensor_parallel_size=int(number), lora_config=LORA, **options)
     requests = [None, *(LoRARequest(name, 0, Path(adapters, name)) for name in NAMES)]
@@ -45,4 +69,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    (with_drafts if len(sys.argv) == 3 else with_texts)(*sys.argv[1:])
