@@ -261,10 +261,10 @@ class DraftHead(Module, ABC):
             the next step.
         """
 
-    @abstractmethod
     def fuse(self, captured: torch.Tensor) -> torch.Tensor:
-        """Captured states of the target, `[T, n * H_target]`, to `[T, H]`. The head's own states
-        are not fused."""
+        """Captured states of the target, `[T, n * H_target]`, to `[T, H]`: by default they are read
+        as they are. The head's own states are not fused."""
+        return captured
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """`[R, H]`, as `forward` returns it, to `[R, V_draft]`, or this rank's columns."""

@@ -122,9 +122,6 @@ class EagleHead(DraftHead):
         ends = target, owns, max_positions, placement
         self._add_ends(*ends, rows=config.vocab_size, is_tied=False)
 
-    def fuse(self, captured: torch.Tensor) -> torch.Tensor:
-        return captured
-
     def forward(
         self,
         input_ids: torch.Tensor,

@@ -171,10 +171,6 @@ class Gemma4Assistant(DraftHead):
         assert isinstance(target.model, Gemma4Model)
         self.__dict__["target"] = target.model
 
-    def fuse(self, captured: torch.Tensor) -> torch.Tensor:
-        """States after the target's final norm are read as they are, `[T, H]`."""
-        return captured
-
     def forward(
         self,
         input_ids: torch.Tensor,

@@ -208,10 +208,6 @@ class NextnModules(DraftHead):
         self.modules_by_step = steps
         self.borrowed = target_modules(target)
 
-    def fuse(self, captured: torch.Tensor) -> torch.Tensor:
-        """States after the target's final norm are read as they are, `[T, H]`."""
-        return captured
-
     def forward(
         self,
         input_ids: torch.Tensor,
