@@ -93,29 +93,12 @@ class Experts(Module):
         names, number = self.names, self.num_routed
         for expert in range(number * self.mapping.ep_size):
             parts = (names.gate, names.up, names.down)
-            own = expert - self.first
-            yield from self._slots_of(own, f"{path}.{expert}", parts)
-            yield from self._biases_of(own, f"{path}.{expert}", parts)
+            yield from self._slots_of(expert - self.first, f"{path}.{expert}", parts)
 
     def shared_slots(self, path: str) -> Iterator[tuple[str, WeightSlot]]:
         """Those of the shared expert, which is the last, if there is one."""
         if (number := self.num_routed) < self.shape[0]:
             yield from self._slots_of(number, path, ("gate_proj", "up_proj", "down_proj"))
-
-    def _biases_of(
-        self, expert: int, path: str, parts: tuple[str, str, str]
-    ) -> Iterator[tuple[str, WeightSlot]]:
-        """As `_slots_of`."""
-        if self.gate_up_bias is None or self.down_bias is None:
-            return
-        number, hidden, inner = self.shape
-        start, full = inner * self.mapping.moe_tp_rank, inner * self.mapping.moe_tp_size
-        is_here = 0 <= expert < number
-        for name, rows in zip(parts[:2], (slice(inner), slice(inner, None)), strict=True):
-            own = self.gate_up_bias[expert, rows] if is_here else None
-            yield f"{path}.{name}.bias", WeightSlot(own, (full,), 0, start)
-        own = self.down_bias[expert] if is_here and start == 0 else None
-        yield f"{path}.{parts[2]}.bias", WeightSlot(own, (hidden,))
 
     def _slots_of(
         self, expert: int, path: str, parts: tuple[str, str, str]
@@ -125,14 +108,19 @@ class Experts(Module):
         number, hidden, inner = self.shape
         is_here = 0 <= expert < number
         start, full = inner * self.mapping.moe_tp_rank, inner * self.mapping.moe_tp_size
-        halves = zip(parts[:2], (slice(inner), slice(inner, None)), strict=True)
-        for name, rows in halves:
+        for name, rows in zip(parts[:2], (slice(inner), slice(inner, None)), strict=True):
             module, own = f"{path}.{name}", (expert, rows) if is_here else None
             part = Part((full, hidden), 0, start)
             yield f"{module}.weight", self.gate_up_weights.form.slot(module, own, part)
+            if self.gate_up_bias is not None:
+                bias = None if own is None else self.gate_up_bias[own]
+                yield f"{module}.bias", WeightSlot(bias, (full,), 0, start)
         module, own = f"{path}.{parts[2]}", (expert, slice(None)) if is_here else None
         part = Part((hidden, full), 1, start)
         yield f"{module}.weight", self.down_weights.form.slot(module, own, part)
+        if self.down_bias is not None:
+            bias = self.down_bias[expert] if is_here and start == 0 else None
+            yield f"{module}.bias", WeightSlot(bias, (hidden,))
 
 
 class Router(Linear):
@@ -272,13 +260,9 @@ class SparseMoE(Module):
         """This rank's part, added to `add_to` if given."""
         routed, taken = self._routed(hidden, norm), self.router.rule.num_taken
         x, weights, rows = routed.x, routed.weights, routed.rows
-        own = self.experts.own(rows.experts)
-        if self.config.apply_weight_on_input:
-            parts = self.experts.forward(x, rows, weights)
-            total = moe_combine(parts, None, taken, add_to, own)
-        else:
-            parts = self.experts.forward(x, rows)
-            total = moe_combine(parts, weights, taken, add_to, own)
+        own, on_input = self.experts.own(rows.experts), self.config.apply_weight_on_input
+        parts = self.experts.forward(x, rows, weights if on_input else None)
+        total = moe_combine(parts, None if on_input else weights, taken, add_to, own)
         if self.shared is not None:
             self.shared.add_to(total, x, self.shared_gate)
         return total
