@@ -27,6 +27,7 @@ from tllm_spec.models.config import (
 from tllm_spec.models.config_file import with_defaults
 from tllm_spec.models.formats.quantised_tensors import stored_tensors
 from tllm_spec.models.layers import (
+    AllHeadsNorm,
     Embedding,
     HeadNorm,
     Module,
@@ -172,7 +173,8 @@ class Attention(Module):
             num_keys = self.num_kv_heads if "k_proj" in self.projections else 0
             heads = self.num_heads, num_keys, config.head_dim
             is_offset, eps = config.offset_norms, config.rms_norm_eps
-            self.qk_norm = self.head_norm(
+            kind = AllHeadsNorm if config.norms_all_heads else self.head_norm
+            self.qk_norm = kind(
                 *heads, eps, placement, is_offset=is_offset, order=order, kv_copies=copies
             )
         self.sinks = None
