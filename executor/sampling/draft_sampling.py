@@ -10,7 +10,7 @@ from tllm_spec.executor.sampling.row_group import RowGroup
 from tllm_spec.executor.sampling.sampler import Sampler
 from tllm_spec.kernels.drafts.top_tokens import top_tokens
 from tllm_spec.kernels.sampling.choose_token import choose_best, choose_draft
-from tllm_spec.kernels.sampling.gumbel import DRAFT_DOMAIN, TARGET_DOMAIN, gumbel_noise
+from tllm_spec.kernels.sampling.gumbel import DRAFT_DOMAIN, gumbel_noise
 
 
 class DraftSampling:
@@ -40,27 +40,24 @@ class DraftSampling:
         logits `[N, V_draft]`; first `[N]`: the position of each request's first draft; step counts
         from 0."""
         logits = logits[:, : self._vocab_size]
-        if self.keeps_probs:
-            # A draft model's NaN must not fail the request: its drafts are random then.
-            logits = logits.to(torch.float32).nan_to_num()
-        elif logits.is_cuda:
+        if not self.keeps_probs:
             return self._choose_fused(group, step, logits, first), None
-        if (sampled := group.sampled) is None or self._mode == "greedy":
+        # A draft model's NaN must not fail the request: its drafts are random then.
+        logits = logits.to(torch.float32).nan_to_num()
+        if (sampled := group.sampled) is None:
             tokens = choose_best(logits).clamp_min(0)
-            return self._target_ids(tokens), _one_hot(tokens, logits) if self.keeps_probs else None
+            return self._target_ids(tokens), _one_hot(tokens, logits)
         parameters = sampled.parameters.each_of(sampled.own)
         temperature, seeds = parameters.column("temperature"), parameters.integer("seed")
         scaled = self._sampler.scaled(group, sampled.take_requests(logits), parameters)
-        domain = DRAFT_DOMAIN if self.keeps_probs else TARGET_DOMAIN
-        noise = gumbel_noise(seeds, sampled.take_requests(first + step), self._vocab_size, domain)
+        positions = sampled.take_requests(first + step)
+        noise = gumbel_noise(seeds, positions, self._vocab_size, DRAFT_DOMAIN)
         if group.mixed:
             noise = noise * (temperature > 0)
         if self._token_map is not None:
             noise = noise.index_select(1, self._token_map)
         drawn = choose_best(scaled + noise[:, : logits.shape[1]])
         tokens = sampled.put_requests(choose_best(logits), drawn).clamp_min(0)
-        if not self.keeps_probs:
-            return self._target_ids(tokens), None
         probs = sampled.put_requests(_one_hot(tokens, logits), scaled.softmax(-1))
         if group.mixed:
             probs = torch.where(temperature == 0, _one_hot(tokens, logits), probs)
@@ -96,8 +93,8 @@ class DraftSampling:
     def _choose_fused(
         self, group: RowGroup, step: int, logits: torch.Tensor, first: torch.Tensor
     ) -> torch.Tensor:
-        """The same in kernels that make noise for the draft's own ids only, and write no noise to
-        memory."""
+        """The same without distributions: kernels make noise for the draft's own ids only, and
+        write no noise to memory."""
         if (sampled := group.sampled) is None or self._mode == "greedy":
             return choose_draft(logits, self._token_map)
         parameters, rows = sampled.parameters.each_of(sampled.own), sampled.take_requests(logits)

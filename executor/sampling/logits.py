@@ -144,7 +144,7 @@ def _edit_row(request: LlmRequest, tokens: list[int], logits: torch.Tensor) -> t
 SAMPLING_BYTES = 2 << 30
 # Penalties, masks, filters, log probabilities, rejection sampling: float32 copies of the rows,
 # 64-bit counts, sorted copies and their weights.
-BYTES_PER_LOGIT = 56
+BYTES_PER_LOGIT = 52
 # The fused kernels read logits in the model's own dtype: only the sampled rows are copied, and a
 # filtered row has one int32 count for each 16-bit logit.
 FILTER_BYTES_PER_ROW = 4 << 16

@@ -83,10 +83,9 @@ def test_the_kernel_chooses_the_references_tokens_at_any_temperature(
 ) -> None:
     temperature = torch.tensor([0.7, 0.0, 1e-45, 1e-38, 1e-3, 1.0, 100.0, -0.0])
     arguments = (random_logits(8, vocab_size), temperature, *keys())
-    for domain in (TARGET_DOMAIN, DRAFT_DOMAIN):
-        chosen = run("choose_token_triton", *arguments, domain)
-        assert chosen.dtype == torch.int64
-        assert chosen.tolist() == choose_token.reference(*arguments, domain).tolist()
+    chosen = run("choose_token_triton", *arguments)
+    assert chosen.dtype == torch.int64
+    assert chosen.tolist() == choose_token.reference(*arguments).tolist()
 
 
 def test_sums_that_differ_in_the_last_bit_are_distinguished(run: Run) -> None:
@@ -167,7 +166,7 @@ def test_no_rows_give_no_tokens(run: Run) -> None:
 def test_a_tensor_on_the_cpu_needs_no_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     # Makes the import of the module fail.
     monkeypatch.setitem(sys.modules, "tllm_spec.kernels.sampling.choose_token", None)
-    arguments = (torch.zeros(8, 50), torch.tensor([0.0, 0.9]).repeat(4), *keys(), DRAFT_DOMAIN)
+    arguments = (torch.zeros(8, 50), torch.tensor([0.0, 0.9]).repeat(4), *keys())
     assert torch.equal(choose_token(*arguments), choose_token.reference(*arguments))
 
 
@@ -230,12 +229,8 @@ def test_tokens_below_the_cut_are_not_chosen(run: Run) -> None:
     )
     expected[1] = logits[1].argmax()  # greedy rows have no cut
     assert (choose_token.reference(logits, temperature, *keys())[4:] != expected[4:]).any()
-    assert torch.equal(
-        choose_token.reference(logits, temperature, *keys(), TARGET_DOMAIN, cut), expected
-    )
-    assert torch.equal(
-        run("choose_token_triton", logits, temperature, *keys(), TARGET_DOMAIN, cut), expected
-    )
+    assert torch.equal(choose_token.reference(logits, temperature, *keys(), cut), expected)
+    assert torch.equal(run("choose_token_triton", logits, temperature, *keys(), cut), expected)
 
 
 @pytest.mark.parametrize("width", [1, 1500])
