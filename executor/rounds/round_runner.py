@@ -37,7 +37,12 @@ from tllm_spec.executor.rounds.round_reader import LaunchedRound, joined
 from tllm_spec.executor.sampling.logits import LogprobRows, collect_prompt_logprobs
 from tllm_spec.executor.sampling.row_group import RowPositions
 from tllm_spec.executor.sampling.sampler import Sampler
-from tllm_spec.executor.speculative.drafting.drafter import ContextResult, Drafter, WindowResult
+from tllm_spec.executor.speculative.drafting.drafter import (
+    ContextResult,
+    Drafter,
+    RoundResult,
+    WindowResult,
+)
 from tllm_spec.executor.speculative.drafting.state_recorder import StateRecorder
 
 _num_drafts, _draft_limit = attrgetter("py_num_draft_tokens"), attrgetter("draft_limit")
@@ -129,7 +134,7 @@ class RoundRunner:
             parts = [self._sample_first(ended, self.engine.compute_logits(hidden), logprobs)]
         if not batch.generation_requests:
             return self._send_then_draft(batch, chunks, parts, None, logprobs)
-        self.decode.draft_after_contexts(batch, _result(batch, chunks, parts), None)
+        self.decode.draft_after_contexts(batch, _result(batch, chunks, parts, None))
         parts.append(self.decode.run(batch, logprobs))
         return self._send(joined(parts, batch.shape.path, hidden.device), logprobs), None
 
@@ -200,7 +205,7 @@ class RoundRunner:
         chunks' forward."""
         to_host = self._send(joined(parts, batch.shape.path, self._slots.device), logprobs)
         span = None if to_host.is_here else DeviceSpan()
-        self.decode.draft_after_contexts(batch, _result(batch, chunks, parts), windows)
+        self.decode.draft_after_contexts(batch, _result(batch, chunks, parts, windows))
         if span is not None:
             span.end()
         return to_host, span
@@ -285,12 +290,16 @@ class RoundRunner:
 
 
 def _result(
-    batch: ScheduledBatch, chunks: list[ContextChunk], parts: list[SampledTokens]
-) -> ContextResult:
-    """parts: of the ended contexts, if there are any, and of windows."""
+    batch: ScheduledBatch,
+    chunks: list[ContextChunk],
+    parts: list[SampledTokens],
+    windows: WindowResult | None,
+) -> RoundResult:
+    """parts: of the ended contexts, if there are any, and of windows. windows: of the chunks'
+    forward."""
     requests = batch.context_requests
     following = [
         None if r.is_last_context_chunk else r.tokens[r.kv_len + r.context_chunk] for r in requests
     ]
     first_tokens = parts[0].new_tokens[:, 0] if batch.last_chunk_requests else None
-    return ContextResult(requests, chunks, following, first_tokens)
+    return RoundResult(ContextResult(requests, chunks, following, first_tokens), windows)
