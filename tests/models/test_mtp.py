@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.models.helpers import PagedRunner, load, random_tokens, reference_logits
 from tests.models.mtp_reference import SAVERS, PlainMTP, export_modules, save_with_mtp
+from tllm_spec.models.draft_head import HeadRows
 from tllm_spec.models.layers import Embedding
 from tllm_spec.models.mtp import NextnModules, check_nextn, load_nextn
 from tllm_spec.models.registry import model_config
@@ -32,7 +33,8 @@ class ModuleRunner(PagedRunner):
         rows = {0: tokens}
         metadata = self.metadata({}, rows, 0) if as_window else self.metadata(rows, {}, 0)
         context = self.context(metadata)
-        return self.module.forward(torch.tensor(tokens), metadata.positions, hidden, context, step)
+        rows = HeadRows(torch.tensor(tokens), metadata.positions, hidden)
+        return self.module.forward(rows, context, step)
 
 
 def load_module(folder: Path, **options: Any) -> NextnModules:

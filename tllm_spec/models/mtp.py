@@ -23,6 +23,7 @@ from tllm_spec.models.config_file import read_config
 from tllm_spec.models.draft_head import (
     EMBEDDING,
     DraftHead,
+    HeadRows,
     HeadSource,
     drop_copies,
     target_modules,
@@ -142,18 +143,14 @@ class NextnModule(Module):
 
     def predict(
         self,
-        input_ids: torch.Tensor,
-        positions: torch.Tensor,
-        hidden: torch.Tensor,
+        rows: HeadRows,
         context: ForwardContext,
         looked_up: tuple[torch.Tensor | None, torch.Tensor],
     ) -> torch.Tensor:
-        """One step. `hidden` is not changed.
+        """One step, from the target's states after its final norm, or the result of the step
+        before.
 
         Args:
-            input_ids: `[T]`; the token after the one that the row's hidden state was computed from.
-            positions: `[T]`.
-            hidden: `[T, H]`, the target's after its final norm, or the result of the step before.
             context: of the module's own KV pool.
             looked_up: what `Embedding.lookup` gives for the ids.
 
@@ -161,6 +158,7 @@ class NextnModule(Module):
             `[T, H]`, or `[R, H]` of the rows that the context wants, after the module's final norm:
             for `compute_logits` and for the next step.
         """
+        input_ids, positions, hidden = rows
         rotary = Rotary(self.target.model.cos_sin, positions)
         given = draft_input(*looked_up, hidden, self.norms, rotary, input_ids[:0])
         total = self.eh_proj.forward(given.both)
@@ -208,23 +206,16 @@ class NextnModules(DraftHead):
         self.modules_by_step = steps
         self.borrowed = target_modules(target)
 
-    def forward(
-        self,
-        input_ids: torch.Tensor,
-        positions: torch.Tensor,
-        hidden: torch.Tensor,
-        context: ForwardContext,
-        step: int = 0,
-    ) -> torch.Tensor:
+    def forward(self, rows: HeadRows, context: ForwardContext, step: int = 0) -> torch.Tensor:
         """As `NextnModule.predict`. The modules of later steps only write their KV: they attend to
         the rows of all steps before."""
-        modules, looked_up = self.modules_by_step, self.embedding.lookup(input_ids)
+        modules, looked_up = self.modules_by_step, self.embedding.lookup(rows.input_ids)
         if len(modules) == 1:
-            return modules[0].predict(input_ids, positions, hidden, context, looked_up)
-        only_writes = replace(context, wanted=input_ids[:0])
+            return modules[0].predict(rows, context, looked_up)
+        only_writes = replace(context, wanted=rows.input_ids[:0])
         for later in modules[step + 1 :]:
-            later.predict(input_ids, positions, hidden, only_writes, looked_up)
-        return modules[step].predict(input_ids, positions, hidden, context, looked_up)
+            later.predict(rows, only_writes, looked_up)
+        return modules[step].predict(rows, context, looked_up)
 
 
 def check_nextn(config: ModelConfig, num_modules: int, exported: Path | None = None) -> None:
