@@ -16,7 +16,7 @@ from tllm_spec.kernels.experts.few_tokens import (
 from tllm_spec.kernels.experts.grouped_gemm import block_rows_of
 from tllm_spec.kernels.experts.permute import ExpertRows, moe_permute
 from tllm_spec.kernels.experts.routing import OwnExperts, moe_combine, moe_routing
-from tllm_spec.kernels.gemm.norms import NormWeight
+from tllm_spec.kernels.gemm.norms import NormWeight, rms_norm
 from tllm_spec.models.formats.stacked_weight import StackedWeight
 from tllm_spec.models.formats.weight_format import Part
 from tllm_spec.models.layers import Module, Placement, RMSNorm, WeightSlot, sibling
@@ -150,6 +150,28 @@ class Router(Linear):
             own[sibling(path, bias)] = own.pop(f"{path}.{bias}")
         yield from own.items()
 
+    def tokens(
+        self,
+        hidden: torch.Tensor,
+        norm: RMSNorm,
+        own: Experts,
+        apart: NormWeight | None = None,
+        factors: torch.Tensor | None = None,
+    ) -> RoutedTokens:
+        """The tokens `norm(hidden)` with their experts. apart: another norm, of what the router
+        reads. factors: as of `route`."""
+        if self.serves_few(hidden):
+            both = (norm.kernel_weight,) if apart is None else (apart, factors, norm.kernel_weight)
+            routed = self.route_few(hidden, *both)
+            if len(hidden) == 1 == own.mapping.ep_size:
+                return routed
+            x, experts, weights = routed.x, routed.rows.experts, routed.weights
+        else:
+            x = norm.forward(hidden)
+            read = x if apart is None else rms_norm(hidden, apart.weight, apart.eps)
+            experts, weights = self.route(read, factors)
+        return RoutedTokens(x, weights, own.sorted(x, experts))
+
     def route(
         self, x: torch.Tensor, factors: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -242,23 +264,11 @@ class SparseMoE(Module):
         else:
             self._output(hidden, norm, hidden)
 
-    def _routed(self, hidden: torch.Tensor, norm: RMSNorm) -> RoutedTokens:
-        """The tokens `norm(hidden)`."""
-        if self.router.serves_few(hidden):
-            routed = self.router.route_few(hidden, norm.kernel_weight)
-            if len(hidden) == 1 == self.experts.mapping.ep_size:
-                return routed
-            x, experts, weights = routed.x, routed.rows.experts, routed.weights
-        else:
-            x = norm.forward(hidden)
-            experts, weights = self.router.route(x)
-        return RoutedTokens(x, weights, self.experts.sorted(x, experts))
-
     def _output(
         self, hidden: torch.Tensor, norm: RMSNorm, add_to: torch.Tensor | None
     ) -> torch.Tensor:
         """This rank's part, added to `add_to` if given."""
-        routed, taken = self._routed(hidden, norm), self.router.rule.num_taken
+        routed, taken = self.router.tokens(hidden, norm, self.experts), self.router.rule.num_taken
         x, weights, rows = routed.x, routed.weights, routed.rows
         own, on_input = self.experts.own(rows.experts), self.config.apply_weight_on_input
         parts = self.experts.forward(x, rows, weights if on_input else None)
