@@ -292,7 +292,8 @@ class Sampler:
         if at.tree is not None:
             tokens = self.slots.window.index_select(0, group.slots)[:, : rows.window]
             parents = self.slots.parents(group.slots, rows.window)
-            own = tokens, parents, at.tree.depth, None, seeds, at.kv_lens + 1
+            tree = at.tree.depths, at.tree.depth
+            own = tokens, parents, *tree, seeds, at.kv_lens + 1
             return reject_tree(probs, *own, *self._thresholds)
         if rows.window > 1:  # the slots may have more drafts than this round verifies
             num_drafts = self.slots.num_drafts.index_select(0, group.slots).clamp_max(
