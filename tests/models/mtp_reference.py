@@ -13,6 +13,10 @@ from safetensors.torch import load_file, save_file
 
 from tests.models.deepseek import save_deepseek
 from tests.models.glm4_moe import save_glm4_moe
+from tllm_spec.models.draft_head import HeadSource
+from tllm_spec.models.llama import CausalLM
+from tllm_spec.models.mtp import NextnModules, load_nextn
+from tllm_spec.models.registry import LoadFormat
 
 SAVERS: dict[str, Callable[..., Any]] = {
     **{
@@ -22,6 +26,20 @@ SAVERS: dict[str, Callable[..., Any]] = {
     "Glm4Moe": save_glm4_moe,
 }
 NORMS = ("enorm.weight", "hnorm.weight", "shared_head.norm.weight")
+
+
+def modules_of(
+    folder: Path,
+    target: CausalLM,
+    load_format: LoadFormat,
+    count: int = 1,
+    *,
+    is_exported: bool = False,
+    fp8_activations: bool = True,
+) -> NextnModules:
+    """The modules of a folder for the target."""
+    source = HeadSource(folder, target, load_format, 0, fp8_activations=fp8_activations)
+    return load_nextn(source, count, is_exported=is_exported)
 
 
 def save_with_mtp(

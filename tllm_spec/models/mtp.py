@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from tllm_spec.attention.interface import ForwardContext
-from tllm_spec.distributed.communicator import SINGLE, Communicator
 from tllm_spec.kernels.attention.rotary_write import Rotary
 from tllm_spec.kernels.drafts.draft_input import DraftInputNorms, draft_input
 from tllm_spec.models.checkpoint import OUTPUT, checkpoint_tensors, is_same
@@ -45,7 +44,7 @@ from tllm_spec.models.layers import (
 )
 from tllm_spec.models.linear import Linear, OutputLinear
 from tllm_spec.models.llama import CausalLM, DecoderLayer, layer_norm
-from tllm_spec.models.registry import LoadFormat, model_config_of
+from tllm_spec.models.registry import model_config_of
 from tllm_spec.models.weights import fill, fill_random, load_tensor, weight_table
 
 # Folders that have next-token-prediction modules and nothing else: SGLang exports the last layer
@@ -246,32 +245,21 @@ def check_nextn(config: ModelConfig, num_modules: int, exported: Path | None = N
         )
 
 
-def load_nextn(
-    path: Path,
-    target: CausalLM,
-    load_format: LoadFormat,
-    count: int = 1,
-    communicator: Communicator = SINGLE,
-    *,
-    is_exported: bool = False,
-    fp8_activations: bool = True,
-    staged_for: torch.device | None = None,
-) -> NextnModules:
-    """The first `count` modules of the folder `path`, the target's checkpoint or an exported one,
-    in the target's dtype and on its device, sharded as the target's layers are. fp8_activations:
-    of exported modules, as in `load_model`; others are computed as the target. staged_for: as of
-    `HeadSource`.
+def load_nextn(source: HeadSource, count: int = 1, *, is_exported: bool = False) -> NextnModules:
+    """The first `count` modules of the folder, the target's checkpoint or an exported one, in the
+    target's dtype and on its device, sharded as the target's layers are. Modules that are not
+    exported are computed as the target.
 
     Raises:
         ValueError: tensors are missing or surplus, or exported modules are not for the target.
     """
+    path, target, load_format = source.path, source.target, source.load_format
     config, first = target.config, target.config.num_layers
     known = None
     if is_exported:
-        config, first = computed_as(exported_config(path, config), fp8_activations), 0
+        config, first = computed_as(exported_config(path, config), source.fp8_activations), 0
         # Everything else in such a folder is surplus.
         known = tuple(map(target.nextn_prefix, range(config.num_layers)))
-    source = HeadSource(path, target, load_format, 0, communicator, staged_for=staged_for)
     placement = with_quantised(source.placement, config)
     if is_exported:
         log_quantised(path, config, placement)
