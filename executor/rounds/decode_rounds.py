@@ -130,18 +130,10 @@ class DecodeRounds:
         shape = batch.new_shape if is_wanted else NO_DRAFTS
         self.draft(seen, self._groups.get(drafting, 1), shape)
 
-    def capture(
-        self,
-        keys: list[GraphKey],
-        dummy_slot: int,
-        device: torch.device,
-        *,
-        pads: bool,
-        pool: GraphPool | None,
-    ) -> WindowGraphs:
+    def capture(self, keys: list[GraphKey], *, pads: bool, pool: GraphPool | None) -> WindowGraphs:
         """Raises ValueError when the memory does not suffice."""
-        splits_rounds = self.drafter.when is When.TAIL
-        whole = CudaGraphs(self.whole, dummy_slot, device, pads=pads, pool=pool)
+        splits_rounds, device = self.drafter.when is When.TAIL, self._slots.device
+        whole = CudaGraphs(self.whole, self._slots.dummy_slot, device, pads=pads, pool=pool)
         adapted = [replace(key, adapted=True) for key in keys if self.engine.adapters is not None]
         whole.capture([] if splits_rounds else keys + adapted, self._prepare_forward)
         model, num_rows = self.engine.model, max((key.num_tokens for key in keys), default=0)

@@ -250,31 +250,25 @@ class RoundRunner:
         return self.decode.graphs
 
     def capture_graphs(
-        self,
-        keys: list[GraphKey],
-        dummy_slot: int,
-        device: torch.device,
-        *,
-        pads: bool,
-        pool: GraphPool | None = None,
+        self, keys: list[GraphKey], *, pads: bool, pool: GraphPool | None = None
     ) -> None:
         """Captures the graphs that rounds of generation windows are run as where one of the keys
         fits."""
-        graphs = self.decode.capture(keys, dummy_slot, device, pads=pads, pool=pool)
+        graphs = self.decode.capture(keys, pads=pads, pool=pool)
         self.drafter.capture_graphs(graphs.whole, keys)
 
-    def capture_contexts(self, sizes: tuple[int, ...], dummy_slot: int, pool: GraphPool) -> None:
+    def capture_contexts(self, sizes: tuple[int, ...], pool: GraphPool) -> None:
         """Captures the graphs that a few short context chunks are run as, where attention can be
         captured."""
-        self.context_graphs = capture_contexts(self.engine, sizes, dummy_slot, pool)
+        self.context_graphs = capture_contexts(self.engine, sizes, self._slots.dummy_slot, pool)
 
-    def seconds(self, key: GraphKey, dummy_slot: int, device: torch.device) -> float:
+    def seconds(self, key: GraphKey) -> float:
         """How long the device takes for a round of dummy requests with empty contexts: the mean of
         a long row of replays; without a graph the best of a few eager rounds. No round may be in
         flight."""
         if self.graphs is not None and key in self.graphs:
             return self.graphs.seconds(key)
-        slot_ids = torch.full((key.batch_size,), dummy_slot, device=device)
+        slot_ids = self._slots.dummies(key.batch_size)
         max_kv_len = min(TIMED_KV_LEN, self.decode.max_len)
         run = partial(self.decode.whole, slot_ids, key.shape, key.sampled, max_kv_len)
         return eager_seconds(lambda: run().new_lens)

@@ -185,7 +185,7 @@ class Drafter:
     def capture_graphs(self, rounds: SlotGraphs[Any], keys: Iterable[GraphKey]) -> None:
         """Called when graphs were captured for rounds of these keys; `rounds` are some of them."""
 
-    def seconds_before(self, key: GraphKey, dummy_slot: int, device: torch.device) -> float:
+    def seconds_before(self, key: GraphKey) -> float:
         """How long the device takes before the target's forward, for dummy requests."""
         return 0.0
 

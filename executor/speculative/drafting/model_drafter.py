@@ -209,12 +209,12 @@ class ModelDrafter(Drafter):
         self.graphs = rounds.for_same_slots(draft)
         self.graphs.capture(key for key in keys if key.shape.depth)
 
-    def seconds_before(self, key: GraphKey, dummy_slot: int, device: torch.device) -> float:
+    def seconds_before(self, key: GraphKey) -> float:
         if not key.shape.depth:
             return 0.0
         if self.graphs is not None and key in self.graphs:
             return self.graphs.seconds(key)
-        slot_ids = torch.full((key.batch_size,), dummy_slot, device=device)
+        slot_ids = self._slots.dummies(key.batch_size)
 
         def draft() -> torch.Tensor:
             self._draft_slots(slot_ids, key.shape, key.sampled, TIMED_KV_LEN)
