@@ -53,7 +53,9 @@ def choose_draft(
 
     Ties go to the first column. Rows with a NaN or only -inf give column 0, so a draft is always a
     valid token."""
-    values = drawn_values(logits, temperature, seeds, positions, token_map, cut=cut)
+    values = logits
+    if temperature is not None:
+        values = drawn_values(logits, temperature, seeds, positions, token_map, cut=cut)
     columns = choose_best.reference(values).clamp_min(0)
     return columns if token_map is None else token_map.index_select(0, columns)
 

@@ -1,7 +1,6 @@
 """The kernels against their references, bit for bit: under Triton's interpreter by default, on a
 CUDA device with `-m gpu`."""
 
-import sys
 from collections.abc import Callable
 
 import pytest
@@ -161,13 +160,6 @@ def test_no_rows_give_no_tokens(run: Run) -> None:
     empty = torch.zeros(0, dtype=torch.int64)
     assert run("choose_token_triton", torch.zeros(0, 9), torch.zeros(0), empty, empty).shape == (0,)
     assert run("gumbel_noise_triton", empty, empty, 9).shape == (0, 9)
-
-
-def test_a_tensor_on_the_cpu_needs_no_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Makes the import of the module fail.
-    monkeypatch.setitem(sys.modules, "tllm_spec.kernels.sampling.choose_token", None)
-    arguments = (torch.zeros(8, 50), torch.tensor([0.0, 0.9]).repeat(4), *keys())
-    assert torch.equal(choose_token(*arguments), choose_token.reference(*arguments))
 
 
 def test_the_references_tokens_are_distributed_as_the_softmax() -> None:

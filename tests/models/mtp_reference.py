@@ -16,7 +16,6 @@ from tests.models.glm4_moe import save_glm4_moe
 from tllm_spec.models.draft_head import HeadSource
 from tllm_spec.models.llama import CausalLM
 from tllm_spec.models.mtp import NextnModules, load_nextn
-from tllm_spec.models.registry import LoadFormat
 
 SAVERS: dict[str, Callable[..., Any]] = {
     **{
@@ -29,17 +28,10 @@ NORMS = ("enorm.weight", "hnorm.weight", "shared_head.norm.weight")
 
 
 def modules_of(
-    folder: Path,
-    target: CausalLM,
-    load_format: LoadFormat,
-    count: int = 1,
-    *,
-    is_exported: bool = False,
-    fp8_activations: bool = True,
+    folder: Path, target: CausalLM, count: int = 1, *, is_exported: bool = False, **options: Any
 ) -> NextnModules:
-    """The modules of a folder for the target."""
-    source = HeadSource(folder, target, load_format, 0, fp8_activations=fp8_activations)
-    return load_nextn(source, count, is_exported=is_exported)
+    options = {"load_format": "auto", "max_positions": 0} | options
+    return load_nextn(HeadSource(folder, target, **options), count, is_exported=is_exported)
 
 
 def save_with_mtp(

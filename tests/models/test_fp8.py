@@ -73,7 +73,7 @@ def test_mtp_modules_keep_fp8_too(tmp_path: Path) -> None:
     modules = []
     for path in save_both("deepseek-v3", tmp_path):
         target = load(path)
-        modules.append(modules_of(path, target, "auto"))
+        modules.append(modules_of(path, target))
     found, expected = modules
     (layer,) = found.modules_by_step
     assert layer.mlp.experts.gate_up.dtype == FP8 and layer.eh_proj.weight.dtype != FP8
@@ -90,7 +90,7 @@ def test_exported_modules_keep_fp8_as_modelopts_file_and_the_names_of_scales_say
     """Also next to a target in 16 bits."""
     path, plain = save_both("deepseek-v3", tmp_path)
     whole = load(path)
-    expected = dict(modules_of(path, whole, "auto").named_parameters())
+    expected = dict(modules_of(path, whole).named_parameters())
     exported = tmp_path / "exported"
     export_modules(path, exported)
     raw = json.loads((exported / "config.json").read_text())
@@ -99,7 +99,7 @@ def test_exported_modules_keep_fp8_as_modelopts_file_and_the_names_of_scales_say
     modelopt = {"quantization": {"quant_algo": "FP8_PB_WO"}}
     (exported / "hf_quant_config.json").write_text(json.dumps(modelopt))
     target = load(plain)
-    found = dict(modules_of(exported, target, "auto", is_exported=True).named_parameters())
+    found = dict(modules_of(exported, target, is_exported=True).named_parameters())
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in found)
     assert found["steps.0.mlp.experts.gate_up"].dtype == FP8

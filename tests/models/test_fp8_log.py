@@ -109,7 +109,7 @@ def test_mtp_modules_say_it_once_and_latent_projections_are_no_warning(
         target = load(tmp_path)
         assert only_line(caplog)[0] == logging.INFO
         caplog.clear()
-        modules_of(tmp_path, target, "auto", 2)
+        modules_of(tmp_path, target, 2)
     level, text = only_line(caplog)
     assert level == logging.INFO and ": kv_b_proj (" in text and "takes no FP8" in text
 
@@ -136,10 +136,10 @@ def test_settings_without_an_effect_are_named_once_a_checkpoint(
 
     model = load(target)
     assert said() == [(logging.INFO, f"{target}: {GROUP} is not used: {NO_GROUP}")]
-    modules_of(target, model, "auto")
+    modules_of(target, model)
     assert said() == []
     export_modules(target, exported)
-    modules_of(exported, model, "auto", is_exported=True)
+    modules_of(exported, model, is_exported=True)
     assert [text.startswith(f"{exported}: ") for _, text in said()] == [True]
 
 

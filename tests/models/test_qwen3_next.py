@@ -82,7 +82,7 @@ def test_the_next_token_layer_equals_its_transcription_in_chunks_and_windows(
     expected = plain.states(tokens[1:], hidden)
     target = load(tmp_path)
     assert isinstance(target, Qwen3NextForCausalLM)
-    runner = ModuleRunner(modules_of(tmp_path, target, "auto"))
+    runner = ModuleRunner(modules_of(tmp_path, target))
     states = [
         runner.predict(tokens[1:12], hidden[:11]),
         runner.predict(tokens[12:24], hidden[11:23]),
@@ -119,18 +119,18 @@ def test_a_module_that_speculators_trained_further_is_loaded_from_a_folder_of_it
     export_fine_tuned(target, folder)
     model, file = load(target), folder / "model.safetensors"
     check_nextn(model.config, 1, folder)
-    expected = dict(modules_of(target, model, "auto").named_parameters())
-    found = dict(modules_of(folder, model, "auto", is_exported=True).named_parameters())
+    expected = dict(modules_of(target, model).named_parameters())
+    found = dict(modules_of(folder, model, is_exported=True).named_parameters())
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in found)
     tensors = load_file(file)
     for missing in tensors.keys() - {"embed_tokens.weight", "lm_head.weight"}:
         save_file({name: tensors[name] for name in tensors if name != missing}, file)
         with pytest.raises(ValueError, match="missing"):
-            modules_of(folder, model, "auto", is_exported=True)
+            modules_of(folder, model, is_exported=True)
     save_file(tensors | {"mtp_layers.0.surprise": torch.ones(2)}, file)
     with pytest.raises(ValueError, match=r"surplus .*surprise"):
-        modules_of(folder, model, "auto", is_exported=True)
+        modules_of(folder, model, is_exported=True)
     config = json.loads((folder / "config.json").read_text())
     config["transformer_layer_config"]["rms_norm_eps"] = 1e-3
     (folder / "config.json").write_text(json.dumps(config))

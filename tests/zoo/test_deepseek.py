@@ -109,7 +109,7 @@ def test_the_engines_module_equals_the_trained_one(runs: Path, modules: NextnMod
     states, _ = modules(hidden, embeddings, torch.arange(len(hidden[0])))
     engine = load(runs / "model")
     assert isinstance(engine, DeepseekForCausalLM)
-    runner = ModuleRunner(modules_of(runs / "model", engine, "auto"))
+    runner = ModuleRunner(modules_of(runs / "model", engine))
     found = runner.predict(tokens[0, 1:].tolist(), hidden[0])
     torch.testing.assert_close(found, states[0], rtol=0, atol=1e-4)
 

@@ -189,7 +189,7 @@ class HeadsInputs(NamedTuple):
     """`[T, Hq + 2 * Hkv, D]`, contiguous, as projected; q and k may be overwritten. Or
     `[T, Hq, D]`: the rows' K and V are in the pool already, written by another layer."""
     norm: HeadWeights | None = None
-    """Of each head of q and k, before the rotation; None: none."""
+    """What each head of q and k has before the rotation; None: nothing."""
     sinks: torch.Tensor | None = None
     """`[Hq]` float32, if the geometry has sinks."""
 
