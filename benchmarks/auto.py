@@ -155,7 +155,7 @@ def round_times(config: Config) -> Iterator[dict[int, dict[int, float]]]:
     """Seconds by batch size and tier, measured anew each time."""
     executor, plan, runner = built(config.args)
     limits = ContextLimits(plan.max_seq_len, 1 + plan.overshoot)
-    timer = RoundTimer(runner, plan.shapes, plan.slots.dummy_slot, plan.device, limits)
+    timer = RoundTimer(runner, plan.shapes, limits)
     tiers: Any = SimpleNamespace(tiers=sorted({0, *executor.executor.parts.controller.tiers}))
     while True:
         with mock.patch.object(slot_graphs, "perf_counter", process_time):

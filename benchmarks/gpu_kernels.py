@@ -344,7 +344,7 @@ def prompt_attention(options: Options) -> Iterator[Row]:
 
 def prompt_calls(backend: "HeadsBackend", count: int, length: int) -> list[Callable[[], object]]:
     """One call for each layer: rotary embedding, the KV write, and attention of the prompts."""
-    from tllm_spec.attention.interface import AttentionMetadata
+    from tllm_spec.attention.interface import AttentionMetadata, HeadsInputs
     from tllm_spec.kernels.attention.rotary_write import Rotary
     from tllm_spec.kernels.slots.round_rows import RoundRows
 
@@ -369,7 +369,7 @@ def prompt_calls(backend: "HeadsBackend", count: int, length: int) -> list[Calla
 
     def call(layer: int) -> Callable[[], object]:
         qkv = torch.randn(rows, num_heads, geometry.head_dim, device=CUDA).to(BF16)
-        return lambda: backend.run(layer, qkv, Rotary(table, positions), plan)
+        return lambda: backend.run(layer, HeadsInputs(qkv), Rotary(table, positions), plan)
 
     return [call(layer) for layer in range(geometry.num_layers)]
 

@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 import torch
 
 from tllm_spec.adapters.adapted import AdapterTables
-from tllm_spec.attention.choice import backend_name, create_backend, create_batch_invariant
+from tllm_spec.attention.batch_invariant import BatchInvariantAttention
+from tllm_spec.attention.choice import backend_name, create_backend
 from tllm_spec.attention.geometry import Geometry, IndexGeometry, KVPool
 from tllm_spec.attention.interface import AttentionBackend, SpecMetadata, default_capture_layers
 from tllm_spec.attention.recurrent import RecurrentMemory
@@ -372,15 +373,13 @@ def _build_target(
         if not isinstance(own.geometry, IndexGeometry):  # whose pool is the place's next one
             place = next(places)
             pools = iter(place.pools)
-        if plan.args.deterministic:
-            backend = create_batch_invariant(own.geometry, next(pools))
-        else:
-            backend = _backend(plan, own.geometry, next(pools))
-        groups.append(PagedGroup(backend, place.rows))
+        groups.append(PagedGroup(_backend(plan, own.geometry, next(pools)), place.rows))
     return ModelEngine(target, AttentionGroups(groups, states), spec, adapters), kv, net
 
 
 def _backend(plan: BuildPlan, geometry: Geometry, pool: KVPool) -> AttentionBackend:
+    if plan.args.deterministic:
+        return create_backend(BatchInvariantAttention, geometry, pool)
     kind = plan.attention_of(geometry)
     if kind is not plan.attention:
         logger.info(

@@ -65,12 +65,12 @@ def capture_graphs(plan: BuildPlan, runner: RoundRunner, keys: list[GraphKey]) -
     pool = GraphPool(plan.device, plan.communicator.minimum)
     plan.communicator.before_close(pool.release)
     # First, since the graphs of contexts need the most memory.
-    runner.capture_contexts(plan.context_rows, plan.slots.dummy_slot, pool)
+    runner.capture_contexts(plan.context_rows, pool)
     if keys:
         assert plan.args.cuda_graph_config is not None
         pads = plan.args.cuda_graph_config.enable_padding
         logger.info("capturing the CUDA graphs of %d kinds of rounds", len(keys))
-        runner.capture_graphs(keys, plan.slots.dummy_slot, plan.device, pads=pads, pool=pool)
+        runner.capture_graphs(keys, pads=pads, pool=pool)
 
 
 def warm_up(plan: BuildPlan, runner: RoundRunner, keys: Sequence[GraphKey]) -> None:
@@ -108,13 +108,7 @@ def _measured(
     longest = plan.shapes.longest
     room = min(plan.slots.max_batch_size, plan.args.max_num_tokens // longest.window)
     timed = [size for size in sizes or EAGER_SIZES if size <= max(room, 1)]
-    timer = RoundTimer(
-        runner,
-        plan.shapes,
-        plan.slots.dummy_slot,
-        plan.device,
-        ContextLimits(plan.max_seq_len, 1 + plan.overshoot),
-    )
+    timer = RoundTimer(runner, plan.shapes, ContextLimits(plan.max_seq_len, 1 + plan.overshoot))
     return timer.measure(controller, timed, is_shown=plan.mapping.rank == 0)
 
 
@@ -122,17 +116,8 @@ class RoundTimer:
     """Times rounds of dummy requests, with what a draft model drafts for them before. limits: of
     the contexts that these requests have, on a GPU and where there is room for them."""
 
-    def __init__(
-        self,
-        runner: RoundRunner,
-        shapes: DraftShapes,
-        dummy_slot: int,
-        device: torch.device,
-        limits: ContextLimits,
-    ) -> None:
-        self._runner, self._limits = runner, limits
-        self._shapes = shapes
-        self._place = dummy_slot, device
+    def __init__(self, runner: RoundRunner, shapes: DraftShapes, limits: ContextLimits) -> None:
+        self._runner, self._shapes, self._limits = runner, shapes, limits
 
     def measure(
         self, controller: AdaptiveController, sizes: Sequence[int], *, is_shown: bool = True
@@ -160,8 +145,8 @@ class RoundTimer:
         runner = self._runner
         seconds = runner.seconds_with_contexts(key, self._limits)
         if seconds is None:
-            seconds = runner.seconds(key, *self._place)
-        return seconds + runner.drafter.seconds_before(key, *self._place)
+            seconds = runner.seconds(key)
+        return seconds + runner.drafter.seconds_before(key)
 
 
 def without_outliers(row: Mapping[int, float], shapes: DraftShapes) -> dict[int, float]:

@@ -68,7 +68,7 @@ class SlotState:
         *,
         counts_drafts: bool = False,
     ) -> None:
-        self.counts_drafts = counts_drafts
+        self.counts_drafts, self.dummy_slot = counts_drafts, slots.dummy_slot
         num_rows, max_draft_len = slots.dummy_slot + 1, shapes.longest.depth
         self.device = device
         self.shapes = shapes
@@ -156,6 +156,10 @@ class SlotState:
         parents = self.trees.parents.index_select(0, slot_ids)[:, :width]
         last = self.num_drafts.index_select(0, slot_ids).unsqueeze(1)
         return parents.masked_fill(torch.arange(width, device=self.device) > last, -1)
+
+    def dummies(self, number: int) -> torch.Tensor:
+        """`[number]` times the dummy slot."""
+        return torch.full((number,), self.dummy_slot, device=self.device)
 
     def reset_dummy(self) -> None:
         """Padded rounds advance the dummy slot too; it must not grow."""

@@ -21,8 +21,8 @@ from tllm_spec.executor.sampling.logits import LogprobRows
 from tllm_spec.executor.sampling.row_group import RowGroup, RowPositions
 from tllm_spec.executor.sampling.sampler import Sampler
 from tllm_spec.executor.speculative.drafting.drafter import (
-    ContextResult,
     Drafter,
+    RoundResult,
     When,
     WindowResult,
 )
@@ -81,7 +81,7 @@ class DecodeRounds:
             windows, hidden, read_rows = whole_windows(windows, hidden)
         logits = self.engine.compute_logits(hidden)
         result = self.sample(group, windows, shape, logits, logprobs, read_rows)
-        self.draft(None, result, group, batch.new_shape)
+        self.draft(RoundResult(None, result), group, batch.new_shape)
         return result.sampled
 
     def _replay(
@@ -107,50 +107,33 @@ class DecodeRounds:
             return sampled
         return forward.result[: None if shape.is_ragged else batch.num_window_rows]
 
-    def draft(
-        self,
-        contexts: ContextResult | None,
-        windows: WindowResult | None,
-        group: RowGroup,
-        shape: DraftShape,
-    ) -> None:
+    def draft(self, seen: RoundResult, group: RowGroup, shape: DraftShape) -> None:
         """Shows the drafter what was read and emitted, and writes its drafts of this shape to the
         group's slots. group: with contexts as in `Drafter.propose`, otherwise that of the
         windows."""
         drafter = self.drafter
         if drafter.when is not When.HOST:
-            if contexts is None and self.drafts_ahead:
+            if seen.contexts is None and self.drafts_ahead:
                 group = self._groups.one_row_each(group)
-            drafts = drafter.propose(contexts, windows, group, shape)
+            drafts = drafter.propose(seen, group, shape)
             if drafts is not None:
                 self._slots.write(group.slots, drafts)
         if self._recorder is not None:
-            self._recorder.see(contexts, windows)
+            self._recorder.see(seen)
 
-    def draft_after_contexts(
-        self, batch: ScheduledBatch, contexts: ContextResult, windows: WindowResult | None
-    ) -> None:
-        """Called after the sampling of a forward with context chunks. windows: those of the same
-        forward."""
-        drafting = batch.last_chunk_requests
+    def draft_after_contexts(self, batch: ScheduledBatch, seen: RoundResult) -> None:
+        """Called after the sampling of a forward with context chunks."""
+        drafting, windows = batch.last_chunk_requests, seen.windows
         if windows is not None and self.drafts_ahead:
             drafting = drafting + batch.generation_requests
         is_wanted = windows is not None or batch.drafts_after_contexts
         shape = batch.new_shape if is_wanted else NO_DRAFTS
-        self.draft(contexts, windows, self._groups.get(drafting, 1), shape)
+        self.draft(seen, self._groups.get(drafting, 1), shape)
 
-    def capture(
-        self,
-        keys: list[GraphKey],
-        dummy_slot: int,
-        device: torch.device,
-        *,
-        pads: bool,
-        pool: GraphPool | None,
-    ) -> WindowGraphs:
+    def capture(self, keys: list[GraphKey], *, pads: bool, pool: GraphPool | None) -> WindowGraphs:
         """Raises ValueError when the memory does not suffice."""
-        splits_rounds = self.drafter.when is When.TAIL
-        whole = CudaGraphs(self.whole, dummy_slot, device, pads=pads, pool=pool)
+        splits_rounds, device = self.drafter.when is When.TAIL, self._slots.device
+        whole = CudaGraphs(self.whole, self._slots.dummy_slot, device, pads=pads, pool=pool)
         adapted = [replace(key, adapted=True) for key in keys if self.engine.adapters is not None]
         whole.capture([] if splits_rounds else keys + adapted, self._prepare_forward)
         model, num_rows = self.engine.model, max((key.num_tokens for key in keys), default=0)
@@ -235,7 +218,7 @@ class DecodeRounds:
         if is_masked:
             self._masks.apply_sent(logits, group)
         result = self.sample(group, windows, shape, logits, LogprobRows(), read_rows)
-        self.draft(None, result, group, shape)
+        self.draft(RoundResult(None, result), group, shape)
         return result.sampled
 
     @property

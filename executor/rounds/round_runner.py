@@ -37,7 +37,12 @@ from tllm_spec.executor.rounds.round_reader import LaunchedRound, joined
 from tllm_spec.executor.sampling.logits import LogprobRows, collect_prompt_logprobs
 from tllm_spec.executor.sampling.row_group import RowPositions
 from tllm_spec.executor.sampling.sampler import Sampler
-from tllm_spec.executor.speculative.drafting.drafter import ContextResult, Drafter, WindowResult
+from tllm_spec.executor.speculative.drafting.drafter import (
+    ContextResult,
+    Drafter,
+    RoundResult,
+    WindowResult,
+)
 from tllm_spec.executor.speculative.drafting.state_recorder import StateRecorder
 
 _num_drafts, _draft_limit = attrgetter("py_num_draft_tokens"), attrgetter("draft_limit")
@@ -129,7 +134,7 @@ class RoundRunner:
             parts = [self._sample_first(ended, self.engine.compute_logits(hidden), logprobs)]
         if not batch.generation_requests:
             return self._send_then_draft(batch, chunks, parts, None, logprobs)
-        self.decode.draft_after_contexts(batch, _result(batch, chunks, parts), None)
+        self.decode.draft_after_contexts(batch, _result(batch, chunks, parts, None))
         parts.append(self.decode.run(batch, logprobs))
         return self._send(joined(parts, batch.shape.path, hidden.device), logprobs), None
 
@@ -200,7 +205,7 @@ class RoundRunner:
         chunks' forward."""
         to_host = self._send(joined(parts, batch.shape.path, self._slots.device), logprobs)
         span = None if to_host.is_here else DeviceSpan()
-        self.decode.draft_after_contexts(batch, _result(batch, chunks, parts), windows)
+        self.decode.draft_after_contexts(batch, _result(batch, chunks, parts, windows))
         if span is not None:
             span.end()
         return to_host, span
@@ -245,31 +250,25 @@ class RoundRunner:
         return self.decode.graphs
 
     def capture_graphs(
-        self,
-        keys: list[GraphKey],
-        dummy_slot: int,
-        device: torch.device,
-        *,
-        pads: bool,
-        pool: GraphPool | None = None,
+        self, keys: list[GraphKey], *, pads: bool, pool: GraphPool | None = None
     ) -> None:
         """Captures the graphs that rounds of generation windows are run as where one of the keys
         fits."""
-        graphs = self.decode.capture(keys, dummy_slot, device, pads=pads, pool=pool)
+        graphs = self.decode.capture(keys, pads=pads, pool=pool)
         self.drafter.capture_graphs(graphs.whole, keys)
 
-    def capture_contexts(self, sizes: tuple[int, ...], dummy_slot: int, pool: GraphPool) -> None:
+    def capture_contexts(self, sizes: tuple[int, ...], pool: GraphPool) -> None:
         """Captures the graphs that a few short context chunks are run as, where attention can be
         captured."""
-        self.context_graphs = capture_contexts(self.engine, sizes, dummy_slot, pool)
+        self.context_graphs = capture_contexts(self.engine, sizes, self._slots.dummy_slot, pool)
 
-    def seconds(self, key: GraphKey, dummy_slot: int, device: torch.device) -> float:
+    def seconds(self, key: GraphKey) -> float:
         """How long the device takes for a round of dummy requests with empty contexts: the mean of
         a long row of replays; without a graph the best of a few eager rounds. No round may be in
         flight."""
         if self.graphs is not None and key in self.graphs:
             return self.graphs.seconds(key)
-        slot_ids = torch.full((key.batch_size,), dummy_slot, device=device)
+        slot_ids = self._slots.dummies(key.batch_size)
         max_kv_len = min(TIMED_KV_LEN, self.decode.max_len)
         run = partial(self.decode.whole, slot_ids, key.shape, key.sampled, max_kv_len)
         return eager_seconds(lambda: run().new_lens)
@@ -285,12 +284,16 @@ class RoundRunner:
 
 
 def _result(
-    batch: ScheduledBatch, chunks: list[ContextChunk], parts: list[SampledTokens]
-) -> ContextResult:
-    """parts: of the ended contexts, if there are any, and of windows."""
+    batch: ScheduledBatch,
+    chunks: list[ContextChunk],
+    parts: list[SampledTokens],
+    windows: WindowResult | None,
+) -> RoundResult:
+    """parts: of the ended contexts, if there are any, and of windows. windows: of the chunks'
+    forward."""
     requests = batch.context_requests
     following = [
         None if r.is_last_context_chunk else r.tokens[r.kv_len + r.context_chunk] for r in requests
     ]
     first_tokens = parts[0].new_tokens[:, 0] if batch.last_chunk_requests else None
-    return ContextResult(requests, chunks, following, first_tokens)
+    return RoundResult(ContextResult(requests, chunks, following, first_tokens), windows)

@@ -93,16 +93,18 @@ def reject_tree(
     probs: torch.Tensor,
     tokens: torch.Tensor,
     parents: torch.Tensor,
+    depths: torch.Tensor,
     depth: int,
-    num_drafts: torch.Tensor | None,
     seeds: torch.Tensor,
     positions: torch.Tensor,
     threshold_single: float = 1.0,
     threshold_acc: float = 1.0,
 ) -> Accepted:
-    """What B requests emit. `accept_path` describes tokens, parents, depth and num_drafts.
+    """What B requests emit. `accept_path` describes tokens, parents, which are -1 for padding, too,
+    and depth.
 
-    probs `[B, W, V]`: the target's distribution after each node. seeds `[B]`; positions `[B]`: of
+    probs `[B, W, V]`: the target's distribution after each node; depths `[B, W]`: drafts on the
+    path to it. seeds `[B]`; positions `[B]`: of
     the token after the root. A position's coin and noise are keyed by (seed, position): a path has
     one node at each.
 
@@ -111,7 +113,7 @@ def reject_tree(
     1). If a probability is NaN, no child is taken and -1 is emitted."""
     batch, width = tokens.shape
     nodes = torch.arange(width, device=tokens.device)
-    own = _own_probs(probs, tokens, parents, num_drafts)
+    own = _own_probs(probs, tokens, parents)
     # A sibling tried before, or the node itself: [B, W, W].
     tried = (parents.unsqueeze(2) == parents.unsqueeze(1)) & (nodes <= nodes.unsqueeze(1))
     running = (tried * own.unsqueeze(1)).sum(dim=2)
@@ -119,7 +121,7 @@ def reject_tree(
     coins = uniform(
         seeds.repeat_interleave(depth + 1), (positions.unsqueeze(1) + steps).flatten(), COIN_DOMAIN
     ).view(batch, depth + 1)
-    coin = coins.gather(1, (_depths(parents, depth) - 1).clamp_min(0))
+    coin = coins.gather(1, (depths - 1).clamp(0, depth))
     is_open = coin < running / max(threshold_acc, _MIN_THRESHOLD)
     is_open |= own >= threshold_single
     rows, lens = descend(is_open & (own > 0), parents, depth)
@@ -132,12 +134,7 @@ def reject_tree(
     return Accepted(tokens, lens, rows)
 
 
-def _own_probs(
-    probs: torch.Tensor,
-    tokens: torch.Tensor,
-    parents: torch.Tensor,
-    num_drafts: torch.Tensor | None,
-) -> torch.Tensor:
+def _own_probs(probs: torch.Tensor, tokens: torch.Tensor, parents: torch.Tensor) -> torch.Tensor:
     """The probability of each node's token after its parent, `[B, W]` float64. 0 for the root,
     padding, and nodes whose token an earlier sibling has: that token was tried already."""
     batch, width, vocab_size = probs.shape
@@ -148,20 +145,7 @@ def _own_probs(
         flat.unsqueeze(2) == flat.unsqueeze(1)
     )
     is_draft = (parents >= 0) & ~(equal & (nodes < nodes.unsqueeze(1))).any(dim=2)
-    if num_drafts is not None:
-        is_draft &= nodes <= num_drafts.unsqueeze(1)
     return torch.where(is_draft, own, 0.0)
-
-
-def _depths(parents: torch.Tensor, depth: int) -> torch.Tensor:
-    """`[B, W]`: drafts on the path to each node."""
-    ancestors, depths = parents, torch.zeros_like(parents)
-    for _ in range(depth):
-        depths = depths + (ancestors >= 0)
-        ancestors = torch.where(
-            ancestors >= 0, parents.gather(1, ancestors.clamp_min(0)), ancestors
-        )
-    return depths
 
 
 def _without_children(

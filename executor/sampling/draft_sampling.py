@@ -10,7 +10,7 @@ from tllm_spec.executor.sampling.row_group import RowGroup
 from tllm_spec.executor.sampling.sampler import Sampler
 from tllm_spec.kernels.drafts.top_tokens import top_tokens
 from tllm_spec.kernels.sampling.choose_token import choose_best, choose_draft
-from tllm_spec.kernels.sampling.gumbel import DRAFT_DOMAIN, TARGET_DOMAIN, gumbel_noise
+from tllm_spec.kernels.sampling.gumbel import DRAFT_DOMAIN, gumbel_noise
 
 
 class DraftSampling:
@@ -38,33 +38,24 @@ class DraftSampling:
         from, `[N, width]`.
 
         logits `[N, V_draft]`; first `[N]`: the position of each request's first draft; step counts
-        from 0."""
-        logits = logits[:, : self._vocab_size]
+        from 0. Kernels make noise for the draft's own ids only, and write no noise to memory."""
+        logits, sampled = logits[:, : self._vocab_size], group.sampled
         if self.keeps_probs:
-            # A draft model's NaN must not fail the request: its drafts are random then.
-            logits = logits.to(torch.float32).nan_to_num()
-        elif logits.is_cuda:
-            return self._choose_fused(group, step, logits, first), None
-        if (sampled := group.sampled) is None or self._mode == "greedy":
-            tokens = choose_best(logits).clamp_min(0)
-            return self._target_ids(tokens), _one_hot(tokens, logits) if self.keeps_probs else None
-        parameters = sampled.parameters.each_of(sampled.own)
-        temperature, seeds = parameters.column("temperature"), parameters.integer("seed")
-        scaled = self._sampler.scaled(group, sampled.take_requests(logits), parameters)
-        domain = DRAFT_DOMAIN if self.keeps_probs else TARGET_DOMAIN
-        noise = gumbel_noise(seeds, sampled.take_requests(first + step), self._vocab_size, domain)
-        if group.mixed:
-            noise = noise * (temperature > 0)
-        if self._token_map is not None:
-            noise = noise.index_select(1, self._token_map)
-        drawn = choose_best(scaled + noise[:, : logits.shape[1]])
-        tokens = sampled.put_requests(choose_best(logits), drawn).clamp_min(0)
-        if not self.keeps_probs:
-            return self._target_ids(tokens), None
-        probs = sampled.put_requests(_one_hot(tokens, logits), scaled.softmax(-1))
-        if group.mixed:
-            probs = torch.where(temperature == 0, _one_hot(tokens, logits), probs)
-        return self._target_ids(tokens), probs
+            return self._choose_with_probs(group, step, logits, first)
+        if sampled is None or self._mode == "greedy":
+            return choose_draft(logits, self._token_map), None
+        parameters, rows = sampled.parameters.each_of(sampled.own), sampled.take_requests(logits)
+        drawn = choose_draft(
+            rows,
+            self._token_map,
+            parameters.column("temperature").squeeze(1),
+            parameters.integer("seed"),
+            sampled.take_requests(first) + step,
+            self._sampler.cut(group, rows, parameters),
+        )
+        if sampled.requests is not None:
+            drawn = sampled.put_requests(choose_draft(logits, self._token_map), drawn)
+        return drawn, None
 
     def best(
         self, group: RowGroup, logits: torch.Tensor, positions: torch.Tensor, topk: int
@@ -93,25 +84,30 @@ class DraftSampling:
         probs, tokens = top_tokens(logits, topk, self._token_map)
         return subset.put(probs, drawn[0]), subset.put(tokens, drawn[1])
 
-    def _choose_fused(
+    def _choose_with_probs(
         self, group: RowGroup, step: int, logits: torch.Tensor, first: torch.Tensor
-    ) -> torch.Tensor:
-        """The same in kernels that make noise for the draft's own ids only, and write no noise to
-        memory."""
-        if (sampled := group.sampled) is None or self._mode == "greedy":
-            return choose_draft(logits, self._token_map)
-        parameters, rows = sampled.parameters.each_of(sampled.own), sampled.take_requests(logits)
-        drawn = choose_draft(
-            rows,
-            self._token_map,
-            parameters.column("temperature").squeeze(1),
-            parameters.integer("seed"),
-            sampled.take_requests(first) + step,
-            self._sampler.cut(group, rows, parameters),
-        )
-        if sampled.requests is None:
-            return drawn
-        return sampled.put_requests(choose_draft(logits, self._token_map), drawn)
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same with noise of its own."""
+        # A draft model's NaN must not fail the request: its drafts are random then.
+        logits = logits.to(torch.float32).nan_to_num()
+        if (sampled := group.sampled) is None:
+            tokens = choose_best(logits).clamp_min(0)
+            return self._target_ids(tokens), _one_hot(tokens, logits)
+        parameters = sampled.parameters.each_of(sampled.own)
+        temperature, seeds = parameters.column("temperature"), parameters.integer("seed")
+        scaled = self._sampler.scaled(group, sampled.take_requests(logits), parameters)
+        positions = sampled.take_requests(first + step)
+        noise = gumbel_noise(seeds, positions, self._vocab_size, DRAFT_DOMAIN)
+        if group.mixed:
+            noise = noise * (temperature > 0)
+        if self._token_map is not None:
+            noise = noise.index_select(1, self._token_map)
+        drawn = choose_best(scaled + noise[:, : logits.shape[1]])
+        tokens = sampled.put_requests(choose_best(logits), drawn).clamp_min(0)
+        probs = sampled.put_requests(_one_hot(tokens, logits), scaled.softmax(-1))
+        if group.mixed:
+            probs = torch.where(temperature == 0, _one_hot(tokens, logits), probs)
+        return self._target_ids(tokens), probs
 
     def spread(self, probs: torch.Tensor) -> torch.Tensor:
         """Distributions over the draft's ids `[..., width]` as distributions over the target's,

@@ -11,6 +11,7 @@ from tllm_spec.config.option_checks import LOGITS
 from tllm_spec.executor.batch import SampledTokens
 from tllm_spec.executor.request import DecodingRules, LlmRequest, LogprobForm
 from tllm_spec.executor.sampling.row_group import RowGroup
+from tllm_spec.kernels.drafts.top_tokens import best_columns
 from tllm_spec.kernels.sampling.choose_token import choose_best
 from tllm_spec.kernels.sampling.logit_filters import filter_cut
 from tllm_spec.outputs import Logprob
@@ -144,7 +145,7 @@ def _edit_row(request: LlmRequest, tokens: list[int], logits: torch.Tensor) -> t
 SAMPLING_BYTES = 2 << 30
 # Penalties, masks, filters, log probabilities, rejection sampling: float32 copies of the rows,
 # 64-bit counts, sorted copies and their weights.
-BYTES_PER_LOGIT = 56
+BYTES_PER_LOGIT = 52
 # The fused kernels read logits in the model's own dtype: only the sampled rows are copied, and a
 # filtered row has one int32 count for each 16-bit logit.
 FILTER_BYTES_PER_ROW = 4 << 16
@@ -219,23 +220,11 @@ def token_logprobs(
     raw `[R, V]` log-softmax or logits; tokens `[R]`. Of equal values the lowest id is the best."""
     chosen = raw.gather(1, tokens.unsqueeze(1))
     rank = (raw > chosen).sum(dim=1, keepdim=True) + 1
-    best = _best_ids(raw, min(num_best, raw.shape[1]))
+    best = best_columns(raw, min(num_best, raw.shape[1]))
     return (
         torch.cat((chosen, raw.gather(1, best), chosen), dim=1),
         torch.cat((tokens.unsqueeze(1), best, rank), dim=1),
     )
-
-
-def _best_ids(raw: torch.Tensor, number: int) -> torch.Tensor:
-    """Ids of the largest entries of each row, equal ones by id.
-
-    torch.topk leaves the order of equal entries open, and on CUDA it depends on the number of rows.
-    So it gets distinct keys: the float's bits as an ordered integer, then the id."""
-    bits = (raw + 0.0).view(torch.int32)  # -0 is 0
-    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(torch.int64)
-    ids = torch.arange(raw.shape[1], device=raw.device)
-    keys = ordered * raw.shape[1] - ids
-    return -keys.topk(number, dim=1).values % raw.shape[1]
 
 
 def logprob_entry(values: list[float], ids: list[int], num_best: int) -> dict[int, Logprob]:

@@ -39,7 +39,6 @@ from tllm_spec.executor.sampling.row_group import (
 )
 from tllm_spec.kernels.drafts.path_trees import path_ranks
 from tllm_spec.kernels.sampling.choose_token import choose_best, choose_token
-from tllm_spec.kernels.sampling.gumbel import gumbel_noise
 from tllm_spec.kernels.sampling.logit_filters import filter_cut
 from tllm_spec.kernels.slots.accept import Accepted
 from tllm_spec.kernels.slots.row_copies import gather_rows
@@ -252,14 +251,8 @@ class Sampler:
         sampled, parameters = group.sampled, group.sampled.parameters
         rows, positions = sampled.take(logits), at.positions(sampled.own, sampled.requests)
         temperature, seeds = parameters.column("temperature"), parameters.integer("seed")
-        if logits.is_cuda:  # kernels write neither noise nor logits to memory
-            cut = self.cut(group, rows, parameters)
-            chosen = choose_token(rows, temperature.squeeze(1), seeds, positions, cut=cut)
-        else:
-            noise = gumbel_noise(seeds, positions, self.state.vocab_size)
-            if group.mixed:
-                noise = noise * (temperature > 0)
-            chosen = choose_best(self.scaled(group, rows, parameters) + noise)
+        cut = self.cut(group, rows, parameters)
+        chosen = choose_token(rows, temperature.squeeze(1), seeds, positions, cut)
         return chosen if sampled.rows is None else sampled.put(choose_best(logits), chosen)
 
     def cut(
@@ -299,7 +292,8 @@ class Sampler:
         if at.tree is not None:
             tokens = self.slots.window.index_select(0, group.slots)[:, : rows.window]
             parents = self.slots.parents(group.slots, rows.window)
-            own = tokens, parents, at.tree.depth, None, seeds, at.kv_lens + 1
+            tree = at.tree.depths, at.tree.depth
+            own = tokens, parents, *tree, seeds, at.kv_lens + 1
             return reject_tree(probs, *own, *self._thresholds)
         if rows.window > 1:  # the slots may have more drafts than this round verifies
             num_drafts = self.slots.num_drafts.index_select(0, group.slots).clamp_max(

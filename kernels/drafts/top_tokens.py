@@ -56,8 +56,8 @@ def top_tokens(
 def best_columns(values: torch.Tensor, topk: int) -> torch.Tensor:
     """Columns `[R, K]` of the largest float32 values `[R, V]`, equal ones by column, NaN as -inf.
 
-    torch.topk leaves the order of equal values open, so it gets distinct keys: the float's bits as
-    an ordered integer, then the column."""
+    torch.topk leaves the order of equal values open, and on CUDA it depends on the number of rows.
+    So it gets distinct keys: the float's bits as an ordered integer, then the column."""
     bits = (values.nan_to_num(-torch.inf, torch.inf, -torch.inf) + 0.0).view(torch.int32)
     ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(torch.int64)
     columns = torch.arange(values.shape[1], device=values.device)

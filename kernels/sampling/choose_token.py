@@ -19,7 +19,6 @@ def choose_token(
     temperature: torch.Tensor,
     seeds: torch.Tensor,
     positions: torch.Tensor,
-    domain: int = TARGET_DOMAIN,
     cut: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """logits `[R, V]` float32, bfloat16 or float16; temperature `[R]` float32; seeds and positions
@@ -28,7 +27,7 @@ def choose_token(
 
     Ties, infinite values included, go to the lowest token id. -1 where the row holds a NaN or only
     -inf."""
-    values = drawn_values(logits, temperature, seeds, positions, domain=domain, cut=cut)
+    values = drawn_values(logits, temperature, seeds, positions, cut=cut)
     return choose_best.reference(values)
 
 
@@ -54,7 +53,9 @@ def choose_draft(
 
     Ties go to the first column. Rows with a NaN or only -inf give column 0, so a draft is always a
     valid token."""
-    values = drawn_values(logits, temperature, seeds, positions, token_map, cut=cut)
+    values = logits
+    if temperature is not None:
+        values = drawn_values(logits, temperature, seeds, positions, token_map, cut=cut)
     columns = choose_best.reference(values).clamp_min(0)
     return columns if token_map is None else token_map.index_select(0, columns)
 
@@ -87,7 +88,6 @@ def drawn_values(
     positions: torch.Tensor | None,
     token_map: torch.Tensor | None = None,
     *,
-    domain: int = TARGET_DOMAIN,
     cut: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """What tokens are compared by, `[R, V]` float32: one float32 division and one float32 addition
@@ -97,13 +97,13 @@ def drawn_values(
         return values
     assert seeds is not None and positions is not None
     num_tokens = values.shape[1] if token_map is None else int(token_map.max()) + 1
-    noise = gumbel_noise(seeds, positions, num_tokens, domain)
+    noise = gumbel_noise(seeds, positions, num_tokens)
     if token_map is not None:
         noise = noise.index_select(1, token_map)
     scaled = values / temperature.unsqueeze(1)
     if cut is not None:
-        scaled = scaled.masked_fill(scaled < cut.unsqueeze(1), -torch.inf)
-    return torch.where((temperature == 0).unsqueeze(1), values, scaled + noise)
+        scaled.masked_fill_(scaled < cut.unsqueeze(1), -torch.inf)
+    return torch.where((temperature == 0).unsqueeze(1), values, scaled.add_(noise))
 
 
 # Exactness: the Philox words are integers and equal the reference's. Division and addition are
@@ -127,17 +127,16 @@ def choose_token_triton(
     temperature: torch.Tensor,
     seeds: torch.Tensor,
     positions: torch.Tensor,
-    domain: int = TARGET_DOMAIN,
     cut: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `choose_token`. All arguments may have a stride between rows."""
-    parts = _best_of_parts(logits, temperature, seeds, positions, domain, cut, None)
+    parts = _best_of_parts(logits, temperature, seeds, positions, cut, None)
     return _chosen(parts, -1)
 
 
 def choose_best_triton(logits: torch.Tensor) -> torch.Tensor:
     """See `choose_best`."""
-    parts = _best_of_parts(logits, None, None, None, TARGET_DOMAIN, None, None)
+    parts = _best_of_parts(logits, None, None, None, None, None)
     return _chosen(parts, -1)
 
 
@@ -151,7 +150,7 @@ def choose_draft_triton(
 ) -> torch.Tensor:
     """See `choose_draft`. All arguments may have a stride between rows."""
     columns = temperature, seeds, positions
-    parts = _best_of_parts(logits, *columns, TARGET_DOMAIN, cut, token_map)
+    parts = _best_of_parts(logits, *columns, cut, token_map)
     return _chosen(parts, 0, token_map)
 
 
@@ -186,7 +185,7 @@ def offer_token_triton(
 ) -> torch.Tensor:
     """See `offer_token`. All arguments may have a stride between rows."""
     offers = torch.empty((len(logits), 2), dtype=torch.int32, device=logits.device)
-    parts = _best_of_parts(logits, temperature, seeds, positions, 0, None, ids)
+    parts = _best_of_parts(logits, temperature, seeds, positions, None, ids)
     return _chosen(parts, -1, None, offers, first)
 
 
@@ -195,7 +194,6 @@ def _best_of_parts(
     temperature: torch.Tensor | None,
     seeds: torch.Tensor | None,
     positions: torch.Tensor | None,
-    domain: int,
     cut: torch.Tensor | None,
     token_map: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -215,7 +213,7 @@ def _best_of_parts(
         part_values,
         part_tokens,
         vocab_size,
-        domain,
+        TARGET_DOMAIN,
         block,
         num_warps=4,
         **options,

@@ -33,7 +33,8 @@ from tests.models.test_phi3 import save as save_phi3
 from tllm_spec.adapters import adapted_layers
 from tllm_spec.adapters.adapted import AdapterTables
 from tllm_spec.adapters.adapter_folder import read_adapter
-from tllm_spec.attention.choice import create_batch_invariant
+from tllm_spec.attention.batch_invariant import BatchInvariantAttention
+from tllm_spec.attention.choice import create_backend
 from tllm_spec.distributed.communicator import SINGLE, SINGLE_RANK, Communicator, Mapping
 from tllm_spec.executor.weight_swap import pairs_of
 from tllm_spec.kernels.gemm.small_m_gemm import plain_small_m_gemm
@@ -251,7 +252,7 @@ def test_windows_have_the_adapters_of_prompts(
     expected = logits(model, tables, [1, -1, 1], tokens=TOKENS[:12])
     runner = PagedRunner(model)
     if is_invariant:
-        runner.use(create_batch_invariant)
+        runner.use(partial(create_backend, BatchInvariantAttention))
     parts = []
     for first, in_windows in ((0, False), (5, True), (8, False)):
         own = dict.fromkeys(range(3), TOKENS[first : {0: 5, 5: 8, 8: 12}[first]])

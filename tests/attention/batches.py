@@ -15,7 +15,12 @@ from tests.kernels.row_counts import rows_of
 from tests.kernels.tree_problem import bits_of, random_paths
 from tllm_spec.attention.flashinfer import FlashInferAttention
 from tllm_spec.attention.geometry import AttentionGeometry, KVFormat, KVPool
-from tllm_spec.attention.interface import AttentionMetadata, AttentionPlan, HeadsBackend
+from tllm_spec.attention.interface import (
+    AttentionMetadata,
+    AttentionPlan,
+    HeadsBackend,
+    HeadsInputs,
+)
 from tllm_spec.attention.vanilla import VanillaAttention
 from tllm_spec.kernels.attention.kv_codes import KVScales, encoded
 from tllm_spec.kernels.attention.rotary_write import Rotary, plain_rotate
@@ -168,11 +173,11 @@ class Forward:
     def run(self, backend: HeadsBackend, plan: Any = None) -> torch.Tensor:
         plan = backend.plan(self.metadata) if plan is None else plan
         qkv = self.qkv.clone()  # the rotation is in place
-        return backend.run(LAYER, qkv, self.rotary, plan, sinks=self.sinks)
+        return backend.run(LAYER, HeadsInputs(qkv, sinks=self.sinks), self.rotary, plan)
 
     def write(self, backend: HeadsBackend) -> None:
         plan = AttentionPlan(self.metadata.kv_slots)
-        backend.write(LAYER, self.qkv.clone(), self.rotary, plan)
+        backend.write(LAYER, HeadsInputs(self.qkv.clone()), self.rotary, plan)
 
     def check(self, output: torch.Tensor | None, pool: KVPool) -> None:
         """The output, if there is one, and the pool equal VANILLA's, keys up to rounding, without

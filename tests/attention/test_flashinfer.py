@@ -10,7 +10,7 @@ from tests.attention.batches import CUDA, LAYER, LAYERS, Batch, Forward
 from tests.attention.plain_prefill import PlainPrefill
 from tllm_spec.attention.flashinfer import FlashInferAttention, FlashInferContexts
 from tllm_spec.attention.geometry import AttentionGeometry
-from tllm_spec.attention.interface import AttentionMetadata
+from tllm_spec.attention.interface import AttentionMetadata, HeadsInputs
 from tllm_spec.attention.vanilla import VanillaAttention
 from tllm_spec.kernels.attention.kv_codes import KVScales
 from tllm_spec.kernels.attention.paged_prefill import PrefillLimits, PrefillRows
@@ -221,7 +221,8 @@ def test_a_plan_in_place_runs_what_was_planned_last(
         update(plans, metadata)
         kv_slots.copy_(metadata.kv_slots)
         qkv = torch.cat((forward.qkv, forward.qkv[:1].expand(num_rows - own, -1, -1)))
-        output = backend.run(LAYER, qkv, Rotary(forward.rotary.table, metadata.positions), plan)
+        rotary = Rotary(forward.rotary.table, metadata.positions)
+        output = backend.run(LAYER, HeadsInputs(qkv), rotary, plan)
         assert output.isfinite().all()  # padding too: other rows may read the page of its keys
         forward.check_rows(output[:own])
 

@@ -20,7 +20,7 @@ from tllm_spec.attention import geometry as wide_pages
 from tllm_spec.attention.batch_invariant import BatchInvariantAttention
 from tllm_spec.attention.flashinfer import FlashInferAttention
 from tllm_spec.attention.geometry import KVFormat, KVPool
-from tllm_spec.attention.interface import HeadsBackend
+from tllm_spec.attention.interface import HeadsBackend, HeadsInputs
 from tllm_spec.attention.triton import TritonAttention
 from tllm_spec.attention.vanilla import VanillaAttention
 from tllm_spec.kernels.attention.kv_codes import CODES, KVScales
@@ -150,7 +150,8 @@ def test_a_prompt_in_chunks_of_1_and_7_leaves_the_codes_of_the_whole_prompt(
                 kv_slots=whole.metadata.kv_slots[rows],
             )
             rotary = Rotary(whole.table, metadata.positions)
-            parts.append(own.run(1, whole.qkv[rows].clone(), rotary, own.plan(metadata)))
+            inputs = HeadsInputs(whole.qkv[rows].clone())
+            parts.append(own.run(1, inputs, rotary, own.plan(metadata)))
         assert torch.equal(own.pool.data.view(torch.uint8), backend.pool.data.view(torch.uint8))
         torch.testing.assert_close(torch.cat(parts), expected, rtol=1e-4, atol=1e-4)
 

@@ -24,7 +24,7 @@ from tllm_spec.executor.speculative.drafting.draft_net import (
 )
 from tllm_spec.executor.speculative.drafting.network_drafter import NetworkDrafter
 from tllm_spec.kernels.sampling.gumbel import gumbel_noise
-from tllm_spec.models.draft_head import Masks
+from tllm_spec.models.draft_head import HeadRows, Masks
 
 LAYERS = (0, 1)  # of the two-layer target, for a head with num_captured=2
 TOLERANCE = 1e-4
@@ -338,9 +338,9 @@ def count_forwards(harness: Harness) -> list[int]:
         return rows
     forward = net.run
 
-    def counted(token_ids: torch.Tensor, *others: Any) -> torch.Tensor:
-        rows.append(len(token_ids))
-        return forward(token_ids, *others)
+    def counted(read: HeadRows, *others: Any) -> torch.Tensor:
+        rows.append(len(read.input_ids))
+        return forward(read, *others)
 
     net.run = counted  # type: ignore[method-assign] # a spy on this one object
     return rows

@@ -143,7 +143,7 @@ def with_graphs(
     watched, runner = watch(harness, monkeypatch), harness.parts.runner
     rounds = graph_keys(sizes, lambda _: draft_lens | {0})
     with torch.inference_mode():
-        runner.capture_graphs(rounds, DUMMY, CPU, pads=pads)
+        runner.capture_graphs(rounds, pads=pads)
     return watched
 
 

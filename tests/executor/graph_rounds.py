@@ -64,7 +64,7 @@ def capture_rounds(
     """As the composition root does for every key. Windows stay as long as their graphs, as on a
     GPU."""
     harness.executor._narrows = False
-    harness.parts.runner.capture_graphs(keys, DUMMY, CPU, pads=pads, pool=pool)
+    harness.parts.runner.capture_graphs(keys, pads=pads, pool=pool)
 
 
 def graphs_of(harness: Harness) -> CudaGraphs:
@@ -111,20 +111,11 @@ class KeyRecorder:
         self.keys: list[GraphKey] = []
         self.graphs: list[GraphKey] | None = None
 
-    def capture_contexts(self, sizes: tuple[int, ...], dummy_slot: int, pool: GraphPool) -> None:
+    def capture_contexts(self, sizes: tuple[int, ...], pool: GraphPool) -> None:
         self.pool = pool
 
-    def capture_graphs(
-        self,
-        keys: list[GraphKey],
-        dummy_slot: int,
-        device: torch.device,
-        *,
-        pads: bool,
-        pool: GraphPool,
-    ) -> None:
-        assert (dummy_slot, device.type, pads) == (DUMMY, "cuda", True)
-        assert pool is self.pool  # the memory of contexts, which need more
+    def capture_graphs(self, keys: list[GraphKey], *, pads: bool, pool: GraphPool) -> None:
+        assert pads and pool is self.pool  # the memory of contexts, which need more
         self.keys = self.graphs = keys
 
     def launch(self, batch: ScheduledBatch) -> Any:
@@ -136,7 +127,7 @@ class KeyRecorder:
     def discard_dummy_round(self) -> None:
         return
 
-    def seconds(self, key: GraphKey, dummy_slot: int, device: torch.device) -> float:
+    def seconds(self, key: GraphKey) -> float:
         assert key in self.keys
         return 1.0
 

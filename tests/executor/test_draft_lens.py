@@ -273,7 +273,7 @@ def harness(tiny: Path, tmp_path: Path, eager_graphs: None) -> Harness:
     )
     with torch.inference_mode():
         keys = graph_keys((2, 4), lambda _: {0, 1, 3})
-        harness.parts.runner.capture_graphs(keys, DUMMY, CPU, pads=True)
+        harness.parts.runner.capture_graphs(keys, pads=True)
     return harness
 
 
@@ -345,9 +345,7 @@ def test_start_up_times_rounds_with_contexts_where_there_is_room_for_them(
 
     monkeypatch.setattr(CudaGraphs, "seconds", seconds)
     for limits, added in ((LIMITS, 0.2), (ContextLimits(200, 10), 0.0)):  # the second: too short
-        times = RoundTimer(runner, DraftShapes.chains(3), DUMMY, CPU, limits).measure(
-            controller, (2, 4)
-        )
+        times = RoundTimer(runner, DraftShapes.chains(3), limits).measure(controller, (2, 4))
         found = [times.round_time(3, steps) for steps in (0, 1, 3)]
         assert found == pytest.approx([1.0 + added, 1.1 + added, 1.3 + added])
         assert times.has_contexts

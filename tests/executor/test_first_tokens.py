@@ -43,9 +43,9 @@ def test_first_tokens_are_sent_before_anything_is_drafted_after_their_prompts(
     proposer, happened = network_of(harness), list[str]()
     propose = proposer.propose
 
-    def watched(contexts: Any, *others: Any) -> Any:
-        happened.append("windows" if contexts is None else "contexts")
-        return propose(contexts, *others)
+    def watched(seen: Any, *others: Any) -> Any:
+        happened.append("windows" if seen.contexts is None else "contexts")
+        return propose(seen, *others)
 
     class Recorded(ToHost):
         def __init__(self, *arguments: Any) -> None:

@@ -168,7 +168,7 @@ def test_a_draft_models_steps_are_timed_with_graphs_and_without(
     monkeypatch.setattr(CudaGraphs, "seconds", lambda graphs, key, *_: 1.0)
     monkeypatch.setattr(SlotGraphs, "seconds", lambda graphs, key: 0.01 * key.shape.depth)
     shapes, limits = DraftShapes.chains(3), ContextLimits(10, 10)
-    timer = RoundTimer(parts.runner, shapes, DUMMY, CPU, limits)
+    timer = RoundTimer(parts.runner, shapes, limits)
     times = timer.measure(parts.controller, (1, 4))
     expected = pytest.approx([1, 1.01, 1.03])
     assert [times.round_time(4, steps) for steps in (0, 1, 3)] == expected

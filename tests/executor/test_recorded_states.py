@@ -13,7 +13,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.executor.graph_rounds import CPU, DUMMY
 from tests.executor.harness import Harness, user_provided
 from tests.lossless.engines import tiny_engine
 from tests.lossless.test_row_counts import draw_budgets
@@ -51,7 +50,7 @@ def capture(harness: Harness) -> None:
     runner, shapes = harness.parts.runner, harness.parts.slots.shapes
     keys = graph_keys((2, 4), lambda _: {0, shapes.longest.depth}, shapes.of)
     with torch.inference_mode():
-        runner.capture_graphs(keys, DUMMY, CPU, pads=True)
+        runner.capture_graphs(keys, pads=True)
 
 
 def states_of(harness: Harness, folder: Path) -> list[HiddenStates]:

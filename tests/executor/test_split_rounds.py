@@ -16,7 +16,7 @@ from tests.executor.draft_caches import (
     one_model,
     submit_traffic,
 )
-from tests.executor.graph_rounds import CPU, DUMMY, Event, with_graphs
+from tests.executor.graph_rounds import DUMMY, Event, with_graphs
 from tests.executor.guided_rounds import grammar_of
 from tests.executor.harness import (
     Harness,
@@ -162,7 +162,7 @@ def test_a_split_round_is_timed_with_both_parts_in_turn(
     monkeypatch.setattr(decode, "sample", tail)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     with torch.inference_mode():
-        assert runner.seconds(GraphKey(2, chain_of(3), True), DUMMY, CPU) == 0.006 / 5
+        assert runner.seconds(GraphKey(2, chain_of(3), True)) == 0.006 / 5
     names, before = zip(*seen, strict=True)
     assert names == ("forward", "tail") * (1 + 5 + 5)
     assert set(before[1::2]) == {0}  # each round begins with an empty slot

@@ -1,7 +1,6 @@
 """The kernels against their references, bit for bit: under Triton's interpreter by default, on a
 CUDA device with `-m gpu`."""
 
-import sys
 from collections.abc import Callable
 
 import pytest
@@ -83,10 +82,9 @@ def test_the_kernel_chooses_the_references_tokens_at_any_temperature(
 ) -> None:
     temperature = torch.tensor([0.7, 0.0, 1e-45, 1e-38, 1e-3, 1.0, 100.0, -0.0])
     arguments = (random_logits(8, vocab_size), temperature, *keys())
-    for domain in (TARGET_DOMAIN, DRAFT_DOMAIN):
-        chosen = run("choose_token_triton", *arguments, domain)
-        assert chosen.dtype == torch.int64
-        assert chosen.tolist() == choose_token.reference(*arguments, domain).tolist()
+    chosen = run("choose_token_triton", *arguments)
+    assert chosen.dtype == torch.int64
+    assert chosen.tolist() == choose_token.reference(*arguments).tolist()
 
 
 def test_sums_that_differ_in_the_last_bit_are_distinguished(run: Run) -> None:
@@ -164,13 +162,6 @@ def test_no_rows_give_no_tokens(run: Run) -> None:
     assert run("gumbel_noise_triton", empty, empty, 9).shape == (0, 9)
 
 
-def test_a_tensor_on_the_cpu_needs_no_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Makes the import of the module fail.
-    monkeypatch.setitem(sys.modules, "tllm_spec.kernels.sampling.choose_token", None)
-    arguments = (torch.zeros(8, 50), torch.tensor([0.0, 0.9]).repeat(4), *keys(), DRAFT_DOMAIN)
-    assert torch.equal(choose_token(*arguments), choose_token.reference(*arguments))
-
-
 def test_the_references_tokens_are_distributed_as_the_softmax() -> None:
     """Chi-square with 5 degrees of freedom is below 20.5 with probability 0.999."""
     num_rows, logits = 50_000, torch.tensor([0.0, 1.0, -1.0, 2.5, 0.3, 0.9])
@@ -230,12 +221,8 @@ def test_tokens_below_the_cut_are_not_chosen(run: Run) -> None:
     )
     expected[1] = logits[1].argmax()  # greedy rows have no cut
     assert (choose_token.reference(logits, temperature, *keys())[4:] != expected[4:]).any()
-    assert torch.equal(
-        choose_token.reference(logits, temperature, *keys(), TARGET_DOMAIN, cut), expected
-    )
-    assert torch.equal(
-        run("choose_token_triton", logits, temperature, *keys(), TARGET_DOMAIN, cut), expected
-    )
+    assert torch.equal(choose_token.reference(logits, temperature, *keys(), cut), expected)
+    assert torch.equal(run("choose_token_triton", logits, temperature, *keys(), cut), expected)
 
 
 @pytest.mark.parametrize("width", [1, 1500])

@@ -8,7 +8,7 @@ import torch
 
 from tests.models.helpers import MAX_POSITIONS, PagedRunner, pages_for
 from tllm_spec.attention.interface import SpecMetadata
-from tllm_spec.models.draft_head import HeadSource
+from tllm_spec.models.draft_head import HeadRows, HeadSource
 from tllm_spec.models.eagle3 import Eagle3Head, load_eagle3_head
 from tllm_spec.models.llama import CausalLM
 
@@ -43,7 +43,7 @@ class HeadRunner(PagedRunner):
         flat = torch.tensor(
             [token for row in tokens.values() for token in row], device=self.model.device
         )
-        recurrent = self.model.forward(flat, metadata.positions, hidden, context)
+        recurrent = self.model.forward(HeadRows(flat, metadata.positions, hidden), context)
         assert torch.equal(hidden, before), "the caller's hidden states were changed"
         counts = [len(row) for row in tokens.values()]
         logits = self.model.compute_logits(recurrent)
@@ -62,7 +62,8 @@ def assert_wanted_rows_are_those_of_a_whole_forward(
         metadata = runner.metadata({0: tokens}, {}, slack=0)
         rows = None if wanted is None else torch.tensor(wanted, dtype=torch.int64)
         context = runner.context(metadata, wanted=rows)
-        states.append(head.forward(torch.tensor(tokens), metadata.positions, hidden, context))
+        read = HeadRows(torch.tensor(tokens), metadata.positions, hidden)
+        states.append(head.forward(read, context))
         pools.append(runner.pool.data)
     every, some, none = states
     torch.testing.assert_close(some, every[[9, 4]])

@@ -13,8 +13,7 @@ import transformers
 from safetensors.torch import save_file
 
 from tests.kernels.row_counts import rows_of
-from tllm_spec.attention.batch_invariant import BatchInvariantAttention
-from tllm_spec.attention.choice import create_backend, create_batch_invariant
+from tllm_spec.attention.choice import create_backend
 from tllm_spec.attention.geometry import Geometry, KVFormat, KVPool
 from tllm_spec.attention.interface import (
     AttentionBackend,
@@ -276,5 +275,4 @@ def assert_logits_in_all_ways(
 
 def use(runner: PagedRunner, kind: type[HeadsBackend]) -> None:
     """Backends of this kind for all layer groups."""
-    is_invariant = kind is BatchInvariantAttention
-    runner.use(create_batch_invariant if is_invariant else partial(create_backend, kind))
+    runner.use(partial(create_backend, kind))

@@ -13,6 +13,9 @@ from safetensors.torch import load_file, save_file
 
 from tests.models.deepseek import save_deepseek
 from tests.models.glm4_moe import save_glm4_moe
+from tllm_spec.models.draft_head import HeadSource
+from tllm_spec.models.llama import CausalLM
+from tllm_spec.models.mtp import NextnModules, load_nextn
 
 SAVERS: dict[str, Callable[..., Any]] = {
     **{
@@ -22,6 +25,13 @@ SAVERS: dict[str, Callable[..., Any]] = {
     "Glm4Moe": save_glm4_moe,
 }
 NORMS = ("enorm.weight", "hnorm.weight", "shared_head.norm.weight")
+
+
+def modules_of(
+    folder: Path, target: CausalLM, count: int = 1, *, is_exported: bool = False, **options: Any
+) -> NextnModules:
+    options = {"load_format": "auto", "max_positions": 0} | options
+    return load_nextn(HeadSource(folder, target, **options), count, is_exported=is_exported)
 
 
 def save_with_mtp(

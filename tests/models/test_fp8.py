@@ -21,7 +21,7 @@ from tests.models.helpers import (
     random_tokens,
     save_checkpoint,
 )
-from tests.models.mtp_reference import export_modules, save_with_mtp
+from tests.models.mtp_reference import export_modules, modules_of, save_with_mtp
 from tllm_spec.distributed.communicator import Mapping
 from tllm_spec.models.formats import quantised_layers
 from tllm_spec.models.formats.fp8 import Fp8Tensor, ScaledSlot
@@ -29,7 +29,6 @@ from tllm_spec.models.formats.quantisation import Granularity, Quantisation
 from tllm_spec.models.formats.quantised_layers import with_quantised
 from tllm_spec.models.layers import Module, Placement, WeightSlot
 from tllm_spec.models.linear import Linear
-from tllm_spec.models.mtp import load_nextn
 from tllm_spec.models.registry import model_config, model_type
 from tllm_spec.models.weights import weight_table
 
@@ -74,7 +73,7 @@ def test_mtp_modules_keep_fp8_too(tmp_path: Path) -> None:
     modules = []
     for path in save_both("deepseek-v3", tmp_path):
         target = load(path)
-        modules.append(load_nextn(path, target, "auto"))
+        modules.append(modules_of(path, target))
     found, expected = modules
     (layer,) = found.modules_by_step
     assert layer.mlp.experts.gate_up.dtype == FP8 and layer.eh_proj.weight.dtype != FP8
@@ -91,7 +90,7 @@ def test_exported_modules_keep_fp8_as_modelopts_file_and_the_names_of_scales_say
     """Also next to a target in 16 bits."""
     path, plain = save_both("deepseek-v3", tmp_path)
     whole = load(path)
-    expected = dict(load_nextn(path, whole, "auto").named_parameters())
+    expected = dict(modules_of(path, whole).named_parameters())
     exported = tmp_path / "exported"
     export_modules(path, exported)
     raw = json.loads((exported / "config.json").read_text())
@@ -100,7 +99,7 @@ def test_exported_modules_keep_fp8_as_modelopts_file_and_the_names_of_scales_say
     modelopt = {"quantization": {"quant_algo": "FP8_PB_WO"}}
     (exported / "hf_quant_config.json").write_text(json.dumps(modelopt))
     target = load(plain)
-    found = dict(load_nextn(exported, target, "auto", is_exported=True).named_parameters())
+    found = dict(modules_of(exported, target, is_exported=True).named_parameters())
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in found)
     assert found["steps.0.mlp.experts.gate_up"].dtype == FP8

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from tests.models.fp8_checkpoint import compressed, is_projection, keeping_fp8, quantise
 from tests.models.helpers import CPU, PagedRunner, load, random_tokens
-from tests.models.mtp_reference import export_modules, save_with_mtp
+from tests.models.mtp_reference import export_modules, modules_of, save_with_mtp
 from tests.models.published_fp8 import MODELOPT, NVIDIA_FP8, Raw
 from tests.models.test_fp8 import FAMILIES, fp8_names, save_both
 from tests.models.test_fp8_formats import GROUP, NO_GROUP
@@ -23,7 +23,6 @@ from tllm_spec.models.formats.kv_cache_formats import kv_cache_setting, read_kv_
 from tllm_spec.models.formats.quantisation import Quantisation
 from tllm_spec.models.formats.quantised_layers import prepare_quantised
 from tllm_spec.models.layers import Placement
-from tllm_spec.models.mtp import load_nextn
 from tllm_spec.models.registry import model_config, model_type
 
 LAYERS = 2
@@ -110,7 +109,7 @@ def test_mtp_modules_say_it_once_and_latent_projections_are_no_warning(
         target = load(tmp_path)
         assert only_line(caplog)[0] == logging.INFO
         caplog.clear()
-        load_nextn(tmp_path, target, "auto", 2)
+        modules_of(tmp_path, target, 2)
     level, text = only_line(caplog)
     assert level == logging.INFO and ": kv_b_proj (" in text and "takes no FP8" in text
 
@@ -137,10 +136,10 @@ def test_settings_without_an_effect_are_named_once_a_checkpoint(
 
     model = load(target)
     assert said() == [(logging.INFO, f"{target}: {GROUP} is not used: {NO_GROUP}")]
-    load_nextn(target, model, "auto")
+    modules_of(target, model)
     assert said() == []
     export_modules(target, exported)
-    load_nextn(exported, model, "auto", is_exported=True)
+    modules_of(exported, model, is_exported=True)
     assert [text.startswith(f"{exported}: ") for _, text in said()] == [True]
 
 

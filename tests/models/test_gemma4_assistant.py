@@ -66,8 +66,8 @@ def recorded(texts: list[list[int]]) -> Iterator[Found]:
     found: Found = []
     propose = KeyReadingDrafter.propose
 
-    def kept(self: KeyReadingDrafter, contexts: Any, windows: Any, group: Any, shape: Any) -> Any:
-        drafts = propose(self, contexts, windows, group, shape)
+    def kept(self: KeyReadingDrafter, seen: Any, group: Any, shape: Any) -> Any:
+        drafts = propose(self, seen, group, shape)
         if drafts is None:
             return None
         ends = (self._slots.kv_lens[group.slots] + 1).tolist()

@@ -9,9 +9,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.models.helpers import PagedRunner, load, random_tokens, reference_logits
-from tests.models.mtp_reference import SAVERS, PlainMTP, export_modules, save_with_mtp
+from tests.models.mtp_reference import SAVERS, PlainMTP, export_modules, modules_of, save_with_mtp
+from tllm_spec.models.draft_head import HeadRows
 from tllm_spec.models.layers import Embedding
-from tllm_spec.models.mtp import NextnModules, check_nextn, load_nextn
+from tllm_spec.models.mtp import NextnModules, check_nextn
 from tllm_spec.models.registry import model_config
 
 TOKENS = random_tokens(31)
@@ -31,13 +32,12 @@ class ModuleRunner(PagedRunner):
     ) -> torch.Tensor:
         rows = {0: tokens}
         metadata = self.metadata({}, rows, 0) if as_window else self.metadata(rows, {}, 0)
-        context = self.context(metadata)
-        return self.module.forward(torch.tensor(tokens), metadata.positions, hidden, context, step)
+        read = HeadRows(torch.tensor(tokens), metadata.positions, hidden)
+        return self.module.forward(read, self.context(metadata), step)
 
 
 def load_module(folder: Path, **options: Any) -> NextnModules:
-    target = load(folder, **options)
-    return load_nextn(folder, target, options.get("load_format", "auto"))
+    return modules_of(folder, load(folder, **options), **options)
 
 
 @pytest.mark.parametrize("family", SAVERS)
@@ -69,7 +69,7 @@ def test_the_modules_of_all_steps_share_one_lookup_of_a_steps_tokens(
     """A lookup in an embedding that is sharded is a sum over the ranks."""
     save_with_mtp(tmp_path, num_modules=3)
     target, looked_up, lookup = load(tmp_path), list[torch.Tensor](), Embedding.lookup
-    module = load_nextn(tmp_path, target, "auto", 3)
+    module = modules_of(tmp_path, target, 3)
 
     def counted(embedding: Embedding, ids: torch.Tensor) -> Any:
         looked_up.append(ids)
@@ -145,7 +145,7 @@ def test_modules_with_different_embeddings_are_refused(tmp_path: Path) -> None:
     rewrite(tmp_path, {name: tensors["embed_tokens.weight"].flip(0).contiguous()})
     target = load(tmp_path)
     with pytest.raises(ValueError, match=f"{name} in .* differs from that of another MTP module"):
-        load_nextn(tmp_path, target, "auto", 2)
+        modules_of(tmp_path, target, 2)
 
 
 @pytest.fixture
@@ -160,7 +160,7 @@ def exported(tmp_path: Path) -> tuple[Path, Path]:
 
 def load_exported(target: Path, folder: Path) -> NextnModules:
     model = load(target)
-    return load_nextn(folder, model, "auto", is_exported=True)
+    return modules_of(folder, model, is_exported=True)
 
 
 def test_an_exported_module_is_that_of_the_whole_checkpoint(

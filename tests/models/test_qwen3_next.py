@@ -12,6 +12,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from tests.models.helpers import MAX_POSITIONS, PagedRunner, load, random_tokens, reference_logits
+from tests.models.mtp_reference import modules_of
 from tests.models.published_states import QWEN3_5, QWEN3_5_EAGLE3, QWEN3_NEXT
 from tests.models.qwen3_next import (
     FULL,
@@ -24,7 +25,7 @@ from tests.models.qwen3_next import (
 from tests.models.test_mtp import ModuleRunner
 from tllm_spec.distributed.communicator import SINGLE_RANK
 from tllm_spec.models.eagle3_config import Eagle3Config
-from tllm_spec.models.mtp import check_nextn, load_nextn
+from tllm_spec.models.mtp import check_nextn
 from tllm_spec.models.qwen3_next import Qwen3NextForCausalLM
 from tllm_spec.models.registry import model_config_of
 
@@ -81,7 +82,7 @@ def test_the_next_token_layer_equals_its_transcription_in_chunks_and_windows(
     expected = plain.states(tokens[1:], hidden)
     target = load(tmp_path)
     assert isinstance(target, Qwen3NextForCausalLM)
-    runner = ModuleRunner(load_nextn(tmp_path, target, "auto"))
+    runner = ModuleRunner(modules_of(tmp_path, target))
     states = [
         runner.predict(tokens[1:12], hidden[:11]),
         runner.predict(tokens[12:24], hidden[11:23]),
@@ -118,18 +119,18 @@ def test_a_module_that_speculators_trained_further_is_loaded_from_a_folder_of_it
     export_fine_tuned(target, folder)
     model, file = load(target), folder / "model.safetensors"
     check_nextn(model.config, 1, folder)
-    expected = dict(load_nextn(target, model, "auto").named_parameters())
-    found = dict(load_nextn(folder, model, "auto", is_exported=True).named_parameters())
+    expected = dict(modules_of(target, model).named_parameters())
+    found = dict(modules_of(folder, model, is_exported=True).named_parameters())
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in found)
     tensors = load_file(file)
     for missing in tensors.keys() - {"embed_tokens.weight", "lm_head.weight"}:
         save_file({name: tensors[name] for name in tensors if name != missing}, file)
         with pytest.raises(ValueError, match="missing"):
-            load_nextn(folder, model, "auto", is_exported=True)
+            modules_of(folder, model, is_exported=True)
     save_file(tensors | {"mtp_layers.0.surprise": torch.ones(2)}, file)
     with pytest.raises(ValueError, match=r"surplus .*surprise"):
-        load_nextn(folder, model, "auto", is_exported=True)
+        modules_of(folder, model, is_exported=True)
     config = json.loads((folder / "config.json").read_text())
     config["transformer_layer_config"]["rms_norm_eps"] = 1e-3
     (folder / "config.json").write_text(json.dumps(config))

@@ -23,6 +23,7 @@ from tests.models.helpers import (
     random_tokens,
     reference_logits,
 )
+from tests.models.mtp_reference import modules_of
 from tests.models.published_fp8 import QWEN3_5_FP8
 from tests.models.qwen3_next import (
     FULL,
@@ -36,7 +37,6 @@ from tests.models.test_fp8_activations import check_log_probabilities
 from tests.models.test_mtp import ModuleRunner
 from tllm_spec.distributed.communicator import SINGLE_RANK
 from tllm_spec.models.moe import SparseMoE
-from tllm_spec.models.mtp import load_nextn
 from tllm_spec.models.registry import blank_model, model_config_of, weight_bytes
 from tllm_spec.models.weights import weight_table
 from tllm_spec.zoo.quantise import Style
@@ -365,7 +365,7 @@ def test_the_next_token_layer_has_16_bits_where_the_checkpoint_has(
     hidden = torch.randn(30, SIZES["hidden_size"], generator=torch.Generator().manual_seed(2))
     with keeping_fp8(), keeping_int4():
         target = load(tmp_path, fp8_activations=False)
-        modules = load_nextn(tmp_path, target, "auto", fp8_activations=False)
+        modules = modules_of(tmp_path, target, fp8_activations=False)
     found = ModuleRunner(modules).predict(tokens[1:], hidden)
     torch.testing.assert_close(found, plain.states(tokens[1:], hidden), rtol=0, atol=1e-4)
     kept = [name for name, slot in weight_table(modules).items() if slot.is_quantised]
@@ -385,4 +385,4 @@ def test_a_next_token_layer_that_a_converter_has_dropped_is_refused_by_name(
         target = load(tmp_path)
         missing = r"fc" if part != "mtp.layers.0.mlp.experts.2.up_proj." else r"layers\.0\.mlp"
         with pytest.raises(ValueError, match=rf"mtp\..* fit an MTP module: missing {missing}"):
-            load_nextn(tmp_path, target, "auto")
+            modules_of(tmp_path, target)

@@ -11,12 +11,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from tests.models.helpers import PagedRunner, load, reference_logits
-from tests.models.mtp_reference import PlainMTP
+from tests.models.mtp_reference import PlainMTP, modules_of
 from tests.models.test_mtp import ModuleRunner
 from tests.training.eagle3_entries import settings
 from tests.zoo.runs import SELF_TEXT, call, counting, read_json, read_weights, write_shape
 from tllm_spec.models.deepseek import DeepseekForCausalLM
-from tllm_spec.models.mtp import load_nextn
 from tllm_spec.training.acceptance import head_matches
 from tllm_spec.training.deepseek import (
     SHAPE,
@@ -110,7 +109,7 @@ def test_the_engines_module_equals_the_trained_one(runs: Path, modules: NextnMod
     states, _ = modules(hidden, embeddings, torch.arange(len(hidden[0])))
     engine = load(runs / "model")
     assert isinstance(engine, DeepseekForCausalLM)
-    runner = ModuleRunner(load_nextn(runs / "model", engine, "auto"))
+    runner = ModuleRunner(modules_of(runs / "model", engine))
     found = runner.predict(tokens[0, 1:].tolist(), hidden[0])
     torch.testing.assert_close(found, states[0], rtol=0, atol=1e-4)
 

@@ -11,7 +11,12 @@ import torch
 
 from tllm_spec.attention.geometry import AttentionGeometry, KVPool
 from tllm_spec.attention.indexed import chosen_rows
-from tllm_spec.attention.interface import AttentionMetadata, AttentionPlan, HeadsBackend
+from tllm_spec.attention.interface import (
+    AttentionMetadata,
+    AttentionPlan,
+    HeadsBackend,
+    HeadsInputs,
+)
 from tllm_spec.attention.latent import MAX_CHOSEN_KEYS, LatentInputs, TritonLatent
 from tllm_spec.kernels.attention.batch_invariant_attention import (
     MAX_PARTIAL_ROWS,
@@ -24,7 +29,7 @@ from tllm_spec.kernels.attention.batch_invariant_latent import (
     batch_invariant_latent,
     latent_tokens_per_tile,
 )
-from tllm_spec.kernels.attention.rotary_write import HeadWeights, Rotary
+from tllm_spec.kernels.attention.rotary_write import Rotary
 from tllm_spec.kernels.attention.window_splits import WindowWorkspace
 from tllm_spec.kernels.gemm.head_gemm import head_gemm
 from tllm_spec.kernels.slots.round_rows import RoundRows
@@ -75,17 +80,11 @@ class BatchInvariantAttention(HeadsBackend):
         return BatchInvariantPlan(metadata.kv_slots, metadata.block_tables, tuple(launches))
 
     def run(
-        self,
-        layer: int,
-        qkv: torch.Tensor,
-        rotary: Rotary,
-        plan: AttentionPlan,
-        norm: HeadWeights | None = None,
-        sinks: torch.Tensor | None = None,
+        self, layer: int, inputs: HeadsInputs, rotary: Rotary, plan: AttentionPlan
     ) -> torch.Tensor:
         assert isinstance(plan, BatchInvariantPlan)
-        self.write(layer, qkv, rotary, plan, norm)
-        q = qkv[:, : self.geometry.num_heads]
+        self.write(layer, inputs, rotary, plan)
+        q = inputs.qkv[:, : self.geometry.num_heads]
         outputs = [
             batch_invariant_attention(
                 q[rows],
@@ -96,7 +95,7 @@ class BatchInvariantAttention(HeadsBackend):
                 self._results,
                 self.geometry.span,
                 self.pool.scales[layer],
-                sinks,
+                inputs.sinks,
             )
             for rows, tiles in plan.launches
         ]

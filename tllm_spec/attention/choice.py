@@ -80,21 +80,20 @@ def create_backend(kind: type[HeadsBackend], geometry: Geometry, pool: KVPool) -
     """The backend for one pool: TRITON, with a warning, if FlashInfer has no kernels for its
     heads.
 
-    kind: what `choose_backend` returned. Latents (MLA) run TRITON for FLASHINFER, too."""
+    kind: what `choose_backend` returned, or BatchInvariantAttention for `deterministic: true`.
+    Latents (MLA) run TRITON for FLASHINFER, too."""
     if isinstance(geometry, IndexGeometry):
         return IndexBackend(geometry, pool)
     if isinstance(geometry, LatentGeometry):
         return _latent_kind(kind)(geometry, pool)
     assert isinstance(geometry, AttentionGeometry)
-    if _is_chunked(geometry) and kind is FlashInferAttention:
+    if kind is FlashInferAttention and _is_chunked(geometry):
         logger.warning(
             "%d layers with a span of keys, %s: TRITON, whose prefill is slower than FLASHINFER",
             geometry.num_layers,
             geometry.span,
         )
-        kind = TritonAttention
-    if geometry.head_dim > MAX_SDPA_DIM and kind is FlashInferAttention:
-        kind = TritonAttention  # with a kernel of its own for prompts
+    kind = _without_flashinfer(kind, geometry)
     if kind is not FlashInferAttention:
         return kind(geometry, pool)
     dtype = str(pool.kv_format.dtype).removeprefix("torch.")
@@ -119,16 +118,6 @@ def create_backend(kind: type[HeadsBackend], geometry: Geometry, pool: KVPool) -
     return TritonAttention(geometry, pool)
 
 
-def create_batch_invariant(geometry: Geometry, pool: KVPool) -> AttentionBackend:
-    """The backend of `deterministic: true` for one pool."""
-    if isinstance(geometry, IndexGeometry):
-        return IndexBackend(geometry, pool)
-    if isinstance(geometry, LatentGeometry):
-        return BatchInvariantLatent(geometry, pool)
-    assert isinstance(geometry, AttentionGeometry)
-    return BatchInvariantAttention(geometry, pool)
-
-
 def workspace_bytes(kind: type[HeadsBackend], geometry: Geometry, kv_format: KVFormat) -> int:
     """What `create_backend` allocates besides the pool, for memory planning."""
     if isinstance(geometry, IndexGeometry):
@@ -136,9 +125,16 @@ def workspace_bytes(kind: type[HeadsBackend], geometry: Geometry, kv_format: KVF
     if isinstance(geometry, LatentGeometry):
         return _latent_kind(kind).workspace_bytes(geometry, kv_format.dtype)
     assert isinstance(geometry, AttentionGeometry)
-    is_triton = _is_chunked(geometry) or geometry.head_dim > MAX_SDPA_DIM
-    is_triton &= kind is FlashInferAttention
-    return (TritonAttention if is_triton else kind).workspace_bytes(geometry, kv_format)
+    return _without_flashinfer(kind, geometry).workspace_bytes(geometry, kv_format)
+
+
+def _without_flashinfer(
+    kind: type[HeadsBackend], geometry: AttentionGeometry
+) -> type[HeadsBackend]:
+    """TRITON, which has a kernel of its own for prompts with long heads, for what FlashInfer has no
+    kernels for."""
+    is_served = not _is_chunked(geometry) and geometry.head_dim <= MAX_SDPA_DIM
+    return TritonAttention if kind is FlashInferAttention and not is_served else kind
 
 
 def _is_chunked(geometry: AttentionGeometry) -> bool:
@@ -147,7 +143,11 @@ def _is_chunked(geometry: AttentionGeometry) -> bool:
 
 
 def _latent_kind(kind: type[HeadsBackend]) -> type[LatentBackend]:
-    return VanillaLatent if kind is VanillaAttention else TritonLatent
+    own: dict[type[HeadsBackend], type[LatentBackend]] = {
+        VanillaAttention: VanillaLatent,
+        BatchInvariantAttention: BatchInvariantLatent,
+    }
+    return own.get(kind, TritonLatent)
 
 
 def _refuse_flashinfer(why_no_flashinfer: str | None, chunk_size: int | None) -> None:

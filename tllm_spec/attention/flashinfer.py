@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from tllm_spec.attention.geometry import AttentionGeometry, KVFormat, KVPool, WidePages
-from tllm_spec.attention.interface import AttentionMetadata, AttentionPlan
+from tllm_spec.attention.interface import AttentionMetadata, AttentionPlan, HeadsInputs
 from tllm_spec.attention.triton import TritonAttention, TritonPlan
 from tllm_spec.kernels.attention.paged_prefill import (
     NUM_PLANS,
@@ -21,7 +21,7 @@ from tllm_spec.kernels.attention.paged_prefill import (
     PrefillLimits,
     PrefillRows,
 )
-from tllm_spec.kernels.attention.rotary_write import HeadWeights, Rotary
+from tllm_spec.kernels.attention.rotary_write import Rotary
 
 HEAD_DIMS = (64, 128, 256)  # that FlashInfer has kernels for
 DTYPES = (torch.bfloat16, torch.float16)
@@ -118,20 +118,14 @@ class FlashInferAttention(TritonAttention):
         return TritonPlan(metadata.kv_slots, rows.num_rows, *parts)
 
     def run(
-        self,
-        layer: int,
-        qkv: torch.Tensor,
-        rotary: Rotary,
-        plan: AttentionPlan,
-        norm: HeadWeights | None = None,
-        sinks: torch.Tensor | None = None,
+        self, layer: int, inputs: HeadsInputs, rotary: Rotary, plan: AttentionPlan
     ) -> torch.Tensor:
         assert isinstance(plan, TritonPlan)
         if plan.prefill is None:
-            return super().run(layer, qkv, rotary, plan, norm, sinks)
-        num_rows = plan.first
+            return super().run(layer, inputs, rotary, plan)
+        num_rows, (qkv, norm, sinks) = plan.first, inputs
         own = AttentionPlan(plan.kv_slots[:num_rows])
-        self.write(layer, qkv[:num_rows], rotary.first(num_rows), own, norm)
+        self.write(layer, HeadsInputs(qkv[:num_rows], norm), rotary.first(num_rows), own)
         keys_and_values = self._layers[layer]
         if self._wide is not None:
             assert plan.page_list is not None
@@ -145,6 +139,5 @@ class FlashInferAttention(TritonAttention):
         )
         output = output.flatten(1)
         if plan.windows is not None:
-            windows = self._run_windows(layer, qkv, rotary, plan, norm, sinks)
-            output[num_rows:] = windows
+            output[num_rows:] = self._run_windows(layer, inputs, rotary, plan)
         return output

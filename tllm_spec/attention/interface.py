@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -182,6 +182,18 @@ class AttentionBackend(ABC):
         """Masks and indices that all layers of one forward share."""
 
 
+class HeadsInputs(NamedTuple):
+    """What a layer gives its attention."""
+
+    qkv: torch.Tensor
+    """`[T, Hq + 2 * Hkv, D]`, contiguous, as projected; q and k may be overwritten. Or
+    `[T, Hq, D]`: the rows' K and V are in the pool already, written by another layer."""
+    norm: HeadWeights | None = None
+    """What each head of q and k has before the rotation; None: nothing."""
+    sinks: torch.Tensor | None = None
+    """`[Hq]` float32, if the geometry has sinks."""
+
+
 class HeadsBackend(AttentionBackend):
     """A backend for the pool of an `AttentionGeometry`."""
 
@@ -206,13 +218,7 @@ class HeadsBackend(AttentionBackend):
 
     @abstractmethod
     def run(
-        self,
-        layer: int,
-        qkv: torch.Tensor,
-        rotary: Rotary,
-        plan: AttentionPlan,
-        norm: HeadWeights | None = None,
-        sinks: torch.Tensor | None = None,
+        self, layer: int, inputs: HeadsInputs, rotary: Rotary, plan: AttentionPlan
     ) -> torch.Tensor:
         """Normalise and rotate the rows' q and k, write their K and V into the pool, then attend
         causally to all keys of the row's request, or to those that the metadata's tree names; with
@@ -220,29 +226,19 @@ class HeadsBackend(AttentionBackend):
 
         Args:
             layer: index into the pool's layers.
-            qkv: `[T, Hq + 2 * Hkv, D]`, contiguous, as projected; q and k may be overwritten. Or
-                `[T, Hq, D]`: the rows' K and V are in the pool already, written by another layer.
             rotary: of this forward's positions.
             plan: of this forward.
-            norm: of each head of q and k, before the rotation; None: none.
-            sinks: `[Hq]` float32, if the geometry has sinks.
 
         Returns:
             `[T, Hq * D]`.
         """
 
-    def write(
-        self,
-        layer: int,
-        qkv: torch.Tensor,
-        rotary: Rotary,
-        plan: AttentionPlan,
-        norm: HeadWeights | None = None,
-    ) -> None:
+    def write(self, layer: int, inputs: HeadsInputs, rotary: Rotary, plan: AttentionPlan) -> None:
         """The part of `run` before attention, with the same arguments: for rows whose outputs are
         not needed."""
-        pages = self.pool.data[layer] if self.writes(qkv) else None
-        rotary_write(qkv, rotary, plan.kv_slots, pages, norm, self.pool.scales[layer])
+        pages = self.pool.data[layer] if self.writes(inputs.qkv) else None
+        scales = self.pool.scales[layer]
+        rotary_write(inputs.qkv, rotary, plan.kv_slots, pages, inputs.norm, scales)
 
 
 # The attention of a layer group in one forward.

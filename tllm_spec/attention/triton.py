@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from tllm_spec.attention.geometry import AttentionGeometry, KVFormat, KVPool
-from tllm_spec.attention.interface import AttentionMetadata, AttentionPlan
+from tllm_spec.attention.interface import AttentionMetadata, AttentionPlan, HeadsInputs
 from tllm_spec.attention.vanilla import VanillaAttention, VanillaPlan
 from tllm_spec.kernels.attention.batch_invariant_attention import (
     QueryTiles,
@@ -23,7 +23,7 @@ from tllm_spec.kernels.attention.prompt_attention import (
     prompt_attention,
     prompt_tokens_per_tile,
 )
-from tllm_spec.kernels.attention.rotary_write import HeadWeights, Rotary
+from tllm_spec.kernels.attention.rotary_write import Rotary
 from tllm_spec.kernels.attention.visible_keys import KeySpans
 from tllm_spec.kernels.attention.window_attention import WindowCall, WindowTables, window_attention
 from tllm_spec.kernels.attention.window_splits import MAX_PARTIAL_ROWS, WindowWorkspace
@@ -81,20 +81,13 @@ class TritonAttention(VanillaAttention):
         return TritonPlan(metadata.kv_slots, own.first, own.contexts, None, windows, None)
 
     def run(
-        self,
-        layer: int,
-        qkv: torch.Tensor,
-        rotary: Rotary,
-        plan: AttentionPlan,
-        norm: HeadWeights | None = None,
-        sinks: torch.Tensor | None = None,
+        self, layer: int, inputs: HeadsInputs, rotary: Rotary, plan: AttentionPlan
     ) -> torch.Tensor:
         assert isinstance(plan, TritonPlan)
-        first = plan.first
+        first, (qkv, norm, sinks) = plan.first, inputs
         if first or plan.windows is None:
-            self.write(
-                layer, qkv[:first], rotary.first(first), AttentionPlan(plan.kv_slots[:first]), norm
-            )
+            rows = HeadsInputs(qkv[:first], norm)
+            self.write(layer, rows, rotary.first(first), AttentionPlan(plan.kv_slots[:first]))
         if self.writes(qkv):
             q, kv = self.split(qkv)
         else:
@@ -103,7 +96,7 @@ class TritonAttention(VanillaAttention):
         if plan.tiled_chunks is not None:
             outputs.append(self._run_tiles(layer, q[:first], plan.tiled_chunks, sinks))
         if plan.windows is not None:
-            outputs.append(self._run_windows(layer, qkv, rotary, plan, norm, sinks))
+            outputs.append(self._run_windows(layer, inputs, rotary, plan))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _run_tiles(
@@ -139,17 +132,11 @@ class TritonAttention(VanillaAttention):
         )
 
     def _run_windows(
-        self,
-        layer: int,
-        qkv: torch.Tensor,
-        rotary: Rotary,
-        plan: TritonPlan,
-        norm: HeadWeights | None,
-        sinks: torch.Tensor | None,
+        self, layer: int, inputs: HeadsInputs, rotary: Rotary, plan: TritonPlan
     ) -> torch.Tensor:
-        first, windows = plan.first, plan.windows
+        first, windows, (qkv, norm, sinks) = plan.first, plan.windows, inputs
         assert windows is not None
-        inputs = qkv[first:], rotary.cos_sin[first:], self._layers[layer], windows
+        own = qkv[first:], rotary.cos_sin[first:], self._layers[layer], windows
         options = norm, self.pool.scales[layer], sinks, self.writes(qkv)
-        call = WindowCall(*inputs, self.geometry.scale, self._workspace, *options)
+        call = WindowCall(*own, self.geometry.scale, self._workspace, *options)
         return window_attention(call)

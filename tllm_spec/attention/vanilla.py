@@ -21,12 +21,12 @@ from tllm_spec.attention.interface import (
     AttentionMetadata,
     AttentionPlan,
     HeadsBackend,
+    HeadsInputs,
     additive_mask,
     slots_of,
 )
 from tllm_spec.kernels.attention.kv_codes import movable, times
 from tllm_spec.kernels.attention.rotary_write import (
-    HeadWeights,
     Rotary,
     plain_norm_values,
     plain_rotate,
@@ -100,17 +100,12 @@ class VanillaAttention(HeadsBackend):
         return VanillaPlan(metadata.kv_slots, row, tuple(contexts), generation)
 
     def run(
-        self,
-        layer: int,
-        qkv: torch.Tensor,
-        rotary: Rotary,
-        plan: AttentionPlan,
-        norm: HeadWeights | None = None,
-        sinks: torch.Tensor | None = None,
+        self, layer: int, inputs: HeadsInputs, rotary: Rotary, plan: AttentionPlan
     ) -> torch.Tensor:
         assert isinstance(plan, VanillaPlan)
+        qkv, norm, sinks = inputs
         if self.writes(qkv):
-            q, kv = self._write_rows(layer, qkv, rotary, plan, norm)
+            q, kv = self._write_rows(layer, inputs, rotary, plan)
         else:
             plain_rotate(qkv, rotary, norm)
             q, kv = qkv, self.stored(layer, plan.kv_slots, qkv.dtype)
@@ -126,14 +121,10 @@ class VanillaAttention(HeadsBackend):
         return found.to(dtype).transpose(0, 1)
 
     def _write_rows(
-        self,
-        layer: int,
-        qkv: torch.Tensor,
-        rotary: Rotary,
-        plan: VanillaPlan,
-        norm: HeadWeights | None,
+        self, layer: int, inputs: HeadsInputs, rotary: Rotary, plan: VanillaPlan
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """q, and what the pool then has, as `stored`."""
+        qkv, norm, _ = inputs
         plain_rotate(qkv[:, : -self.geometry.num_kv_heads], rotary, norm)
         if norm is not None and norm.norms_values:
             plain_norm_values(qkv[:, -self.geometry.num_kv_heads :], norm)

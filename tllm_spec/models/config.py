@@ -222,6 +222,8 @@ class ModelConfig:
     has_sinks: bool = False
     """Whether each query head has an attention sink."""
     qk_norm: bool = False
+    norms_all_heads: bool = False
+    """Whether that norm is over all heads of q together, and over all of k."""
     offset_norms: bool = False
     """Whether the checkpoint has the differences of norms' weights from 1."""
     query_scale: float | None = None

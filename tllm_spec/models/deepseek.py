@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -25,7 +25,7 @@ from tllm_spec.models.layers import Module, Placement, RMSNorm, StoredWeight, We
 from tllm_spec.models.linear import ColumnLinear, RowLinear
 from tllm_spec.models.llama import CausalLM, DecoderLayer
 from tllm_spec.models.mla_config import IndexConfig, MLAConfig, read_indexer
-from tllm_spec.models.moe_config import MoEConfig, MoENames
+from tllm_spec.models.moe_config import MoEConfig, MoENames, moe_config
 from tllm_spec.models.rotary import rope_config
 
 # The defaults of each architecture's configuration class in transformers.
@@ -93,18 +93,15 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "indexer_rope_interleave": True,
     },
 }
-_GLM: dict[str, Any] = {
+_GLM: dict[str, Any] = COMMON_DEFAULTS | {
     "vocab_size": 151552,
     "hidden_size": 4096,
     "intermediate_size": 10944,
     "num_hidden_layers": 46,
     "num_attention_heads": 96,
     "num_key_value_heads": 8,
-    "hidden_act": "silu",
     "max_position_embeddings": 131072,
     "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": False,
-    "rope_theta": 10000.0,
     "partial_rotary_factor": 0.5,
     "moe_intermediate_size": 1408,
     "num_experts_per_tok": 8,
@@ -201,8 +198,8 @@ def _moe_config(raw: dict[str, Any]) -> MoEConfig | None:
     """Raises ValueError for a way of routing that is not served."""
     if not raw["n_routed_experts"]:
         return None
-    method, top_k = raw["topk_method"], int(raw.get("num_experts_per_tok") or 0)
-    scoring: Any = raw.get("scoring_func")
+    config = moe_config(raw | {"num_local_experts": raw["n_routed_experts"]})
+    method, scoring = raw["topk_method"], cast(Any, raw.get("scoring_func"))
     if scoring is None:
         scoring = "sigmoid" if method == "noaux_tc" else "softmax"
     if method not in ("greedy", "group_limited_greedy", "noaux_tc"):
@@ -216,12 +213,6 @@ def _moe_config(raw: dict[str, Any]) -> MoEConfig | None:
         raise ValueError(
             f"norm_topk_prob is true with topk_method {method!r}; served is false, or 'noaux_tc'."
         )
-    if not 0 < top_k <= raw["n_routed_experts"]:
-        raise ValueError(
-            f"num_experts_per_tok is {top_k}; accepted is 1 to n_routed_experts, which is "
-            f"{raw['n_routed_experts']}."
-        )
-    size = int(raw["moe_intermediate_size"])
     has_groups = method != "greedy"
     num_groups = int(raw.get("n_group") or 1) if has_groups else 1
     top_groups = int(raw.get("topk_group") or 1) if has_groups else 1
@@ -230,19 +221,15 @@ def _moe_config(raw: dict[str, Any]) -> MoEConfig | None:
             f"n_group is {num_groups} and topk_group is {top_groups}; the former must divide "
             f"n_routed_experts, which is {raw['n_routed_experts']}, and be no less than the latter."
         )
-    return MoEConfig(
-        hidden_size=int(raw["hidden_size"]),
-        num_experts=int(raw["n_routed_experts"]),
-        top_k=top_k,
-        intermediate_size=size,
+    return replace(
+        config,
         scoring=scoring,
-        normalise_top_k=bool(raw.get("norm_topk_prob")),
         routed_scaling_factor=float(raw["routed_scaling_factor"]),
         num_groups=num_groups,
         top_groups=top_groups,
         has_correction_bias=method == "noaux_tc",
         float32_router=True,
-        shared_intermediate_size=size * int(raw.get("n_shared_experts") or 0),
+        shared_intermediate_size=config.intermediate_size * int(raw.get("n_shared_experts") or 0),
         names=DEEPSEEK_NAMES,
     )
 

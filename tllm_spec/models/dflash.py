@@ -21,7 +21,7 @@ from tllm_spec.kernels.attention.rotary_write import Rotary
 from tllm_spec.kernels.slots.row_copies import gather_rows
 from tllm_spec.models.config import SLIDING, ModelConfig
 from tllm_spec.models.config_file import read_config
-from tllm_spec.models.draft_head import Block, DraftHead, HeadSource, Masks
+from tllm_spec.models.draft_head import Block, DraftHead, HeadRows, HeadSource, Masks
 from tllm_spec.models.draft_kind import HeadKind, kind_by
 from tllm_spec.models.eagle3 import fill_head
 from tllm_spec.models.eagle3_config import DECODER_KEYS, Eagle3Config, check_head, unknown_keys
@@ -350,18 +350,12 @@ class DFlashHead(DraftHead):
     def fuse(self, captured: torch.Tensor) -> torch.Tensor:
         return self.hidden_norm.forward(self.fc.forward(captured, None))
 
-    def forward(
-        self,
-        input_ids: torch.Tensor,
-        positions: torch.Tensor,
-        hidden: torch.Tensor,
-        context: ForwardContext,
-        step: int = 0,
-    ) -> torch.Tensor:
+    def forward(self, rows: HeadRows, context: ForwardContext, step: int = 0) -> torch.Tensor:
         """Step 0 writes the keys and values of the text, from the fused states `hidden`. Step W
         fills in blocks of W rows, whose ids and positions are those of the newest token and of mask
         tokens, and returns states after the final norm. An entry depends on nothing after its own
         position; it is read and reused as an EAGLE head's."""
+        input_ids, positions, hidden = rows
         rotary = Rotary(self.cos_sin, positions)
         if not step:
             for layer in self.layers:

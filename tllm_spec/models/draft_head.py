@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -175,6 +175,17 @@ def target_modules(
     return embed_tokens, lm_head
 
 
+class HeadRows(NamedTuple):
+    """The rows of one step."""
+
+    input_ids: torch.Tensor
+    """`[T]`; the token after the one that the row's hidden state was computed from."""
+    positions: torch.Tensor
+    """`[T]`."""
+    hidden: torch.Tensor
+    """`[T, H]`, from `fuse` or from the previous step; it is not changed."""
+
+
 class DraftHead(Module, ABC):
     """A draft network of few layers that reads hidden states of the target. Embedding and output
     layer are the target's, unless it has its own."""
@@ -239,20 +250,10 @@ class DraftHead(Module, ABC):
         self.draft_to_target = tokens.ids.to(self.device)
 
     @abstractmethod
-    def forward(
-        self,
-        input_ids: torch.Tensor,
-        positions: torch.Tensor,
-        hidden: torch.Tensor,
-        context: ForwardContext,
-        step: int = 0,
-    ) -> torch.Tensor:
-        """One step. `hidden` is not changed.
+    def forward(self, rows: HeadRows, context: ForwardContext, step: int = 0) -> torch.Tensor:
+        """One step.
 
         Args:
-            input_ids: `[T]`; the token after the one that the row's hidden state was computed from.
-            positions: `[T]`.
-            hidden: `[T, H]`, from `fuse` or from the previous step.
             context: of the head's own KV pool.
             step: 0 reads what the target has read, k what draft k - 1 is, or blocks of k rows.
 
@@ -261,10 +262,10 @@ class DraftHead(Module, ABC):
             the next step.
         """
 
-    @abstractmethod
     def fuse(self, captured: torch.Tensor) -> torch.Tensor:
-        """Captured states of the target, `[T, n * H_target]`, to `[T, H]`. The head's own states
-        are not fused."""
+        """Captured states of the target, `[T, n * H_target]`, to `[T, H]`: by default they are read
+        as they are. The head's own states are not fused."""
+        return captured
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """`[R, H]`, as `forward` returns it, to `[R, V_draft]`, or this rank's columns."""

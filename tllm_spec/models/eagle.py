@@ -19,6 +19,7 @@ from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.config_file import read_config
 from tllm_spec.models.draft_head import (
     DraftHead,
+    HeadRows,
     HeadSource,
     drop_copies,
     head_tensors,
@@ -122,17 +123,8 @@ class EagleHead(DraftHead):
         ends = target, owns, max_positions, placement
         self._add_ends(*ends, rows=config.vocab_size, is_tied=False)
 
-    def fuse(self, captured: torch.Tensor) -> torch.Tensor:
-        return captured
-
-    def forward(
-        self,
-        input_ids: torch.Tensor,
-        positions: torch.Tensor,
-        hidden: torch.Tensor,
-        context: ForwardContext,
-        step: int = 0,
-    ) -> torch.Tensor:
+    def forward(self, rows: HeadRows, context: ForwardContext, step: int = 0) -> torch.Tensor:
+        input_ids, positions, hidden = rows
         embedding, rotary = self.embedding, Rotary(self.cos_sin, positions)
         given = draft_input(*embedding.lookup(input_ids), hidden, None, rotary, input_ids[:0])
         total = self.fc.forward(given.both)

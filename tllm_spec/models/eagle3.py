@@ -24,6 +24,7 @@ from tllm_spec.models.deepseek import DeepseekLayer, LatentAttention
 from tllm_spec.models.draft_head import (
     EMBEDDING,
     DraftHead,
+    HeadRows,
     HeadSource,
     Masks,
     drop_copies,
@@ -335,26 +336,13 @@ class Eagle3Head(DraftHead):
         self.layers, self.embed_tokens, self.lm_head = nn.ModuleList(), None, None
         del self.norm, self.cos_sin
 
-    def forward(
-        self,
-        input_ids: torch.Tensor,
-        positions: torch.Tensor,
-        hidden: torch.Tensor,
-        context: ForwardContext,
-        step: int = 0,
-    ) -> torch.Tensor:
+    def forward(self, rows: HeadRows, context: ForwardContext, step: int = 0) -> torch.Tensor:
         """The states after the final norm with `norm_output`, otherwise those before it."""
-        rotary = Rotary(self.cos_sin, positions)
+        input_ids, positions, hidden = rows
+        rotary, wanted = Rotary(self.cos_sin, positions), context.wanted
         first, *later = self.layers
-        wanted = context.wanted
-        total = first.forward(
-            input_ids,
-            self.embedding,
-            hidden,
-            rotary,
-            context,
-            None if later else wanted,
-        )
+        own = input_ids, self.embedding, hidden, rotary, context
+        total = first.forward(*own, None if later else wanted)
         for layer in later:
             total = layer.forward(total, rotary, context, wanted if layer is later[-1] else None)
         return self.norm.forward(total) if self.config.norm_output and len(total) else total

@@ -10,9 +10,8 @@ import torch
 
 from tllm_spec.attention.interface import ForwardContext
 from tllm_spec.kernels.attention.rotary_write import HeadWeights, Rotary
-from tllm_spec.kernels.experts.few_tokens import RoutedTokens
 from tllm_spec.kernels.experts.routing import moe_combine
-from tllm_spec.kernels.gemm.norms import NormWeight, add_norm, rms_norm
+from tllm_spec.kernels.gemm.norms import NormWeight, add_norm
 from tllm_spec.kernels.slots.row_copies import gather_rows
 from tllm_spec.models.config import FULL, SLIDING, Gemma4Parts, ModelConfig, decoder_config
 from tllm_spec.models.config_file import required, with_defaults
@@ -218,19 +217,6 @@ class Gemma4Router(Module):
         self.per_expert_scale = placement.parameter(config.num_experts)
         self.proj = Router(config, placement)
 
-    def route(self, hidden: torch.Tensor, norm: RMSNorm, own: Experts) -> RoutedTokens:
-        """The tokens hidden `[T, H]` of the residual stream, whose `norm` the experts read."""
-        if self.proj.serves_few(hidden):
-            further = self.per_expert_scale, norm.kernel_weight
-            routed = self.proj.route_few(hidden, self.norm, *further)
-            if len(hidden) == 1 == own.mapping.ep_size:
-                return routed
-            x, experts, weights = routed.x, routed.rows.experts, routed.weights
-        else:
-            x, normed = norm.forward(hidden), rms_norm(hidden, self.scale, self.norm.eps)
-            experts, weights = self.proj.route(normed, self.per_expert_scale)
-        return RoutedTokens(x, weights, own.sorted(x, experts))
-
     def slots(self, path: str) -> Iterator[tuple[str, WeightSlot]]:
         for name, slot in super().slots(path):
             is_scale = name.endswith("router.scale")
@@ -291,10 +277,11 @@ class Gemma4Layer(Gemma3Layer):
 
     def _routed(self, hidden: torch.Tensor, router: Gemma4Router) -> torch.Tensor:
         """What the experts put out, summed over all ranks."""
-        routed = router.route(hidden, self.pre_feedforward_layernorm_2, self.experts)
+        own = self.pre_feedforward_layernorm_2, self.experts, router.norm, router.per_expert_scale
+        routed = router.proj.tokens(hidden, *own)
         parts = self.experts.forward(routed.x, routed.rows)
-        own = self.experts.own(routed.rows.experts)
-        total = moe_combine(parts, routed.weights, router.rule.num_taken, None, own)
+        here = self.experts.own(routed.rows.experts)
+        total = moe_combine(parts, routed.weights, router.rule.num_taken, None, here)
         if self.communicator.mapping.tp_size > 1:
             self.communicator.all_reduce(total)
         return total

@@ -17,7 +17,13 @@ from tllm_spec.attention.interface import ForwardContext
 from tllm_spec.kernels.attention.rotary_write import Rotary
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.config_file import read_config, required, with_defaults
-from tllm_spec.models.draft_head import DraftHead, HeadSource, head_tensors, target_modules
+from tllm_spec.models.draft_head import (
+    DraftHead,
+    HeadRows,
+    HeadSource,
+    head_tensors,
+    target_modules,
+)
 from tllm_spec.models.gemma4 import Gemma4Layer, Gemma4Model, Gemma4Rotary, read_gemma4
 from tllm_spec.models.layers import Module, Placement, StoredWeight, WeightSlot, specialize_for_cpu
 from tllm_spec.models.linear import Linear, OutputLinear
@@ -171,19 +177,9 @@ class Gemma4Assistant(DraftHead):
         assert isinstance(target.model, Gemma4Model)
         self.__dict__["target"] = target.model
 
-    def fuse(self, captured: torch.Tensor) -> torch.Tensor:
-        """States after the target's final norm are read as they are, `[T, H]`."""
-        return captured
-
-    def forward(
-        self,
-        input_ids: torch.Tensor,
-        positions: torch.Tensor,
-        hidden: torch.Tensor,
-        context: ForwardContext,
-        step: int = 0,
-    ) -> torch.Tensor:
+    def forward(self, rows: HeadRows, context: ForwardContext, step: int = 0) -> torch.Tensor:
         """Hidden: of the target in the first step, then what the step before returned, `[T, h]`."""
+        input_ids, positions, hidden = rows
         state = self.post_projection.forward(hidden) if step else hidden
         both = torch.cat((self.target.embed(input_ids), state), 1)
         total = self.pre_projection.forward(both)

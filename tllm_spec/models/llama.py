@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from tllm_spec.attention.geometry import AttentionGeometry, place_of
-from tllm_spec.attention.interface import ForwardContext
-from tllm_spec.kernels.attention.rotary_write import HeadWeights, Rotary
+from tllm_spec.attention.interface import ForwardContext, HeadsInputs
+from tllm_spec.kernels.attention.rotary_write import Rotary
 from tllm_spec.kernels.gemm.norms import soft_cap
 from tllm_spec.kernels.slots.row_copies import gather_rows
 from tllm_spec.models.checkpoint import OUTPUT
@@ -27,6 +27,7 @@ from tllm_spec.models.config import (
 from tllm_spec.models.config_file import with_defaults
 from tllm_spec.models.formats.quantised_tensors import stored_tensors
 from tllm_spec.models.layers import (
+    AllHeadsNorm,
     Embedding,
     HeadNorm,
     Module,
@@ -172,7 +173,8 @@ class Attention(Module):
             num_keys = self.num_kv_heads if "k_proj" in self.projections else 0
             heads = self.num_heads, num_keys, config.head_dim
             is_offset, eps = config.offset_norms, config.rms_norm_eps
-            self.qk_norm = self.head_norm(
+            kind = AllHeadsNorm if config.norms_all_heads else self.head_norm
+            self.qk_norm = kind(
                 *heads, eps, placement, is_offset=is_offset, order=order, kv_copies=copies
             )
         self.sinks = None
@@ -193,25 +195,22 @@ class Attention(Module):
     ) -> torch.Tensor:
         """The input of `o_proj`, `[T, Hq * D]`, for hidden `[T, input_size]`. `norm` is applied to
         hidden first."""
-        heads, head_weights = self._heads(hidden, norm)
         backend, plan = context.groups[self.group]
-        return backend.run(self.layer, heads, rotary, plan, head_weights, self.sinks)
+        return backend.run(self.layer, self._inputs(hidden, norm), rotary, plan)
 
     def write(
         self, hidden: torch.Tensor, norm: RMSNorm | None, rotary: Rotary, context: ForwardContext
     ) -> None:
         """The same, but only keys and values are computed and written."""
-        heads, head_weights = self._heads(hidden, norm)
         backend, plan = context.groups[self.group]
-        backend.write(self.layer, heads, rotary, plan, head_weights)
+        backend.write(self.layer, self._inputs(hidden, norm), rotary, plan)
 
-    def _heads(
-        self, hidden: torch.Tensor, norm: RMSNorm | None
-    ) -> tuple[torch.Tensor, HeadWeights | None]:
-        """q, k and v, `[T, Hq + 2 * Hkv, D]`, and the norm of heads that is left to do."""
+    def _inputs(self, hidden: torch.Tensor, norm: RMSNorm | None) -> HeadsInputs:
+        """q, k and v, and the norm of heads that is left to do."""
         qkv = self.qkv_proj.forward(hidden, norm)
         heads = qkv.view(-1, qkv.shape[1] // self.head_dim, self.head_dim)
-        return (heads, None) if self.qk_norm is None else self.qk_norm.normed(heads)
+        own = (heads, None) if self.qk_norm is None else self.qk_norm.normed(heads)
+        return HeadsInputs(*own, self.sinks)
 
     def slots(self, path: str) -> Iterator[tuple[str, WeightSlot]]:
         if self.sinks is not None:

@@ -140,11 +140,11 @@ class Llama4Attention(Attention):
         assert isinstance(rotary, Llama4Rotary)
         if self.is_rotated:
             return super().forward(hidden, norm, rotary, context)
-        heads, _ = self._heads(hidden, norm)
+        inputs = self._inputs(hidden, norm)
         if rotary.query_scales is not None:
-            heads[:, : self.num_heads].mul_(rotary.query_scales)
+            inputs.qkv[:, : self.num_heads].mul_(rotary.query_scales)
         backend, plan = context.groups[self.group]
-        return backend.run(self.layer, heads, rotary.unrotated, plan)
+        return backend.run(self.layer, inputs, rotary.unrotated, plan)
 
     def write(
         self, hidden: torch.Tensor, norm: RMSNorm | None, rotary: Rotary, context: ForwardContext

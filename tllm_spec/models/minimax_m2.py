@@ -7,8 +7,7 @@ from typing import Any
 
 from tllm_spec.models.config import COMMON_DEFAULTS, ModelConfig, decoder_config
 from tllm_spec.models.config_file import with_defaults
-from tllm_spec.models.layers import AllHeadsNorm
-from tllm_spec.models.llama import MIXTRAL_NAMES, Attention, CausalLM, DecoderLayer
+from tllm_spec.models.llama import MIXTRAL_NAMES
 from tllm_spec.models.moe_config import moe_config, sparse_layers
 from tllm_spec.models.rotary import rope_config
 
@@ -55,16 +54,5 @@ def read_minimax_m2(raw: dict[str, Any]) -> ModelConfig:
         names=replace(MIXTRAL_NAMES, has_bias_beside=True),
     )
     config = decoder_config(flat, rope=rope_config(flat, may_be_partial=True))
-    return replace(config, qk_norm=True, moe=moe, sparse_layers=sparse_layers(flat))
-
-
-class MiniMaxM2Attention(Attention):
-    head_norm = AllHeadsNorm
-
-
-class MiniMaxM2Layer(DecoderLayer):
-    attention = MiniMaxM2Attention
-
-
-class MiniMaxM2ForCausalLM(CausalLM):
-    layer_type = MiniMaxM2Layer
+    config = replace(config, qk_norm=True, norms_all_heads=True)
+    return replace(config, moe=moe, sparse_layers=sparse_layers(flat))

@@ -60,11 +60,11 @@ class Ministral3Attention(Attention):
         self, hidden: torch.Tensor, norm: RMSNorm | None, rotary: Rotary, context: ForwardContext
     ) -> torch.Tensor:
         assert isinstance(rotary, Llama4Rotary)
-        heads, _ = self._heads(hidden, norm)
+        inputs = self._inputs(hidden, norm)
         if rotary.query_scales is not None:
-            heads[:, : self.num_heads].mul_(rotary.query_scales)
+            inputs.qkv[:, : self.num_heads].mul_(rotary.query_scales)
         backend, plan = context.groups[self.group]
-        return backend.run(self.layer, heads, rotary, plan)
+        return backend.run(self.layer, inputs, rotary, plan)
 
 
 class Ministral3Layer(DecoderLayer):

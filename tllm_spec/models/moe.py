@@ -16,7 +16,7 @@ from tllm_spec.kernels.experts.few_tokens import (
 from tllm_spec.kernels.experts.grouped_gemm import block_rows_of
 from tllm_spec.kernels.experts.permute import ExpertRows, moe_permute
 from tllm_spec.kernels.experts.routing import OwnExperts, moe_combine, moe_routing
-from tllm_spec.kernels.gemm.norms import NormWeight
+from tllm_spec.kernels.gemm.norms import NormWeight, rms_norm
 from tllm_spec.models.formats.stacked_weight import StackedWeight
 from tllm_spec.models.formats.weight_format import Part
 from tllm_spec.models.layers import Module, Placement, RMSNorm, WeightSlot, sibling
@@ -93,29 +93,12 @@ class Experts(Module):
         names, number = self.names, self.num_routed
         for expert in range(number * self.mapping.ep_size):
             parts = (names.gate, names.up, names.down)
-            own = expert - self.first
-            yield from self._slots_of(own, f"{path}.{expert}", parts)
-            yield from self._biases_of(own, f"{path}.{expert}", parts)
+            yield from self._slots_of(expert - self.first, f"{path}.{expert}", parts)
 
     def shared_slots(self, path: str) -> Iterator[tuple[str, WeightSlot]]:
         """Those of the shared expert, which is the last, if there is one."""
         if (number := self.num_routed) < self.shape[0]:
             yield from self._slots_of(number, path, ("gate_proj", "up_proj", "down_proj"))
-
-    def _biases_of(
-        self, expert: int, path: str, parts: tuple[str, str, str]
-    ) -> Iterator[tuple[str, WeightSlot]]:
-        """As `_slots_of`."""
-        if self.gate_up_bias is None or self.down_bias is None:
-            return
-        number, hidden, inner = self.shape
-        start, full = inner * self.mapping.moe_tp_rank, inner * self.mapping.moe_tp_size
-        is_here = 0 <= expert < number
-        for name, rows in zip(parts[:2], (slice(inner), slice(inner, None)), strict=True):
-            own = self.gate_up_bias[expert, rows] if is_here else None
-            yield f"{path}.{name}.bias", WeightSlot(own, (full,), 0, start)
-        own = self.down_bias[expert] if is_here and start == 0 else None
-        yield f"{path}.{parts[2]}.bias", WeightSlot(own, (hidden,))
 
     def _slots_of(
         self, expert: int, path: str, parts: tuple[str, str, str]
@@ -125,14 +108,19 @@ class Experts(Module):
         number, hidden, inner = self.shape
         is_here = 0 <= expert < number
         start, full = inner * self.mapping.moe_tp_rank, inner * self.mapping.moe_tp_size
-        halves = zip(parts[:2], (slice(inner), slice(inner, None)), strict=True)
-        for name, rows in halves:
+        for name, rows in zip(parts[:2], (slice(inner), slice(inner, None)), strict=True):
             module, own = f"{path}.{name}", (expert, rows) if is_here else None
             part = Part((full, hidden), 0, start)
             yield f"{module}.weight", self.gate_up_weights.form.slot(module, own, part)
+            if self.gate_up_bias is not None:
+                bias = None if own is None else self.gate_up_bias[own]
+                yield f"{module}.bias", WeightSlot(bias, (full,), 0, start)
         module, own = f"{path}.{parts[2]}", (expert, slice(None)) if is_here else None
         part = Part((hidden, full), 1, start)
         yield f"{module}.weight", self.down_weights.form.slot(module, own, part)
+        if self.down_bias is not None:
+            bias = self.down_bias[expert] if is_here and start == 0 else None
+            yield f"{module}.bias", WeightSlot(bias, (hidden,))
 
 
 class Router(Linear):
@@ -161,6 +149,28 @@ class Router(Linear):
         if self.names.has_bias_beside:
             own[sibling(path, bias)] = own.pop(f"{path}.{bias}")
         yield from own.items()
+
+    def tokens(
+        self,
+        hidden: torch.Tensor,
+        norm: RMSNorm,
+        own: Experts,
+        apart: NormWeight | None = None,
+        factors: torch.Tensor | None = None,
+    ) -> RoutedTokens:
+        """The tokens `norm(hidden)` with their experts. apart: another norm, of what the router
+        reads. factors: as of `route`."""
+        if self.serves_few(hidden):
+            both = (norm.kernel_weight,) if apart is None else (apart, factors, norm.kernel_weight)
+            routed = self.route_few(hidden, *both)
+            if len(hidden) == 1 == own.mapping.ep_size:
+                return routed
+            x, experts, weights = routed.x, routed.rows.experts, routed.weights
+        else:
+            x = norm.forward(hidden)
+            read = x if apart is None else rms_norm(hidden, apart.weight, apart.eps)
+            experts, weights = self.route(read, factors)
+        return RoutedTokens(x, weights, own.sorted(x, experts))
 
     def route(
         self, x: torch.Tensor, factors: torch.Tensor | None = None
@@ -254,31 +264,15 @@ class SparseMoE(Module):
         else:
             self._output(hidden, norm, hidden)
 
-    def _routed(self, hidden: torch.Tensor, norm: RMSNorm) -> RoutedTokens:
-        """The tokens `norm(hidden)`."""
-        if self.router.serves_few(hidden):
-            routed = self.router.route_few(hidden, norm.kernel_weight)
-            if len(hidden) == 1 == self.experts.mapping.ep_size:
-                return routed
-            x, experts, weights = routed.x, routed.rows.experts, routed.weights
-        else:
-            x = norm.forward(hidden)
-            experts, weights = self.router.route(x)
-        return RoutedTokens(x, weights, self.experts.sorted(x, experts))
-
     def _output(
         self, hidden: torch.Tensor, norm: RMSNorm, add_to: torch.Tensor | None
     ) -> torch.Tensor:
         """This rank's part, added to `add_to` if given."""
-        routed, taken = self._routed(hidden, norm), self.router.rule.num_taken
+        routed, taken = self.router.tokens(hidden, norm, self.experts), self.router.rule.num_taken
         x, weights, rows = routed.x, routed.weights, routed.rows
-        own = self.experts.own(rows.experts)
-        if self.config.apply_weight_on_input:
-            parts = self.experts.forward(x, rows, weights)
-            total = moe_combine(parts, None, taken, add_to, own)
-        else:
-            parts = self.experts.forward(x, rows)
-            total = moe_combine(parts, weights, taken, add_to, own)
+        own, on_input = self.experts.own(rows.experts), self.config.apply_weight_on_input
+        parts = self.experts.forward(x, rows, weights if on_input else None)
+        total = moe_combine(parts, None if on_input else weights, taken, add_to, own)
         if self.shared is not None:
             self.shared.add_to(total, x, self.shared_gate)
         return total

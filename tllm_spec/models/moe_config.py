@@ -98,7 +98,7 @@ def moe_config(raw: dict[str, Any]) -> MoEConfig:
     config = MoEConfig(
         hidden_size=int(raw["hidden_size"]),
         num_experts=int(raw.get("num_local_experts") or required(raw, "num_experts")),
-        top_k=int(raw["num_experts_per_tok"]),
+        top_k=int(raw.get("num_experts_per_tok") or 0),
         intermediate_size=int(raw["moe_intermediate_size"]),
         normalise_top_k=bool(raw.get("norm_topk_prob")),
     )

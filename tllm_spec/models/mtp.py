@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from tllm_spec.attention.interface import ForwardContext
-from tllm_spec.distributed.communicator import SINGLE, Communicator
 from tllm_spec.kernels.attention.rotary_write import Rotary
 from tllm_spec.kernels.drafts.draft_input import DraftInputNorms, draft_input
 from tllm_spec.models.checkpoint import OUTPUT, checkpoint_tensors, is_same
@@ -23,6 +22,7 @@ from tllm_spec.models.config_file import read_config
 from tllm_spec.models.draft_head import (
     EMBEDDING,
     DraftHead,
+    HeadRows,
     HeadSource,
     drop_copies,
     target_modules,
@@ -44,7 +44,7 @@ from tllm_spec.models.layers import (
 )
 from tllm_spec.models.linear import Linear, OutputLinear
 from tllm_spec.models.llama import CausalLM, DecoderLayer, layer_norm
-from tllm_spec.models.registry import LoadFormat, model_config_of
+from tllm_spec.models.registry import model_config_of
 from tllm_spec.models.weights import fill, fill_random, load_tensor, weight_table
 
 # Folders that have next-token-prediction modules and nothing else: SGLang exports the last layer
@@ -142,18 +142,14 @@ class NextnModule(Module):
 
     def predict(
         self,
-        input_ids: torch.Tensor,
-        positions: torch.Tensor,
-        hidden: torch.Tensor,
+        rows: HeadRows,
         context: ForwardContext,
         looked_up: tuple[torch.Tensor | None, torch.Tensor],
     ) -> torch.Tensor:
-        """One step. `hidden` is not changed.
+        """One step, from the target's states after its final norm, or the result of the step
+        before.
 
         Args:
-            input_ids: `[T]`; the token after the one that the row's hidden state was computed from.
-            positions: `[T]`.
-            hidden: `[T, H]`, the target's after its final norm, or the result of the step before.
             context: of the module's own KV pool.
             looked_up: what `Embedding.lookup` gives for the ids.
 
@@ -161,6 +157,7 @@ class NextnModule(Module):
             `[T, H]`, or `[R, H]` of the rows that the context wants, after the module's final norm:
             for `compute_logits` and for the next step.
         """
+        input_ids, positions, hidden = rows
         rotary = Rotary(self.target.model.cos_sin, positions)
         given = draft_input(*looked_up, hidden, self.norms, rotary, input_ids[:0])
         total = self.eh_proj.forward(given.both)
@@ -208,27 +205,16 @@ class NextnModules(DraftHead):
         self.modules_by_step = steps
         self.borrowed = target_modules(target)
 
-    def fuse(self, captured: torch.Tensor) -> torch.Tensor:
-        """States after the target's final norm are read as they are, `[T, H]`."""
-        return captured
-
-    def forward(
-        self,
-        input_ids: torch.Tensor,
-        positions: torch.Tensor,
-        hidden: torch.Tensor,
-        context: ForwardContext,
-        step: int = 0,
-    ) -> torch.Tensor:
+    def forward(self, rows: HeadRows, context: ForwardContext, step: int = 0) -> torch.Tensor:
         """As `NextnModule.predict`. The modules of later steps only write their KV: they attend to
         the rows of all steps before."""
-        modules, looked_up = self.modules_by_step, self.embedding.lookup(input_ids)
+        modules, looked_up = self.modules_by_step, self.embedding.lookup(rows.input_ids)
         if len(modules) == 1:
-            return modules[0].predict(input_ids, positions, hidden, context, looked_up)
-        only_writes = replace(context, wanted=input_ids[:0])
+            return modules[0].predict(rows, context, looked_up)
+        only_writes = replace(context, wanted=rows.input_ids[:0])
         for later in modules[step + 1 :]:
-            later.predict(input_ids, positions, hidden, only_writes, looked_up)
-        return modules[step].predict(input_ids, positions, hidden, context, looked_up)
+            later.predict(rows, only_writes, looked_up)
+        return modules[step].predict(rows, context, looked_up)
 
 
 def check_nextn(config: ModelConfig, num_modules: int, exported: Path | None = None) -> None:
@@ -259,32 +245,21 @@ def check_nextn(config: ModelConfig, num_modules: int, exported: Path | None = N
         )
 
 
-def load_nextn(
-    path: Path,
-    target: CausalLM,
-    load_format: LoadFormat,
-    count: int = 1,
-    communicator: Communicator = SINGLE,
-    *,
-    is_exported: bool = False,
-    fp8_activations: bool = True,
-    staged_for: torch.device | None = None,
-) -> NextnModules:
-    """The first `count` modules of the folder `path`, the target's checkpoint or an exported one,
-    in the target's dtype and on its device, sharded as the target's layers are. fp8_activations:
-    of exported modules, as in `load_model`; others are computed as the target. staged_for: as of
-    `HeadSource`.
+def load_nextn(source: HeadSource, count: int = 1, *, is_exported: bool = False) -> NextnModules:
+    """The first `count` modules of the folder, the target's checkpoint or an exported one, in the
+    target's dtype and on its device, sharded as the target's layers are. Modules that are not
+    exported are computed as the target.
 
     Raises:
         ValueError: tensors are missing or surplus, or exported modules are not for the target.
     """
+    path, target, load_format = source.path, source.target, source.load_format
     config, first = target.config, target.config.num_layers
     known = None
     if is_exported:
-        config, first = computed_as(exported_config(path, config), fp8_activations), 0
+        config, first = computed_as(exported_config(path, config), source.fp8_activations), 0
         # Everything else in such a folder is surplus.
         known = tuple(map(target.nextn_prefix, range(config.num_layers)))
-    source = HeadSource(path, target, load_format, 0, communicator, staged_for=staged_for)
     placement = with_quantised(source.placement, config)
     if is_exported:
         log_quantised(path, config, placement)

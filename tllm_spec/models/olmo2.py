@@ -7,8 +7,8 @@ import torch
 
 from tllm_spec.models.config import COMMON_DEFAULTS, ModelConfig, decoder_config
 from tllm_spec.models.config_file import with_defaults
-from tllm_spec.models.layers import AllHeadsNorm, Placement
-from tllm_spec.models.llama import MLP, Attention, CausalLM, DecoderLayer, layer_norm
+from tllm_spec.models.layers import Placement
+from tllm_spec.models.llama import MLP, CausalLM, DecoderLayer, layer_norm
 
 _DEFAULTS: dict[str, Any] = COMMON_DEFAULTS | {
     "vocab_size": 50304,
@@ -23,15 +23,11 @@ _DEFAULTS: dict[str, Any] = COMMON_DEFAULTS | {
 
 
 def read_olmo2(raw: dict[str, Any]) -> ModelConfig:
-    return replace(decoder_config(with_defaults(raw, _DEFAULTS), reads_bias=True), qk_norm=True)
-
-
-class Olmo2Attention(Attention):
-    head_norm = AllHeadsNorm
+    config = decoder_config(with_defaults(raw, _DEFAULTS), reads_bias=True)
+    return replace(config, qk_norm=True, norms_all_heads=True)
 
 
 class Olmo2Layer(DecoderLayer):
-    attention = Olmo2Attention
     mlp: MLP
 
     def __init__(self, config: ModelConfig, layer: int, placement: Placement) -> None:

@@ -4,22 +4,19 @@ head's elements."""
 from dataclasses import replace
 from typing import Any
 
-from tllm_spec.models.config import ModelConfig, decoder_config
+from tllm_spec.models.config import COMMON_DEFAULTS, ModelConfig, decoder_config
 from tllm_spec.models.config_file import with_defaults
 from tllm_spec.models.rotary import rope_config, rotated_elements
 
-_DEFAULTS: dict[str, Any] = {
+_DEFAULTS: dict[str, Any] = COMMON_DEFAULTS | {
     "vocab_size": 32064,
     "hidden_size": 3072,
     "intermediate_size": 8192,
     "num_hidden_layers": 32,
     "num_attention_heads": 32,
-    "hidden_act": "silu",
     "max_position_embeddings": 4096,
     "original_max_position_embeddings": 4096,
     "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": False,
-    "rope_theta": 10000.0,
     "eos_token_id": 32000,
 }
 _LONGROPE = ("su", "yarn", "longrope")  # older names of the same

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from tllm_spec.attention.interface import ForwardContext
-from tllm_spec.kernels.attention.rotary_write import HeadWeights, Rotary
+from tllm_spec.attention.interface import ForwardContext, HeadsInputs
+from tllm_spec.kernels.attention.rotary_write import Rotary
 from tllm_spec.kernels.gemm.norms import silu_and_mul
 from tllm_spec.kernels.states.gated_delta import DeltaShape, DeltaWeights, gated_norm
 from tllm_spec.models.config import FULL, DeltaConfig, ModelConfig, decoder_config
@@ -327,26 +327,22 @@ class GatedAttention(Attention):
     def forward(
         self, hidden: torch.Tensor, norm: RMSNorm | None, rotary: Rotary, context: ForwardContext
     ) -> torch.Tensor:
-        heads, gates = self._split(hidden, norm)
+        inputs, gates = self._split(hidden, norm)
         backend, plan = context.groups[self.group]
-        assert self.qk_norm is not None
-        weights = self.qk_norm.head_weights
-        attended = backend.run(self.layer, heads, rotary, plan, weights)
-        return silu_and_mul(gates, "sigmoid", attended)
+        return silu_and_mul(gates, "sigmoid", backend.run(self.layer, inputs, rotary, plan))
 
-    def _heads(
-        self, hidden: torch.Tensor, norm: RMSNorm | None
-    ) -> tuple[torch.Tensor, HeadWeights | None]:
-        assert self.qk_norm is not None
-        return self._split(hidden, norm)[0], self.qk_norm.head_weights
+    def _inputs(self, hidden: torch.Tensor, norm: RMSNorm | None) -> HeadsInputs:
+        return self._split(hidden, norm)[0]
 
     def _split(
         self, hidden: torch.Tensor, norm: RMSNorm | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """q, k and v `[T, Hq + 2 * Hkv, D]`, and the gates `[T, Hq * D]`."""
+    ) -> tuple[HeadsInputs, torch.Tensor]:
+        """The inputs, and the gates `[T, Hq * D]`."""
+        assert self.qk_norm is not None
         projected = self.qkv_proj.forward(hidden, norm)
         gates, heads = projected.tensor_split((self.num_heads * self.head_dim,), 1)
-        return heads.reshape(len(heads), -1, self.head_dim).contiguous(), gates
+        qkv = heads.reshape(len(heads), -1, self.head_dim).contiguous()
+        return HeadsInputs(qkv, self.qk_norm.head_weights), gates
 
 
 class Qwen3NextLayer(DecoderLayer):

@@ -44,7 +44,7 @@ from tllm_spec.models.llama import (
     read_qwen3_moe,
 )
 from tllm_spec.models.llama4 import Llama4ForCausalLM, read_llama4
-from tllm_spec.models.minimax_m2 import MiniMaxM2ForCausalLM, read_minimax_m2
+from tllm_spec.models.minimax_m2 import read_minimax_m2
 from tllm_spec.models.ministral3 import Ministral3ForCausalLM, read_ministral3
 from tllm_spec.models.mistral4 import Mistral4ForCausalLM, read_mistral4
 from tllm_spec.models.olmo2 import Olmo2ForCausalLM, read_olmo2
@@ -80,7 +80,7 @@ MODELS: dict[str, Family] = {
     "Ministral3ForCausalLM": Family(Ministral3ForCausalLM, read_ministral3),
     "Phi3ForCausalLM": Family(CausalLM, read_phi3),
     "Olmo2ForCausalLM": Family(Olmo2ForCausalLM, read_olmo2),
-    "MiniMaxM2ForCausalLM": Family(MiniMaxM2ForCausalLM, read_minimax_m2),
+    "MiniMaxM2ForCausalLM": Family(CausalLM, read_minimax_m2),
     "GptOssForCausalLM": Family(GptOssForCausalLM, read_gpt_oss),
     "Glm4MoeForCausalLM": Family(CausalLM, read_glm4_moe),
     "Qwen3NextForCausalLM": _QWEN3_NEXT,

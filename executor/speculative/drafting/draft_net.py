@@ -7,6 +7,7 @@ position that a token's KV goes to."""
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import cast
 
 import torch
 
@@ -38,7 +39,7 @@ from tllm_spec.executor.engine.rows import (
 from tllm_spec.executor.resources.adapter_slots import AdapterSlots
 from tllm_spec.kernels.slots.round_rows import RoundRows
 from tllm_spec.kernels.slots.row_copies import gather_rows
-from tllm_spec.models.draft_head import Block, DraftHead, Masks
+from tllm_spec.models.draft_head import Block, DraftHead, HeadRows, Masks
 from tllm_spec.models.llama import CausalLM
 from tllm_spec.models.mtp import NextnModules
 from tllm_spec.models.step_correction import Confidence, StepCorrection
@@ -61,7 +62,7 @@ class DraftNet:
     or the columns of `shard`. `fuse`: captured states as the state that `forward` takes, `[T, n *
     H]` -> `[T, H]`, of a network that reads them."""
 
-    run: Callable[..., torch.Tensor]
+    run: Callable[[HeadRows, ForwardContext, int], torch.Tensor]
     compute_logits: Callable[[torch.Tensor], torch.Tensor]
     fuse: Callable[[torch.Tensor], torch.Tensor]
     has_one_layer: bool
@@ -140,7 +141,9 @@ class DraftNet:
         if self.adapters is not None:
             self.adapters.begin_draft(*slot_rows(chunks, windows), len(rows.token_ids), wanted)
         context = ForwardContext(rows.groups, wanted=wanted)
-        states = self.run(rows.token_ids, rows.positions, state, context, step)
+        # A network that reads tokens only has no states.
+        own = HeadRows(rows.token_ids, rows.positions, cast(torch.Tensor, state))
+        states = self.run(own, context, step)
         if choice is not None and not step:
             self.first_choice = first_choice(context)
         return states
@@ -207,7 +210,9 @@ class KeyReadingNet(HeadNet):
             )
             planned.append((group.backend, group.backend.plan(metadata)))
         context = ForwardContext(tuple(planned))
-        return self.run(windows.token_ids.flatten(), newest.clamp_min(0), state, context, step)
+        assert state is not None
+        own = HeadRows(windows.token_ids.flatten(), newest.clamp_min(0), state)
+        return self.run(own, context, step)
 
 
 class CausalNet(DraftNet):
@@ -245,15 +250,8 @@ class CausalNet(DraftNet):
             return self._read_as[token_ids]
         return token_ids.clamp_max(self._last_token_id) if self._clamps else token_ids
 
-    def run(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        state: torch.Tensor | None,
-        context: ForwardContext,
-        step: int,
-    ) -> torch.Tensor:
-        return self._model.forward(self.known(token_ids), positions, context)
+    def run(self, rows: HeadRows, context: ForwardContext, step: int) -> torch.Tensor:
+        return self._model.forward(self.known(rows.input_ids), rows.positions, context)
 
 
 # Draft networks that run outside torch: a draft model, and the layers of an EAGLE-3 head. They

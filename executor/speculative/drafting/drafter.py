@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 from operator import attrgetter
 from types import MappingProxyType
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 
@@ -91,6 +91,18 @@ class WindowResult:
         return torch.cat((torch.arange(num_before, device=own.device), own)) if num_before else own
 
 
+class RoundResult(NamedTuple):
+    """What the target has read in one forward; None: no contexts, or no windows."""
+
+    contexts: ContextResult | None
+    windows: WindowResult | None
+
+    @property
+    def num_chunk_rows(self) -> int:
+        """Rows of the forward before those of the windows."""
+        return sum(len(chunk.tokens) for chunk in self.contexts.chunks) if self.contexts else 0
+
+
 class Drafter:
     """Proposes tokens; it cannot change the text, only how fast it comes. This one proposes none:
     plain decoding.
@@ -155,13 +167,7 @@ class Drafter:
 
         `resource_manager` is the one that was configured with the drafter."""
 
-    def propose(
-        self,
-        contexts: ContextResult | None,
-        windows: WindowResult | None,
-        group: RowGroup,
-        shape: DraftShape,
-    ) -> Drafts | None:
+    def propose(self, seen: RoundResult, group: RowGroup, shape: DraftShape) -> Drafts | None:
         """What a drafter on the device sees of a round, and its drafts for the next one.
 
         The slots have advanced by what was emitted. Drafts have this shape, for the requests of
@@ -179,7 +185,7 @@ class Drafter:
     def capture_graphs(self, rounds: SlotGraphs[Any], keys: Iterable[GraphKey]) -> None:
         """Called when graphs were captured for rounds of these keys; `rounds` are some of them."""
 
-    def seconds_before(self, key: GraphKey, dummy_slot: int, device: torch.device) -> float:
+    def seconds_before(self, key: GraphKey) -> float:
         """How long the device takes before the target's forward, for dummy requests."""
         return 0.0
 

@@ -207,21 +207,6 @@ def _blank_with_layers(
     return make(own, target, num_captured, 1, _placement_of(target), own.own_modules)
 
 
-def _load_modules(
-    plan: DraftPlan, source: HeadSource, config: None, num_captured: int
-) -> NextnModules:
-    return load_nextn(
-        source.path,
-        source.target,
-        source.load_format,
-        plan.num_modules,
-        source.communicator,
-        is_exported=plan.path is not None,
-        fp8_activations=source.fp8_activations,
-        staged_for=source.staged_for,
-    )
-
-
 def _blank_modules(
     plan: DraftPlan,
     target: CausalLM,
@@ -290,7 +275,9 @@ HEADS: Mapping[HeadKind, Head] = {
     "MTP": Head(
         read_config=lambda *_: None,
         layers=lambda _, __, num_layers: (num_layers,),
-        load=_load_modules,
+        load=lambda plan, source, *_: load_nextn(
+            source, plan.num_modules, is_exported=plan.path is not None
+        ),
         blank=_blank_modules,
     ),
     "Gemma 4 assistant": Head(

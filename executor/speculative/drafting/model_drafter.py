@@ -27,8 +27,8 @@ from tllm_spec.executor.sampling.draft_sampling import DraftSampling
 from tllm_spec.executor.sampling.row_group import RowGroup, RowGroups
 from tllm_spec.executor.speculative.drafting.draft_net import DraftNet
 from tllm_spec.executor.speculative.drafting.drafter import (
-    ContextResult,
     Drafter,
+    RoundResult,
     When,
     WindowResult,
 )
@@ -184,21 +184,16 @@ class ModelDrafter(Drafter):
             else:
                 request.draft_backlog += 1
 
-    def propose(
-        self,
-        contexts: ContextResult | None,
-        windows: WindowResult | None,
-        group: RowGroup,
-        shape: DraftShape,
-    ) -> None:
+    def propose(self, seen: RoundResult, group: RowGroup, shape: DraftShape) -> None:
         """Keeps what the target emitted, for the drafts before the next forward."""
+        contexts, windows = seen
         if self._accepted is not None:
             if contexts is not None and contexts.first_tokens is not None:
                 self._accepted.start(group.slots)
             if windows is not None:
                 self._accepted.keep(windows)
         if self._choice is not None:
-            self._choice.read(contexts, windows, group)
+            self._choice.read(seen, group)
 
     def draft_probs(self, group: RowGroup) -> torch.Tensor | None:
         return self._steps.probs(group)
@@ -214,12 +209,12 @@ class ModelDrafter(Drafter):
         self.graphs = rounds.for_same_slots(draft)
         self.graphs.capture(key for key in keys if key.shape.depth)
 
-    def seconds_before(self, key: GraphKey, dummy_slot: int, device: torch.device) -> float:
+    def seconds_before(self, key: GraphKey) -> float:
         if not key.shape.depth:
             return 0.0
         if self.graphs is not None and key in self.graphs:
             return self.graphs.seconds(key)
-        slot_ids = torch.full((key.batch_size,), dummy_slot, device=device)
+        slot_ids = self._slots.dummies(key.batch_size)
 
         def draft() -> torch.Tensor:
             self._draft_slots(slot_ids, key.shape, key.sampled, TIMED_KV_LEN)

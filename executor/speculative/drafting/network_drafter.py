@@ -26,6 +26,7 @@ from tllm_spec.executor.speculative.drafting.draft_net import DraftNet
 from tllm_spec.executor.speculative.drafting.drafter import (
     ContextResult,
     Drafter,
+    RoundResult,
     When,
     WindowResult,
 )
@@ -255,53 +256,43 @@ class NetworkDrafter(Drafter):
     def state(self) -> Mapping[str, Any]:
         return {} if self._choice is None else self._choice.state()
 
-    def propose(
-        self,
-        contexts: ContextResult | None,
-        windows: WindowResult | None,
-        group: RowGroup,
-        shape: DraftShape,
-    ) -> Drafts | None:
+    def propose(self, seen: RoundResult, group: RowGroup, shape: DraftShape) -> Drafts | None:
         """Reads what the target has read, and drafts. With NO_DRAFTS it only reads, and windows of
         one token go to the backlog instead."""
         if self._choice is not None:
-            self._choice.read(contexts, windows, group)
+            self._choice.read(seen, group)
+        windows = seen.windows
         if windows is not None and windows.shape == NO_DRAFTS and shape == NO_DRAFTS:
-            first_row = sum(len(chunk.tokens) for chunk in contexts.chunks) if contexts else 0
-            self._backlog.store(windows.windows, windows.sampled.new_tokens[:, 0], first_row)
-            if contexts is None:
+            first_token = windows.sampled.new_tokens[:, 0]
+            self._backlog.store(windows.windows, first_token, seen.num_chunk_rows)
+            if seen.contexts is None:
                 return None
-            windows = None
+            seen = RoundResult(seen.contexts, None)
         is_drafting = shape != NO_DRAFTS and len(group.slots) > 0
         if not is_drafting or shape.is_copied:
-            self._catch_up(contexts, windows, False)
+            self._catch_up(seen, False)
             return copied(self._choice, group, shape) if is_drafting else None
         kv_lens = gather_rows(self._slots.kv_lens, group.slots)
-        states, bound = self._states(contexts, windows, group.slots, kv_lens, shape.depth)
+        states, bound = self._states(seen, group.slots, kv_lens, shape.depth)
         return self._steps.draft(group, shape, kv_lens, states, bound)
 
     def _states(
-        self,
-        contexts: ContextResult | None,
-        windows: WindowResult | None,
-        slot_ids: torch.Tensor,
-        kv_lens: torch.Tensor,
-        num_drafts: int,
+        self, seen: RoundResult, slot_ids: torch.Tensor, kv_lens: torch.Tensor, num_drafts: int
     ) -> tuple[torch.Tensor, int]:
         """Reads what was emitted. Returns the states that `DraftSteps.draft` takes, and a bound of
         the KV lengths. All drafts at once come from one forward, which reads what was emitted, too.
         With contexts or parts of windows, and where mask rows fill in, they have a forward of their
         own."""
-        net = self.net
+        net, (contexts, windows) = self.net, seen
         if net.masks is None:
-            return self._catch_up(contexts, windows, True)
+            return self._catch_up(seen, True)
         if net.block is not None:
-            _, bound = self._catch_up(contexts, windows, False)
+            _, bound = self._catch_up(seen, False)
             newest = gather_rows(self._slots.window[:, 0], slot_ids)
             return fill_in(net, slot_ids, kv_lens, newest, num_drafts, bound), bound
         if contexts is None and windows is not None and windows.windows.rows.offsets is None:
             return self._read_with_masks(windows, num_drafts), 0
-        states, bound = self._catch_up(contexts, windows, True)
+        states, bound = self._catch_up(seen, True)
         if num_masks := num_drafts - 1:
             later = read_masks(net, slot_ids, kv_lens, num_masks, bound)
             states = torch.cat((states, later))
@@ -324,14 +315,12 @@ class NetworkDrafter(Drafter):
         read, state, wanted = with_masks(read, state, new_lens, num_drafts, net.masks)
         return self.net.forward([], read, state, wanted=wanted)
 
-    def _catch_up(
-        self, contexts: ContextResult | None, windows: WindowResult | None, is_drafting: bool
-    ) -> tuple[torch.Tensor, int]:
+    def _catch_up(self, seen: RoundResult, is_drafting: bool) -> tuple[torch.Tensor, int]:
         """Reads what the target has just read, one token further. Returns the state of the rows
         that the first draft comes from, `[N, H]`, no rows unless `is_drafting`; and a bound of the
         KV lengths in the steps after it."""
-        chunks, patched, last_rows = self._chunks(contexts)
-        read, state = None, None
+        chunks, patched, last_rows = self._chunks(seen.contexts)
+        windows, read, state = seen.windows, None, None
         bound = max((chunk.end for chunk in chunks), default=0)
         num_rows = sum(len(chunk.tokens) for chunk in chunks)
         if windows is not None:
@@ -400,33 +389,25 @@ class KeyReadingDrafter(NetworkDrafter):
     def capture_graphs(self, rounds: SlotGraphs[Any], keys: Iterable[GraphKey]) -> None:
         """Its steps are in the graphs of rounds."""
 
-    def propose(
-        self,
-        contexts: ContextResult | None,
-        windows: WindowResult | None,
-        group: RowGroup,
-        shape: DraftShape,
-    ) -> Drafts | None:
+    def propose(self, seen: RoundResult, group: RowGroup, shape: DraftShape) -> Drafts | None:
         if self._choice is not None:
-            self._choice.read(contexts, windows, group)
+            self._choice.read(seen, group)
         if shape == NO_DRAFTS or not len(group.slots):
             return None
         if shape.is_copied:
             return copied(self._choice, group, shape)
         net, slots = self.net, self._slots
         kv_lens = gather_rows(slots.kv_lens, group.slots)
-        rows, bound = self._newest_rows(contexts, windows)
+        rows, bound = self._newest_rows(seen)
         newest = gather_rows(slots.window[:, 0], group.slots).unsqueeze(1)
         first = Windows(group.slots, kv_lens, newest, bound)
         states = net.forward([], first, net.state_of(rows))
         return self._steps.draft(group, shape, kv_lens, states, bound)
 
-    def _newest_rows(
-        self, contexts: ContextResult | None, windows: WindowResult | None
-    ) -> tuple[torch.Tensor, int]:
+    def _newest_rows(self, seen: RoundResult) -> tuple[torch.Tensor, int]:
         """The rows of the target's forward that the newest tokens come from, `[N]`, and a bound of
         the KV lengths after it."""
-        ended, num_rows, bound = list[int](), 0, 0
+        ended, num_rows, bound, (contexts, windows) = list[int](), 0, 0, seen
         for chunk, following in (
             zip(contexts.chunks, contexts.following, strict=True) if contexts else ()
         ):

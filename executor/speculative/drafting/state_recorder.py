@@ -8,7 +8,7 @@ from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.device.transfer import ToHost, to_device
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.slot_state import SlotState
-from tllm_spec.executor.speculative.drafting.drafter import ContextResult, WindowResult
+from tllm_spec.executor.speculative.drafting.drafter import ContextResult, RoundResult, WindowResult
 
 
 class StateRecorder:
@@ -23,15 +23,13 @@ class StateRecorder:
         self._rows = torch.zeros(num_slots * path, dtype=torch.int64, device=slots.device)
         self._lens = torch.zeros(num_slots, dtype=torch.int64, device=slots.device)
 
-    def see(self, contexts: ContextResult | None, windows: WindowResult | None) -> None:
+    def see(self, seen: RoundResult) -> None:
         """Called after the sampling of a forward, with what it read. Without contexts it is device
         work only."""
-        num_before = 0
-        if contexts is not None:
-            self._send_chunks(contexts)
-            num_before = sum(len(chunk.tokens) for chunk in contexts.chunks)
-        if windows is not None:
-            self._note(windows, num_before)
+        if seen.contexts is not None:
+            self._send_chunks(seen.contexts)
+        if seen.windows is not None:
+            self._note(seen.windows, seen.num_chunk_rows)
 
     def launched(self, batch: ScheduledBatch) -> None:
         """Called after everything of the round was launched. Sends what windows have emitted."""

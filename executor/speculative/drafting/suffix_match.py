@@ -22,8 +22,8 @@ from tllm_spec.executor.sampling.row_group import RowGroup
 from tllm_spec.executor.speculative.drafting.drafter import (
     ContextResult,
     Drafter,
+    RoundResult,
     When,
-    WindowResult,
 )
 from tllm_spec.kernels.drafts.draft_sources import (
     MATCH,
@@ -142,14 +142,8 @@ class SuffixMatch(Drafter):
         size = num_slots * max_len + (search.num_shared + num_corpus) * SHARED_WIDTH
         return size * torch.int32.itemsize
 
-    def propose(
-        self,
-        contexts: ContextResult | None,
-        windows: WindowResult | None,
-        group: RowGroup,
-        shape: DraftShape,
-    ) -> Drafts | None:
-        self.read(contexts, windows, group)
+    def propose(self, seen: RoundResult, group: RowGroup, shape: DraftShape) -> Drafts | None:
+        self.read(seen, group)
         if shape == NO_DRAFTS or not len(group.slots):
             return None
         if shape.is_tree:
@@ -158,10 +152,9 @@ class SuffixMatch(Drafter):
         matches = self.matches(group, shape)
         return Drafts(matches.drafts[:, 0], matches.num_drafts[:, 0])
 
-    def read(
-        self, contexts: ContextResult | None, windows: WindowResult | None, group: RowGroup
-    ) -> None:
+    def read(self, seen: RoundResult, group: RowGroup) -> None:
         """Adds to the texts what was emitted."""
+        contexts, windows = seen
         if contexts is not None and contexts.first_tokens is not None:
             self._start(contexts, contexts.first_tokens, group.slots)
         if windows is not None:
@@ -233,11 +226,10 @@ class DraftChoice:
         size = len(slots.kv_lens), slots.max_draft_len
         self._sources = new_sources(*size, threshold, slots.device)
 
-    def read(
-        self, contexts: ContextResult | None, windows: WindowResult | None, group: RowGroup
-    ) -> None:
+    def read(self, seen: RoundResult, group: RowGroup) -> None:
         """Sees what was emitted, by both sources' latest drafts. group: ended contexts first."""
-        self._match.read(contexts, windows, group)
+        contexts, windows = seen
+        self._match.read(seen, group)
         if contexts is not None and contexts.first_tokens is not None:
             started = group.slots[: len(contexts.first_tokens)]
             self._sources.pending.index_fill_(0, started, -1)  # of the request before

@@ -152,12 +152,18 @@ def emitted(
         probs.expand(DRAWS, *probs.shape),
         tokens.expand(DRAWS, -1),
         torch.tensor(layout.parents).expand(DRAWS, -1),
+        torch.tensor(layout.depths).expand(DRAWS, -1),
         layout.depth,
-        None,
         torch.arange(DRAWS),
         torch.full((DRAWS,), 7),
         **options,
     )
+
+
+def without_padding(layout: HostTree, number: torch.Tensor) -> torch.Tensor:
+    """The parents of so many drafts `[B]`, as slots have them, `[B, W]`."""
+    parents = torch.tensor(layout.parents).expand(len(number), -1)
+    return parents.masked_fill(torch.arange(len(layout.parents)) > number.unsqueeze(1), -1)
 
 
 def frequencies(tokens: torch.Tensor) -> torch.Tensor:
@@ -191,9 +197,9 @@ def test_a_chain_is_rejected_like_reject_chain() -> None:
     generator = torch.Generator().manual_seed(2)
     probs = torch.rand(DRAWS, 3, 5, generator=generator).softmax(-1)
     tokens = torch.randint(0, 5, (DRAWS, 3), generator=generator)
-    parents, seeds = torch.tensor(chain.parents).expand(DRAWS, -1), torch.arange(DRAWS)
-    first = torch.full((DRAWS,), 7)
-    found, lens, _ = reject_tree(probs, tokens, parents, 2, number, seeds, first)
+    parents, seeds = without_padding(chain, number), torch.arange(DRAWS)
+    first, depths = torch.full((DRAWS,), 7), torch.tensor(chain.depths).expand(DRAWS, -1)
+    found, lens, _ = reject_tree(probs, tokens, parents, depths, 2, seeds, first)
     positions = first.unsqueeze(1) + torch.arange(3)
     expected, numbers, _ = reject_chain(probs, None, tokens[:, 1:], number, seeds, positions)
     assert torch.equal(lens, numbers) and set(lens.tolist()) == {1, 2, 3}
@@ -222,12 +228,13 @@ def test_thresholds_below_one_accept_more_and_are_lossy() -> None:
 def test_certain_distributions_give_the_greedy_path(valid: int) -> None:
     generator = torch.Generator().manual_seed(valid)
     layout = layout_of([-1, 0, 0, 1, 1, 2, 3, 5])
-    parents = torch.tensor(layout.parents).expand(64, -1)
     tokens = torch.randint(0, 3, (64, 8), generator=generator)
     targets = torch.randint(0, 3, (64, 8), generator=generator)
     probs, number = torch.nn.functional.one_hot(targets, 5).float(), torch.full((64,), valid)
-    seeds = torch.arange(64)
-    found = reject_tree(probs, tokens, parents, layout.depth, number, seeds, seeds)
+    seeds, parents = torch.arange(64), without_padding(layout, number)
+    depths = torch.tensor(layout.depths).expand(64, -1)
+    found = reject_tree(probs, tokens, parents, depths, layout.depth, seeds, seeds)
+    parents = torch.tensor(layout.parents).expand(64, -1)
     expected = accept_path(targets, tokens, parents, layout.depth, number)
     assert [each.tolist() for each in found] == [each.tolist() for each in expected]
     assert valid == 0 or len(set(expected.lens.tolist())) > 1
@@ -236,8 +243,8 @@ def test_certain_distributions_give_the_greedy_path(valid: int) -> None:
 def test_nan_probabilities_end_the_path_with_no_token_and_spare_other_requests() -> None:
     probs = P.expand(2, 5, 5).clone()
     probs[0, 0] = float("nan")
-    parents = torch.tensor(LAYOUT.parents).expand(2, -1)
-    arguments = (TOKENS.expand(2, -1), parents, 2, None, torch.tensor([3, 3]), torch.tensor([8, 8]))
+    rows = (torch.tensor(each).expand(2, -1) for each in (LAYOUT.parents, LAYOUT.depths))
+    arguments = (TOKENS.expand(2, -1), *rows, 2, torch.tensor([3, 3]), torch.tensor([8, 8]))
     tokens, lens, rows = reject_tree(probs, *arguments)
     assert lens[0] == 1 and tokens[0].tolist() == [-1] * 3 and rows[0].tolist() == [0] * 3
     clean = reject_tree(P.expand(2, 5, 5), *arguments)
@@ -256,8 +263,9 @@ def test_a_distribution_that_its_children_use_up_still_gives_a_token() -> None:
 @pytest.mark.gpu
 def test_a_cuda_graph_rejects_like_the_cpu() -> None:
     probs = torch.rand(16, 5, 40, generator=torch.Generator().manual_seed(1)).softmax(-1)
-    parents, seeds = torch.tensor(LAYOUT.parents).expand(16, -1), torch.arange(16)
-    arguments = (TOKENS.expand(16, -1), parents, 2, None, seeds, seeds)
+    rows = (torch.tensor(each).expand(16, -1) for each in (LAYOUT.parents, LAYOUT.depths))
+    seeds = torch.arange(16)
+    arguments = (TOKENS.expand(16, -1), *rows, 2, seeds, seeds)
     there = [each.cuda() if isinstance(each, torch.Tensor) else each for each in arguments]
     on_device = probs.cuda()
     reject_tree(on_device, *there)  # compiles
