@@ -54,7 +54,7 @@ test-newest:
 	$(MAKE) VENV=build/newest VERSIONS= test
 
 examples: $(STAMP)
-	$(BIN)/python -m pytest tests/test_examples.py
+	$(BIN)/python -m pytest -m "not gpu" tests/test_examples.py
 
 bench: $(STAMP)
 	for script in cpu ngram; do $(BIN)/python -m benchmarks.$$script || exit 1; done

@@ -32,10 +32,18 @@ LONGEST = (
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Generator[None, Any, Any]:
+def pytest_collection(session: pytest.Session) -> Generator[None, Any, Any]:
     """What collection makes lives as long as the process: the garbage collector need not look at
     it, neither now nor again and again during the tests."""
+    if session.config.pluginmanager.has_plugin("dsession"):  # its workers collect
+        return (yield)
     import torch
+    from hypothesis import settings
+
+    from tests.random_examples import QUARTER
+
+    if "not slow" in session.config.option.markexpr:
+        settings.load_profile(QUARTER)
 
     with suppress(ImportError):  # kernels are compiled for a GPU on other machines, too
         import triton  # noqa: F401 (kernels.dispatch sees that it is loaded)

@@ -55,6 +55,7 @@ def plain_tokens() -> list[list[int]]:
         return generate(llm)[0]
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_an_example_gives_the_text_of_plain_greedy_decoding_by_its_strategy(
     path: Path, plain_tokens: list[list[int]]

@@ -2,6 +2,7 @@
 functions."""
 
 import ast
+import gc
 import importlib.metadata
 import importlib.util
 import subprocess
@@ -135,6 +136,14 @@ def python_files() -> list[Path]:
         for path in sorted((ROOT / folder).rglob("*.py"))
         if not any(parent.is_symlink() for parent in path.parents)
     ]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_collector() -> Iterator[None]:
+    """The nodes of all sources stay, and to look at them again and again takes longest."""
+    gc.disable()
+    yield
+    gc.enable()
 
 
 @cache

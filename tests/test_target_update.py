@@ -79,7 +79,7 @@ def replaced(harness: Harness, folder: str, version: str | None = None) -> None:
     harness.executor.replace_weights(weights.stage(folder, "target"), version, retract=True)
 
 
-@pytest.mark.thinned(6)
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_an_updated_engine_answers_as_a_new_one_and_back(name: str, other: str) -> None:
     options = {} if DRAFTERS[name] is None else {"speculative_config": DRAFTERS[name]}

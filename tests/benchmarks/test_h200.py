@@ -158,6 +158,7 @@ def run_h200(tmp_path: Path, parts: str) -> dict[int, set[str]]:
     }
 
 
+@pytest.mark.slow
 def test_rounds_prefill_and_host_time_run_on_a_cpu(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

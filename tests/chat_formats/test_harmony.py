@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.chat_formats.joined import joined
+from tests.random_examples import examples
 from tllm_spec.chat_formats.harmony import MARKS, MAX_HEADER, HarmonyParser, harmony_text
 from tllm_spec.chat_formats.pieces import Arguments, CallStart, Piece, Reasoning, Text
 from tllm_spec.outputs import CompletionOutput
@@ -117,6 +118,7 @@ WORDS = [
 TEXTS = st.lists(st.sampled_from(WORDS), max_size=12).map("".join)
 
 
+@examples(100)
 @given(text=TEXTS, data=st.data())
 def test_any_text_is_read_the_same_whole_and_in_parts(text: str, data: st.DataObject) -> None:
     text = marked(text)

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.chat_formats.joined import joined
+from tests.random_examples import examples
 from tllm_spec.chat_formats.deepseek import DeepSeekCalls
 from tllm_spec.chat_formats.llama import LlamaJsonCalls, PythonicCalls
 from tllm_spec.chat_formats.names import REASONING, TOOLS
@@ -143,6 +144,7 @@ TEXTS = st.lists(st.sampled_from(WORDS), max_size=24).map("".join)
 @pytest.mark.thinned(3)
 @pytest.mark.parametrize("name", [None, "deepseek_r1", "qwen3"])
 @pytest.mark.parametrize("tools", sorted(TOOLS))
+@examples(100)
 @given(text=TEXTS, data=st.data())
 def test_any_text_is_read_the_same_whole_and_in_parts(
     name: str | None, tools: str, text: str, data: st.DataObject

@@ -189,6 +189,7 @@ def test_predictions_are_compared_with_measurements_on_the_zoo(
     assert "break-even at a" in result.output and f"{always['measured']:.2f}x" in result.output
 
 
+@pytest.mark.slow
 def test_a_drafter_that_often_has_no_draft_is_predicted_with_the_rounds_that_had_one(
     tmp_path: Path,
 ) -> None:

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from subprocess import Popen
-from time import sleep
 from unittest import mock
 
 import pytest
@@ -23,6 +22,7 @@ from click.testing import CliRunner
 
 from tests.distributed.worlds import REPOSITORY, World, mpirun, run, run_world, start
 from tests.models.helpers import save_checkpoint
+from tests.server.http_answers import SECONDS, wait_for
 from tllm_spec.cli import serve
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.distributed.communicator import Collectives, Communicator
@@ -47,7 +47,6 @@ if "tllm_spec.ranks" in sys.orig_argv:
     from tllm_spec.distributed.process_group import ProcessGroup
     ProcessGroup.close = lambda group: os.kill(os.getpid(), signal.SIGKILL)
 """
-END_SECONDS = 10  # of all ranks, after one is lost
 
 
 @pytest.fixture(scope="module")
@@ -100,12 +99,8 @@ def end_after_kill(command: list[str], rank: int) -> tuple[int, str]:
     Open MPI is faster, that of its error."""
     with serving(command) as (process, ranks):
         os.kill(ranks[rank], signal.SIGKILL)
-        output, _ = process.communicate(timeout=END_SECONDS)
-        for _ in range(10 * END_SECONDS):
-            if not any(map(is_running, ranks)):
-                break
-            sleep(0.1)
-        assert not any(map(is_running, ranks))
+        output, _ = process.communicate(timeout=SECONDS)
+        wait_for(lambda: not any(map(is_running, ranks)))
     return process.returncode, output
 
 

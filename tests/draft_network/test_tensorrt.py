@@ -87,6 +87,7 @@ def test_what_the_parser_does_not_read_is_refused_with_its_words() -> None:
         define(PACKAGE, trt.Builder(trt_logger(trt)), broken)
 
 
+@pytest.mark.slow
 def test_the_zoos_head_builds_and_serialises() -> None:
     head = zoo_head(torch.bfloat16)
     layers = [*head.layers.parameters(), head.output.weight, head.embedding.weight]

@@ -76,7 +76,7 @@ def dflash(head: Path, draft_len: int = DRAFT_LEN, **options: Any) -> dict[str, 
     return with_drafter("", {"speculative_config": own})
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize("name", HEADS)
 def test_the_engine_fills_in_the_block_of_the_plain_torch_transcription(
     name: str, tiny: Path, tmp_path: Path

@@ -44,7 +44,7 @@ def submit(harness: Harness, *ways: dict[str, Any]) -> list[LlmRequest]:
     ]
 
 
-@pytest.mark.thinned(5)
+@pytest.mark.thinned(9)
 @pytest.mark.parametrize("attn_backend", ["VANILLA", "TRITON"])
 @pytest.mark.parametrize("mode", ["eagle3", "eagle3_two_model", "sa", *SAVED])
 def test_graphs_have_a_budget_of_rows_and_the_text_of_plain_decoding(

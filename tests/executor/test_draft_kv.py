@@ -223,7 +223,7 @@ def test_a_request_that_pauses_drafts_again_with_nothing_missing(
     options = draft_target(tiny_draft, 3) | {"disable_overlap_scheduler": not overlap}
     harness, plain = Harness(tiny, **options), Harness(tiny)
     ours, theirs = (
-        [each.submit([i, *PROMPT], max_tokens=120, patience=1) for i in range(4)]
+        [each.submit([i, *PROMPT], max_tokens=80, patience=1) for i in range(4)]
         for each in (harness, plain)
     )
     for number in count():

@@ -114,7 +114,7 @@ def test_a_window_changes_drafts_and_no_text_and_is_that_of_the_config(
     assert served(tiny, **options_of(own, mode, draft_window_size=WHOLE)) == found[None]
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.slow
 @modes
 def test_a_sink_changes_drafts_and_no_text(
     mode: str, tiny: Path, plain: list[list[int]], tmp_path: Path

@@ -85,7 +85,10 @@ def test_the_drafts_of_graphs_are_those_of_eager_rounds(
     assert figures(requests) == figures(expected) and len(num_replays(graphed)) > 2
 
 
-@pytest.mark.parametrize(("one_model", "shape"), [(True, "dynamic trees"), (False, "chains")])
+@pytest.mark.parametrize(
+    ("one_model", "shape"),
+    [(True, "dynamic trees"), pytest.param(False, "chains", marks=pytest.mark.slow)],
+)
 def test_a_head_drafts_for_a_target_with_latent_attention(
     tmp_path: Path, one_model: bool, shape: str
 ) -> None:

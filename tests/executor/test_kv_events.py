@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
+from time import sleep
 from typing import Any
 
 import msgpack
@@ -244,11 +245,12 @@ def test_the_events_of_an_engine_describe_its_cache(
             assert all(handle.result(timeout=60).outputs[0].token_ids for handle in handles)
         llm.check_integrity()
         cache = llm._executor.parts.kv.cache
-        for _ in range(100):  # the publisher's thread may not have sent the last batch yet
+        for _ in range(3000):  # the publisher's thread may not have sent the last batch yet
             reader = Reader()
             batches = [reader.read(payload) for _, payload in subscriber.replay(0)]
             if reader.prefixes() == reusable(cache):
                 break
+            sleep(0.02)
         assert isinstance(batches[0].events[0], Cleared)
         assert cache.lookahead == bool(drafter) and len(reader.stored) > 20
         check_reader(reader, cache)

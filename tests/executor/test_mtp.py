@@ -117,7 +117,7 @@ def check_drafts(folder: Path, situation: str, slow: SlowDrafts, spec: dict[str,
     assert all_pages_are_back(harness.executor)
 
 
-@pytest.mark.parametrize("is_vanilla", [False, True])
+@pytest.mark.parametrize("is_vanilla", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_after_rounds_without_drafts_or_with_fewer_no_module_misses_anything(
     is_vanilla: bool, vanilla: tuple[Path, list[PlainMTP]]
 ) -> None:
@@ -152,6 +152,7 @@ def test_every_tree_is_that_of_a_slow_reference(
     check_trees(folder, first, later if is_vanilla else (), **options)
 
 
+@pytest.mark.slow
 def test_nodes_of_glm_5s_trees_attend_to_their_ancestors_and_the_first_choice(
     glm5: tuple[Path, PlainMTP],
 ) -> None:
@@ -273,7 +274,7 @@ def write_head(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], Pat
     return write
 
 
-@pytest.mark.thinned(6)
+@pytest.mark.thinned(12)
 @pytest.mark.parametrize("situation", SITUATIONS)
 @pytest.mark.parametrize("target", SAVERS)
 @pytest.mark.parametrize("one_model", [True, False])
@@ -286,7 +287,7 @@ def test_drafts_are_those_of_a_slow_loop_with_eagle3_targets(
 @pytest.mark.parametrize(
     ("one_model", "target", "situation"),
     by_default(
-        [(True, "latents", "preemption"), (False, "experts", "chunked_prefill")],
+        [(True, "latents", "preemption")],
         *((True, False), ("latents", "experts", "windows"), SITUATIONS),
     ),
 )

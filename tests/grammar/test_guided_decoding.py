@@ -93,7 +93,7 @@ def test_the_tokenizer_of_masks_is_made_ready_before_the_first_grammar(
 
     monkeypatch.setattr(grammars, "masks_tokenizer", fail)
     Grammars("llguidance", object(), 2048, END).prepare()
-    assert started.wait(30)
+    assert started.wait(60)
 
 
 def test_a_grammar_is_compiled_once_and_a_refused_one_is_not_compiled_again(

@@ -25,7 +25,7 @@ from tllm_spec.kernels.experts.grouped_mxfp4 import (
 MULTIPROCESSOR_BYTES, OF_CTA = 228 << 10, 1 << 10  # of shared memory, and what each CTA takes more
 
 
-@pytest.mark.covering
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize(("block_rows", "gated"), TILINGS)
 @pytest.mark.usefixtures("own_cache")
 def test_the_source_compiles(block_rows: int, gated: bool) -> None:

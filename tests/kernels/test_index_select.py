@@ -104,10 +104,10 @@ def test_a_node_of_a_tree_sees_its_ancestors_only(topk: int, device: str) -> Non
 def test_a_choice_does_not_depend_on_the_other_rows_or_on_tiles(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All rows at once, in tiles of 10 rows, and keys in several blocks."""
-    requests, ends = [0] * 17, list(range(300, 317))
+    """All rows at once, in tiles of 7 rows, and keys in several blocks."""
+    requests, ends = [0] * 12, list(range(140, 152))
     expected = Problem(requests, ends, device).choose(32)
-    monkeypatch.setattr(module, "SCORE_BYTES", 10 * 316 * 4)
+    monkeypatch.setattr(module, "SCORE_BYTES", 7 * 151 * 4)
     monkeypatch.setattr(module, "SMALL_BLOCK", 64)
     monkeypatch.setattr(module, "WRITTEN_BLOCK", 32)
     monkeypatch.setattr(module, "MAX_BLOCK", 128)

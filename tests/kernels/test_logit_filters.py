@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from tests.kernels.cuda_graphs import captured_graph
 from tests.kernels.interpreter import on_each_kernel_device
+from tests.random_examples import examples
 from tllm_spec.kernels.sampling.logit_filters import filter_cut, mask_tokens, token_weights
 
 INF, NAN = float("inf"), float("nan")
@@ -55,7 +56,7 @@ PARAMETERS = st.tuples(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@examples(150)
 @given(
     st.lists(st.integers(-6, 6), min_size=1, max_size=30),
     PARAMETERS,

@@ -5,6 +5,7 @@ import warnings
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -40,11 +41,16 @@ class Case:
     params: SamplingParams
 
 
+@cache
+def heldout_text() -> str:
+    return "".join(map(read_source, heldout_files()))
+
+
 def heldout_prompts(tokenizer: Tokenizer, number: int, length: int) -> list[list[int]]:
     """Pieces of held-out source text of `length` tokens and a few more each, no two of the same
     length."""
-    text = "".join(read_source(path) for path in heldout_files())
-    tokens = tokenizer.encode(text[: number * length * 20], add_special_tokens=False)
+    text = heldout_text()[: number * length * 20]
+    tokens = tokenizer.encode(text, add_special_tokens=False)
     stride = len(tokens) // number
     assert stride > length + number
     return [tokens[i * stride : i * stride + length + i] for i in range(number)]

@@ -69,7 +69,7 @@ SITUATIONS: dict[str, dict[str, Any]] = {
 # The other combinations are slow.
 QUICK = (
     ("eagle3_two_model", "chunked_prefill"),
-    ("eagle3", "prefix_in_host_memory"),
+    ("eagle3", "prefix_hit"),
 )
 # What was served before: whole prompts, and others that share all but their last tokens. A draft
 # head's KV at the last common place is another for another continuation.

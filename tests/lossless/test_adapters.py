@@ -85,13 +85,13 @@ def test_the_text_with_an_adapter_is_another_one_and_that_of_the_merged_model(
 ) -> None:
     for own in alone:
         assert len(set(map(tuple, own.values()))) == len(own)
-    for name in NAMES:
-        folder = merged(tiny, tmp_path / name, pairs_of(tiny, name), ALPHA / RANK)
-        for model, adapter in ((folder, name), (tiny, None)):
-            harness = Harness(model)
-            requests = [submit(harness, number, None) for number in range(len(alone))]
-            harness.run()
-            assert list(map(output_of, requests)) == [own[adapter] for own in alone]
+    scale, models = ALPHA / RANK, {None: tiny}
+    models |= {name: merged(tiny, tmp_path / name, pairs_of(tiny, name), scale) for name in NAMES}
+    for adapter, model in models.items():
+        harness = Harness(model)
+        requests = [submit(harness, number, None) for number in range(len(alone))]
+        harness.run()
+        assert list(map(output_of, requests)) == [own[adapter] for own in alone]
 
 
 @pytest.mark.parametrize(("way", "setting"), runs())

@@ -25,22 +25,8 @@ NGRAM = {"decoding_type": "NGram", "max_draft_len": 3}
 PROMPTS = [[1, 2, 3, 1, 2], [7, 8, 9, 10, 7, 8, 9], list(range(20, 41))]
 IN_CHUNKS = {"enable_chunked_prefill": True, "max_num_tokens": 19}
 TREES = {"use_dynamic_tree": True, "dynamic_tree_max_topK": 2, "max_draft_len": 2}
-# Chunks and drafts at once: a fault of either one shows.
-DISTURBED: dict[str, dict[str, Any]] = {
-    "in chunks, with drafts": IN_CHUNKS | {"speculative_config": NGRAM}
-}
-RUNS_OF_KIND = {
-    "llama": {"together": {}} | DISTURBED,
-    "experts": DISTURBED,
-    "chunks": DISTURBED,
-    "fp8 activations": DISTURBED,
-    "fp8 cache": DISTURBED,
-    "4-bit weights": DISTURBED,
-    "latents": {
-        "in chunks, with drafts": IN_CHUNKS
-        | {"speculative_config": {"decoding_type": "MTP"} | TREES}
-    },
-}
+MTP_TREES = {"decoding_type": "MTP"} | TREES
+KINDS = ("llama", "experts", "chunks", "fp8 activations", "fp8 cache", "4-bit weights", "latents")
 # Their kernels' own tests show that other rows change no bit.
 SLOW = ("experts", "chunks", "4-bit weights")
 NUM_TOKENS = 4
@@ -112,7 +98,7 @@ def outputs_of(model: Path, batch_size: int, **options: Any) -> list[RequestOutp
     "kind",
     [
         pytest.param(kind, id=f"interpreted {kind}", marks=[pytest.mark.slow] * (kind in SLOW))
-        for kind in RUNS_OF_KIND
+        for kind in KINDS
     ],
 )
 def test_every_bit_is_that_of_a_request_alone(kind: str, tmp_path: Path) -> None:
@@ -135,17 +121,14 @@ def test_every_bit_is_that_of_a_request_alone(kind: str, tmp_path: Path) -> None
 
 
 def check_every_bit(kind: str, model: Path) -> None:
+    """Together, in chunks and with drafts: a fault of any one shows."""
     cache = {"enable_block_reuse": False, "dtype": "fp8" if kind == "fp8 cache" else "model"}
     alone = outputs_of(model, 1, kv_cache_config=cache)
     assert all(one.error is None and one.outputs[0].length == NUM_TOKENS for one in alone)
-    for name, options in RUNS_OF_KIND[kind].items():
-        others = outputs_of(model, 3, kv_cache_config=cache, **options)
-        for one, other in zip(alone, others, strict=True):
-            assert one.outputs[0].token_ids == other.outputs[0].token_ids, name
-            assert one.outputs[0].logprobs == other.outputs[0].logprobs, name
-        drafted = sum(
-            other.speculative_decoding.num_drafted_tokens
-            for other in others
-            if other.speculative_decoding
-        )
-        assert (drafted > 0) == ("drafts" in name)
+    spec = MTP_TREES if kind == "latents" else NGRAM
+    others = outputs_of(model, 3, kv_cache_config=cache, speculative_config=spec, **IN_CHUNKS)
+    for one, other in zip(alone, others, strict=True):
+        assert one.outputs[0].token_ids == other.outputs[0].token_ids
+        assert one.outputs[0].logprobs == other.outputs[0].logprobs
+    stats = [other.speculative_decoding for other in others if other.speculative_decoding]
+    assert sum(each.num_drafted_tokens for each in stats) > 0

@@ -229,7 +229,7 @@ def flat(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return target, head
 
 
-@pytest.mark.thinned(4)
+@pytest.mark.slow
 @pytest.mark.parametrize("rejection", [True, False])
 @pytest.mark.parametrize("one_model", [True, False])
 def test_a_head_with_a_reduced_vocabulary_leaves_the_targets_probabilities_alone(

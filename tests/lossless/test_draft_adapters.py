@@ -10,6 +10,7 @@ from tests.adapters.draft_adapters import RANK, accepted, harness_of, run, write
 from tests.adapters.folders import random_pairs, write_adapter
 from tests.executor.harness import output_of
 from tests.lossless.engines import MODES
+from tllm_spec.executor.request import LlmRequest
 from tllm_spec.lora_request import target_version
 
 WAYS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -31,6 +32,12 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def chains(folders: Path) -> list[LlmRequest]:
+    """Requests of an engine that takes no adapter of the head."""
+    return run(harness_of(folders, "eagle3"))
+
+
+@pytest.fixture(scope="module")
 def plain(folders: Path) -> list[list[int]]:
     found = list(map(output_of, run(harness_of(folders, "plain"))))
     assert found[0] == found[1] != found[2]
@@ -41,10 +48,10 @@ def plain(folders: Path) -> list[list[int]]:
     "way", [each if each in FAST else pytest.param(each, marks=pytest.mark.slow) for each in WAYS]
 )
 def test_requests_with_the_adapter_have_the_drafts_of_its_own_head_and_the_same_text(
-    way: str, folders: Path, plain: list[list[int]]
+    way: str, folders: Path, plain: list[list[int]], chains: list[LlmRequest]
 ) -> None:
     mode, options = WAYS[way]
-    without = run(harness_of(folders, mode, **options))
+    without = chains if way == "chains" else run(harness_of(folders, mode, **options))
     whole = run(harness_of(folders, mode, "whole", **options))
     own = run(harness_of(folders, mode, "head", RANK, **options))
     for requests in (without, whole, own):
@@ -56,8 +63,10 @@ def test_requests_with_the_adapter_have_the_drafts_of_its_own_head_and_the_same_
         assert found == {"own": best["own"], "shared": before["shared"], "None": before["None"]}
 
 
-def test_a_slot_forgets_the_head_of_the_adapter_before(folders: Path) -> None:
-    before = accepted(run(harness_of(folders, "eagle3")))
+def test_a_slot_forgets_the_head_of_the_adapter_before(
+    folders: Path, chains: list[LlmRequest]
+) -> None:
+    before = accepted(chains)
     found = accepted(run(harness_of(folders, "eagle3", "head", RANK, max_loras=1)))
     assert found["shared"] == before["shared"] and found["own"] > before["own"]
 

@@ -187,66 +187,23 @@ class Run:
         return f"{self.mode}-{self.setting}-K{self.draft_len}-{self.batch_size}-{rounds}"
 
 
-# Each is made of two that are not slow, or has texts of its own in tests/executor or another test
+# Each other one is made of two of these, or has texts of its own in tests/executor or another test
 # of this folder.
-COMBINED = (
-    "user_provided",
-    "user_provided_tree",
-    "draft_target_tree",
-    "eagle3_static",
-    "eagle3_sink",
-    "eagle3_latent",
-    "draft_target_other",
-    "draft_target_sa",
-    "ngram_corpus",
-    "draft_target_onnxruntime",
-    "eagle3_two_model_tree",
-    "eagle_two_model_tree",
-    "draft_target_one_model_tree",
-    "eagle_tree",
-    "eagle_two_model",
-    "eagle_static",
-    "eagle_map",
-    "eagle_map_tree",
-    "draft_target_map",
-    "draft_target_map_tree",
-    "draft_target_one_model_map",
-    "draft_target_one_model_sa",
-    "eagle3_onnxruntime",
-    "sa",
-    "eagle3_sa",
-    "eagle3_sa_tree",
-    "eagle3_two_model_sa",
-    "eagle3_sa_static",
-    "eagle3_two_model_sa_tree",
-    "eagle_sa",
-    "peagle",
-    "peagle_two_model",
-    "peagle_tree",
-    "pard",
-    "pard_two_model",
-    "dflash",
-    "dflash_tree",
-    "dflash2",
-    "dspark",
-    "dspark_tree",
-    "dspark_sa",
-    "draft_target_other_tree",
-    "draft_target_one_model_other",
-    "draft_target_one_model_other_map",
-    "pard_other",
-    "draft_target_sink_tree",
-    "eagle3_latent_two_model",
-    "eagle3_latent_tree",
-    "draft_target_sa_tree",
-    "pard_two_model_sa",
+QUICK = (
+    "plain",
+    "draft_target",
+    "draft_target_one_model",
+    "ngram_tree",
+    "eagle3",
+    "eagle3_two_model",
+    "eagle3_tree",
 )
 
 
 def covering_runs() -> list[Any]:
     """Every mode in every setting, and every mode with every draft length; batch sizes and overlap
-    change from one to the next. Of each mode that is not COMBINED one setting is not slow: every
-    setting, draft length and batch size is among these, with and without overlap."""
+    change from one to the next. Of each QUICK mode one setting is not slow: every setting and
+    draft length is among these, with and without overlap."""
     runs = []
     for (i, mode), (j, setting) in product(enumerate(FLOORS), enumerate(SETTINGS)):
         sizes = BATCH_SIZES[setting]
@@ -254,7 +211,7 @@ def covering_runs() -> list[Any]:
         draft_len = 0 if mode == "plain" else lens[(2 * i + j - 1) % len(lens)]
         batch_size, overlap = sizes[i // 6 % len(sizes)], (i // 6 + j) % 3 != 1
         run = Run(mode, setting, draft_len, batch_size, overlap)
-        is_slow = (i + j) % len(SETTINGS) or mode in COMBINED
+        is_slow = (i + j) % len(SETTINGS) or mode not in QUICK
         marks = [pytest.mark.slow] if is_slow else []
         runs.append(pytest.param(run, id=str(run), marks=marks))
     return runs

@@ -235,18 +235,15 @@ FAMILIES: dict[str, Family] = {
     },
 }
 QUICK = [
-    ("gpt-oss", "ngram", "triton"),
     ("gemma4", "assistant, rejection sampling, one-model", "preemption"),
     ("gemma4, per layer", "head, dynamic, one-model", "triton"),
     ("Llama4", "draft model, dynamic, one-model", "prefix_reuse"),
     ("Qwen2", "draft model, dynamic, two-model", "preemption"),
     ("deepseek, mtp", "mtp, static, two-model", "chunks"),
-    ("DeepseekV32, mtp", "mtp, chain, one-model", "chunks"),
-    ("GlmMoeDsa, mtp", "ngram", "host"),
+    ("GlmMoeDsa, mtp", "mtp, chain, one-model", "host"),
     ("qwen3-next", "ngram tree", "chunks"),
-    ("qwen3-next", "head, chain, one-model", "no_overlap"),
-    ("qwen3-next, mtp", "mtp, dynamic, two-model", "chunks"),
-    ("Qwen3_5", "mtp, chain, one-model", "prefix_reuse"),
+    ("qwen3-next, mtp", "mtp, dynamic, two-model", "preemption"),
+    ("Qwen3_5", "mtp, chain, one-model", "no_overlap"),
 ]
 
 

@@ -161,7 +161,7 @@ def said(raw: torch.Tensor, params: SamplingParams, text: list[int], at: int) ->
     return values if params.logprobs_mode.endswith("logits") else values.log_softmax(-1)
 
 
-@pytest.mark.thinned
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     "name", [*WITH_MODES, *(pytest.param(each, marks=pytest.mark.slow) for each in OTHER_DRAFTERS)]
 )
@@ -215,7 +215,7 @@ def test_the_engines_mode_holds_where_a_request_has_none_and_prompts_are_raw(
             assert entry is not None and abs(entry[token].logprob - float(row[token])) < 1e-4
 
 
-@pytest.mark.parametrize("name", ["plain", "chain"])
+@pytest.mark.parametrize("name", [pytest.param("plain", marks=pytest.mark.slow), "chain"])
 def test_a_completion_is_scored_as_it_would_be_drawn(name: str, prompts: list[list[int]]) -> None:
     """In each mode, whatever the prefix cache has, in chunks, and when asked for one of a batch."""
     own: dict[str, Any] = {"max_tokens": 8, "ignore_eos": True, "logprobs": 0, "seed": 3}

@@ -289,9 +289,6 @@ OF_STATES: dict[str, dict[str, Any]] = {"fp8": {"fp8_activations": False}, "mode
 OWN_DRAFTERS = {"none": None, "ngram": NGRAM, "mtp": MTP, "mtp tree": MTP | TREES["dynamic"]}
 
 
-OF_STATES_QUICK = [("modelopt", "preemption", "mtp tree")]
-
-
 @contextmanager
 def keeping_both() -> Iterator[None]:
     with fp8_checkpoint.keeping_fp8(), keeping_int4():
@@ -323,9 +320,10 @@ def qwen_plain_of(qwen_folder_of: Callable[[str], Path]) -> TextsOf:
     return get
 
 
-@pytest.mark.parametrize(
-    ("name", "setting", "drafter"), by_default(OF_STATES_QUICK, OF_STATES, STATES, OWN_DRAFTERS)
-)
+@pytest.mark.slow  # of layers of each format, tests/models compares logits
+@pytest.mark.parametrize("drafter", OWN_DRAFTERS)
+@pytest.mark.parametrize("setting", STATES)
+@pytest.mark.parametrize("name", OF_STATES)
 def test_texts_of_qwen3_5_are_the_same_with_and_without_drafts(
     name: str,
     setting: str,
@@ -341,7 +339,7 @@ def test_texts_of_qwen3_5_are_the_same_with_and_without_drafts(
     assert length > 1.1 or config is None, "no draft was accepted"
 
 
-@pytest.mark.thinned
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OF_STATES)
 def test_dummy_weights_of_qwen3_5_need_only_the_config(
     name: str, qwen_folder_of: Callable[[str], Path], tmp_path: Path

@@ -68,7 +68,7 @@ def served(
     with LLM(model, **record, **LIMITS, **options_of(mode)) as llm:
         prompts = heldout_prompts(llm.get_tokenizer(), 2, 40)
         pairs = list(product(prompts, PARAMS))
-        params = [SamplingParams(**{"max_tokens": 40, "seed": 3} | given) for _, given in pairs]
+        params = [SamplingParams(**{"max_tokens": 28, "seed": 3} | given) for _, given in pairs]
         llm.generate([prompt for prompt, _ in pairs], params, use_tqdm=False)
         llm.check_integrity()
     return read_records(folder)
@@ -264,7 +264,7 @@ def test_a_replay_of_grammars_and_budgets_has_their_texts_and_says_what_it_lacks
 QUICK = ("ngram",)
 OTHERS = [[number] * 100 for number in range(20, 32)]
 HOST_CACHE_PARAMS = [
-    SamplingParams(max_tokens=24, ignore_eos=True, seed=5, temperature=temperature)
+    SamplingParams(max_tokens=12, ignore_eos=True, seed=5, temperature=temperature)
     for temperature in (0.0, 0.9)
 ]
 

@@ -70,7 +70,7 @@ LEFT_OUT = ("visual.", "vision_", "audio", "embed_vision", "multi_modal")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.thinned(20)
+@pytest.mark.thinned(40)
 def test_each_tensor_is_needed_and_no_other_is_taken(layout: str, tmp_path: Path) -> None:
     LAYOUTS[layout](tmp_path)
     file = tmp_path / "model.safetensors"

@@ -265,7 +265,7 @@ def changed(folder: Path, **tensors: torch.Tensor | None) -> None:
     save_file({name: each for name, each in own.items() if each is not None}, folder / TENSORS)
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize(
     ("name", "tensor"),
     [
@@ -292,7 +292,7 @@ def test_a_missing_tensor_is_refused_by_name(name: str, tensor: str, tmp_path: P
         load(tmp_path)
 
 
-@pytest.mark.thinned(6)
+@pytest.mark.thinned(12)
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize(
     "tensor", ["linear_attn.in_proj_qkvz.weight", "linear_attn.in_proj_c.weight_scale"]

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import httpx
 
 from tests.server.fake_llm import MODEL, FakeLLM
+from tests.server.http_answers import SECONDS
 from tllm_spec.server.adapters import Adapters
 from tllm_spec.server.app import OpenAIServer
 from tllm_spec.server.http_server import HttpServer, Tls
@@ -33,7 +34,7 @@ class Host:
         self._started = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
         self._thread.start()
-        assert self._started.wait(30)
+        assert self._started.wait(SECONDS)
 
     def stop(self) -> None:
         with suppress(RuntimeError):  # it has ended

@@ -287,7 +287,7 @@ def test_a_client_that_never_begins_with_tls_does_not_delay_the_end(tmp_path: Pa
     with socket.create_connection(host.address) as silent:
         assert httpx.get(f"{host.url}/health", verify=False).status_code == 200
         host.stop()
-        assert host.ended.wait(30)
+        assert host.ended.wait(60)
         assert silent.recv(1) == b""
     host.join()
 

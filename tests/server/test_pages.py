@@ -15,6 +15,7 @@ from fastapi.testclient import TestClient
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.random_examples import examples
 from tests.server.fake_llm import MODEL, STATE, FakeLLM
 from tests.server.hosted import hosted
 from tllm_spec.config.llm_args import LlmArgs
@@ -300,7 +301,7 @@ def test_fields_with_several_forms_have_them_in_the_schema(schema: Any) -> None:
 @pytest.mark.thinned(2)
 @pytest.mark.parametrize("path", ROUTES)
 @given(data=st.data())
-@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(examples(60), suppress_health_check=list(HealthCheck))
 def test_bodies_made_from_the_schema_are_answered_or_refused(
     openapi_client: TestClient, schema: Any, path: str, data: st.DataObject
 ) -> None:

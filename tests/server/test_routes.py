@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from tests.server.fake_llm import MAX_LEN, MODEL, FakeLLM, answer_text
-from tests.server.http_answers import CHAT, Post
+from tests.server.http_answers import CHAT, SECONDS, Post
 from tllm_spec import __version__
 from tllm_spec.config.engine_config import NO_KV_EVENTS
 from tllm_spec.sampling_params import SamplingParams
@@ -106,19 +106,19 @@ def test_tokenising_a_long_prompt_delays_no_other_request(
     def slow(given: Any, **options: Any) -> list[int]:
         if text in str(given):
             begun.set()
-            assert may_end.wait(30)
+            assert may_end.wait(SECONDS)
         return [1]
 
     monkeypatch.setattr(llm.tokenizer, "encode", slow)
     own = {"messages": [{"role": "user", "content": text}]} if "chat" in path else {"prompt": text}
     client = threading.Thread(
         target=lambda: answers.append(
-            httpx.post(f"{url}{path}", json={"model": MODEL} | own, timeout=60)
+            httpx.post(f"{url}{path}", json={"model": MODEL} | own, timeout=SECONDS)
         )
     )
     client.start()
-    assert begun.wait(30)
-    assert httpx.get(f"{url}/health", timeout=10).status_code == 200
+    assert begun.wait(SECONDS)
+    assert httpx.get(f"{url}/health", timeout=60).status_code == 200
     assert post("/v1/completions", prompt="short").status_code == 200
     assert post("/v1/chat/completions", messages=CHAT).status_code == 200
     if "chat" in path:

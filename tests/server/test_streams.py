@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 
 import httpx
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
+from tests.random_examples import examples
 from tests.server.fake_llm import MODEL, STATS, FakeLLM
 from tests.server.hosted import hosted
 from tests.server.http_answers import CHAT, wait_for
@@ -269,7 +270,7 @@ def check_offsets(answer: Json) -> None:
         )
 
 
-@settings(max_examples=50, deadline=None)
+@examples(200)
 @given(
     text=st.text(alphabet="ab 1\n.é漢😀", min_size=1, max_size=30),
     stops=st.lists(st.text(alphabet="ab é😀", min_size=1, max_size=4), max_size=2),
@@ -287,7 +288,7 @@ def test_streamed_offsets_equal_those_of_the_whole_answer(
     check_offsets(whole)
 
 
-@settings(max_examples=50, deadline=None)
+@examples(200)
 @given(
     words=st.lists(st.sampled_from([[1], [2], [3], [4], EURO]), min_size=1, max_size=12),
     stops=st.lists(st.sampled_from([" a", "the", "€ ", "éing"]), max_size=1),

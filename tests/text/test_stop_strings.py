@@ -3,9 +3,10 @@
 from functools import cache
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
+from tests.random_examples import examples
 from tllm_spec.text.stop_strings import StopStringChecker, StopStringMatcher, StreamedText
 from tllm_spec.text.tokenizer import IncrementalDetokenizer, Tokenizer, load_tokenizer
 
@@ -26,7 +27,7 @@ def first_match(stops: list[str], pieces: list[str]) -> tuple[int, int, str] | N
     return next((found for piece in pieces if (found := matcher.feed(piece))), None)
 
 
-@settings(max_examples=75, deadline=None)
+@examples(300)
 @given(
     text=st.text(alphabet="abc", max_size=30),
     stops=st.lists(WORDS, min_size=1, max_size=3),
@@ -58,7 +59,7 @@ def test_a_stop_that_was_found_is_not_found_again() -> None:
     ]
 
 
-@settings(max_examples=75, deadline=None)
+@examples(300)
 @given(text=st.text(alphabet="abc", max_size=30), stops=st.lists(WORDS, min_size=1, max_size=3))
 def test_the_longest_beginning_of_a_stop_is_held_back(text: str, stops: list[str]) -> None:
     matcher = StopStringMatcher(stops)
@@ -106,7 +107,7 @@ def test_invalid_bytes_belong_before_the_token_with_which_they_are_shown(include
     assert match.num_tokens == 2 + include * len(tokenizer().encode("stop"))
 
 
-@settings(max_examples=75, deadline=None)
+@examples(300)
 @given(
     text=st.text(alphabet="abc é😀", max_size=40),
     stops=st.lists(st.text(alphabet="abé😀", min_size=1, max_size=4), max_size=2),

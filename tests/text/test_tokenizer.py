@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import decoders, models
 from transformers import PreTrainedTokenizerFast
 
+from tests.random_examples import examples
 from tllm_spec.text.tokenizer import (
     MAX_PENDING_TOKENS,
     REPLACEMENT,
@@ -106,7 +107,7 @@ def any_groups(token_ids: list[int], data: st.DataObject) -> list[list[int]]:
     return [token_ids[a:b] for a, b in zip([0, *borders], [*borders, len(token_ids)], strict=True)]
 
 
-@settings(max_examples=50, deadline=None)
+@examples(200)
 @given(text=st.text(alphabet="ab 1\n.é漢😀\N{REPLACEMENT CHARACTER}", max_size=30), data=st.data())
 def test_pieces_are_whole_characters_and_join_to_the_text_in_any_grouping(
     text: str, data: st.DataObject
@@ -118,7 +119,7 @@ def test_pieces_are_whole_characters_and_join_to_the_text_in_any_grouping(
         assert not any(REPLACEMENT in piece for piece in pieces)
 
 
-@settings(max_examples=50, deadline=None)
+@examples(200)
 @given(st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=MAX_PENDING_TOKENS))
 def test_pieces_of_random_tokens_join_to_the_tokenizers_text(token_ids: list[int]) -> None:
     assert "".join(pieces_of(byte_level(), [[i] for i in token_ids])) == text_of(
@@ -126,7 +127,7 @@ def test_pieces_of_random_tokens_join_to_the_tokenizers_text(token_ids: list[int
     )
 
 
-@settings(max_examples=25, deadline=None)
+@examples(100)
 @given(
     st.lists(
         st.sampled_from([[0], [1], [2], [3], [4], [5], [6 + 0xE2, 6 + 0x82, 6 + 0xAC]]), max_size=12
@@ -202,7 +203,7 @@ def texts(tokens: list[int], *characters: list[int]) -> st.SearchStrategy[list[i
     return words.map(lambda words: [token for word in words for token in word])
 
 
-@settings(max_examples=100, deadline=None)
+@examples(400)
 @given(
     token_ids=texts(list(range(len(MIXED))), [1, 2, 3], [4, 5, 6, 7]),
     each_byte=st.booleans(),
@@ -216,7 +217,7 @@ def test_the_text_is_the_tokenizers_for_any_grouping_of_the_tokens(
         assert "".join(pieces_of(tokenizer, groups)) == text_of(tokenizer, token_ids)
 
 
-@settings(max_examples=100, deadline=None)
+@examples(400)
 @given(
     token_ids=texts(
         [0, 1, 2, 5, 6 + 0xF0, 6 + 0x9F, 6 + 0xFF, 6 + 0x41],

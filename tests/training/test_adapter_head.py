@@ -75,6 +75,7 @@ def recorded(model: Path, style: Path, tmp_path_factory: pytest.TempPathFactory)
     return folder
 
 
+@pytest.mark.slow
 def test_more_drafts_of_the_adapters_requests_are_accepted(
     model: Path, head: Path, style: Path, recorded: Path
 ) -> None:

@@ -37,7 +37,7 @@ def plain(prompts: list[list[int]]) -> list[list[int]]:
     return generate(prompts)[0]
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("one_model", "is_vanilla", "draft_len", "bar"),
     [

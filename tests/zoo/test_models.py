@@ -91,6 +91,7 @@ def test_both_models_predict_held_out_code_and_mostly_the_same(
     assert (target.argmax(-1) == draft.argmax(-1)).float().mean() > 0.6
 
 
+@pytest.mark.slow
 @torch.inference_mode()
 def test_the_draft_has_the_required_acceptance_on_held_out_files(
     models: Models, heldout_tokens: Tensor

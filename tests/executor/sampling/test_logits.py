@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile
 
 from tests.executor.harness import Harness, draft_target, output_of
 from tests.executor.sampling.test_sampler import WAYS
+from tests.random_examples import examples
 from tllm_spec.config.draft_shape import DraftShapes
 from tllm_spec.executor.request import DecodingRules, LlmRequest
 from tllm_spec.executor.resources.interface import SeqSlotManager
@@ -107,7 +108,7 @@ def kept_by_the_rules(logits: list[float], top_k: int, top_p: float, min_p: floa
     return nucleus
 
 
-@settings(max_examples=50, deadline=None)
+@examples(200)
 @given(
     order=st.permutations(range(12)),
     spread=st.floats(0.1, 3),

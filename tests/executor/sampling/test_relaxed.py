@@ -172,7 +172,7 @@ def test_outside_the_phase_and_at_a_temperature_the_text_is_that_of_plain_decodi
     assert texts(folder, closed, 0.0, relaxed(rule)) == texts(folder, closed, 0.0, None)
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("is_sampled", [False, True], ids=["greedy", "mixed"])
 @pytest.mark.parametrize("one_model", [True, False])
 def test_replayed_rounds_accept_what_eager_rounds_accept(
