@@ -10,15 +10,15 @@ import socket
 import weakref
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
 
-from tllm_spec.adapter_loading import AdapterLoading
+from tllm_spec.changing_parts import ChangingParts
 from tllm_spec.config.engine_config import NO_KV_EVENTS
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.config.neighbours import CHAT_IGNORED, GENERATE_IGNORED
 from tllm_spec.config.option_checks import LogprobsMode
 from tllm_spec.distributed.communicator import Communicator
-from tllm_spec.draft_swap import DraftSwap
 from tllm_spec.executor.request import Response
 from tllm_spec.executor.request_queue import RequestQueue
 from tllm_spec.executor.weight_swap import Part
@@ -37,18 +37,13 @@ from tllm_spec.lora_request import AdapterInfo, LoRARequest
 from tllm_spec.models.automatic import with_drafter
 from tllm_spec.models.registry import model_config
 from tllm_spec.outputs import RequestOutput
+from tllm_spec.rank_calls import RankCalls
 from tllm_spec.ranks import build_together, join_ranks
-from tllm_spec.request_errors import (
-    REFUSING_MODES,
-    EnginePaused,
-    PauseMode,
-    RequestError,
-)
+from tllm_spec.request_errors import REFUSING_MODES, EnginePaused, PauseMode, RequestError
 from tllm_spec.request_handle import RequestHandle, Results, wait_for_all
 from tllm_spec.sampling_params import RequestOptions, SamplingParams, SpeculationParams
 from tllm_spec.server_info import server_info
 from tllm_spec.shared_tensors import SharedTensors
-from tllm_spec.target_update import TargetUpdate
 from tllm_spec.text.chat_prompt import Conversation
 from tllm_spec.text.messages import Messages
 from tllm_spec.text.tokenizer import Tokenizer, tokenizer_of
@@ -85,10 +80,9 @@ class LLM:
         self._intake = Intake(self.args, self.tokenizer, built.limits, self._grammars.states_of)
         self._is_shut_down = False
         self._worker = Worker(built.executor, built.queue, self._results.fail_all)
-        self._swap = DraftSwap(self.args, built.executor, self._worker)
-        self._update = TargetUpdate(self.args, built.executor, self._worker, self._swap.forced)
-        self._adapters = AdapterLoading(built.executor, self._worker)
-        self.pause_mode: PauseMode | None = None
+        calls = RankCalls(built.executor, self._worker)
+        cancel_all = partial(_cancel_all, self._queue, self._results)
+        self._parts = ChangingParts(self.args, calls, cancel_all)
         communicator.when_lost(self._worker.fail)
         self._worker.start()
         # Runs at shutdown, when this object is collected, or when the interpreter ends: a thread
@@ -211,7 +205,9 @@ class LLM:
         cannot serve, RuntimeError after shutdown or when the executor has died."""
         refuse_not_served(not_served, GENERATE_IGNORED)
         self._check_alive()
-        chosen = nullcontext() if lora_request is None else self._adapters.chosen(lora_request)
+        chosen = (
+            nullcontext() if lora_request is None else self._parts.adapters.chosen(lora_request)
+        )
         with mistakes_as_request_errors(), chosen as adapter:
             options = RequestOptions(
                 streaming=streaming,
@@ -226,7 +222,7 @@ class LLM:
     def submit(self, inputs: Prompt, params: Params, options: RequestOptions) -> RequestHandle:
         """As `generate_async`, which makes `options`."""
         self._check_alive()
-        if self.pause_mode in REFUSING_MODES:
+        if self._parts.sleep.mode in REFUSING_MODES:
             raise EnginePaused
         with mistakes_as_request_errors():
             submission = self._intake.submission(inputs, params, options)
@@ -332,7 +328,7 @@ class LLM:
         Raises ValueError, and changes nothing, for weights that do not fit, and without `force`
         for those that recorded traffic shows to be worse."""
         self._check_alive()
-        return self._swap.whole(os.fspath(folder), keep_cache, force)
+        return self._parts.draft.whole(os.fspath(folder), keep_cache, force)
 
     def load_adapter(
         self, name: str, folder: str | os.PathLike[str], *, replace: bool = False
@@ -342,19 +338,19 @@ class LLM:
 
         Raises ValueError, and changes nothing, for an adapter that cannot be served."""
         self._check_alive()
-        return self._adapters.load(name, os.fspath(folder), replace=replace)
+        return self._parts.adapters.load(name, os.fspath(folder), replace=replace)
 
     def unload_adapter(self, name: str) -> None:
         """Requests that have begun go on with the adapter; its memory is free after the last one.
         Raises UnknownAdapter, which is a ValueError, for a name that is not loaded."""
         self._check_alive()
-        self._adapters.unload(name)
+        self._parts.adapters.unload(name)
 
     @property
     def adapters(self) -> tuple[AdapterInfo, ...]:
         """The LoRA adapters that are loaded."""
         self._check_alive()
-        return self._adapters.infos
+        return self._parts.adapters.infos
 
     def pause(self, mode: PauseMode = "retract") -> None:
         """Returns when no round runs; none runs before `resume`. Requests go back to the queue to
@@ -362,20 +358,17 @@ class LLM:
         cancelled (abort). Requests that are submitted meanwhile wait; after wait and abort they
         are refused with RuntimeError."""
         self._check_alive()
-        self._update.check_pause(mode)
-        self.pause_mode = mode
-
-        def cancel_all() -> None:
-            for request_id in self._results.ids():
-                self._queue.cancel(request_id)
-
-        self._update.pause(mode, cancel_all)
+        self._parts.sleep.pause(mode)
 
     def resume(self) -> None:
-        """Ends a pause."""
+        """Ends a pause, also one that waits for requests."""
         self._check_alive()
-        self._update.resume()
-        self.pause_mode = None
+        self._parts.sleep.resume()
+
+    @property
+    def pause_mode(self) -> str | None:
+        """None: there is no pause."""
+        return None if self._is_shut_down else self._parts.sleep.mode
 
     @property
     def is_paused(self) -> bool:
@@ -388,18 +381,18 @@ class LLM:
         after waking, `update_weights` comes before the next request. Running requests go back to
         the queue, and requests wait. Returns the bytes that are free, and what stays."""
         self._check_alive()
-        return self._update.sleep(level)
+        return self._parts.sleep.sleep(level)
 
     def wake_up(self, tags: Sequence[str] | None = None) -> dict[str, Any]:
         """tags: `weights`, `kv_cache`; None: all that is asleep. Rounds run again when nothing
         is. Raises RuntimeError, and it sleeps on, if the device has too little memory."""
         self._check_alive()
-        return self._update.wake_up(tags)
+        return self._parts.sleep.wake_up(tags)
 
     @property
     def is_sleeping(self) -> bool:
         """Whether something is asleep."""
-        return self._update.is_sleeping
+        return self._parts.sleep.is_sleeping
 
     def update_weights(
         self,
@@ -420,9 +413,7 @@ class LLM:
         Returns the version, the seconds that staging took, and those in which no round ran. Raises
         ValueError, and changes nothing, for weights that do not fit."""
         self._check_alive()
-        if isinstance(source, SharedTensors):
-            source = source.tensors()
-        return self._update.update(source, version, part, running)
+        return self._parts.target.update(source, version, part, running)
 
     def get_stats(self, timeout: float | None = 2) -> list[dict[str, Any]]:
         """One dict for each round since the last call, oldest first, with TensorRT-LLM's names;
@@ -460,7 +451,7 @@ class LLM:
             return
         self._is_shut_down = True
         self._end()
-        del self._executor, self._swap, self._update, self._adapters
+        del self._executor, self._parts
 
     def __enter__(self) -> "LLM":
         return self
@@ -490,7 +481,11 @@ class LLM:
 
 
 def _end(worker: Worker, queue: RequestQueue, results: Results, communicator: Communicator) -> None:
-    for request_id in results.ids():
-        queue.cancel(request_id)
+    _cancel_all(queue, results)
     worker.stop()
     communicator.close()
+
+
+def _cancel_all(queue: RequestQueue, results: Results) -> None:
+    for request_id in results.ids():
+        queue.cancel(request_id)

@@ -16,7 +16,7 @@ from tllm_spec.cli.serve import main
 from tllm_spec.lora_request import UnknownAdapter
 from tllm_spec.request_handle import RequestHandle
 from tllm_spec.sampling_params import DEFAULT_OPTIONS
-from tllm_spec.server.adapters import Adapters
+from tllm_spec.server.fleet import FleetAdapters
 from tllm_spec.server.in_force import InForce, ServedAdapter, adapters_in_force
 from tllm_spec.server.options import ServerOptions
 
@@ -32,12 +32,13 @@ class FakeEngine:
     def __init__(self) -> None:
         self.loaded: dict[str, str] = {}  # hashes by name
 
-    def swap_step(self, step: str, *given: Any) -> dict[str, Any]:
+    def step(self, part: str, step: str, *given: Any) -> dict[str, Any]:
         steps: dict[str, Callable[..., dict[str, Any]]] = {
-            "stage_adapter": self.stage,
-            "keep_adapters": self.keep,
-            "idle_adapters": lambda: {"names": [each for each in self.loaded if each != "busy"]},
+            "stage": self.stage,
+            "keep": self.keep,
+            "idle": lambda: {"names": [each for each in self.loaded if each != "busy"]},
         }
+        assert part == "adapters"
         return steps[step](*given)
 
     def stage(self, name: str, folder: str, root: str) -> dict[str, Any]:
@@ -63,7 +64,7 @@ class Site:
         self.root, self.llm, self.engine = root / "adapters", FakeLLM(), FakeEngine()
         self.in_force: InForce[Any] = adapters_in_force(str(root / "engine0"))
         engine: Any = self.engine
-        self.adapters = Adapters(self.in_force, lambda: [engine])
+        self.adapters = FleetAdapters(self.in_force, {}, lambda: [engine])
         for name in ("a", "b", "auto", BAD, GONE):
             self.write(name, name)
         (root / "outside").mkdir()

@@ -123,7 +123,7 @@ def test_no_engine_swaps_when_one_of_them_refuses_the_weights(
     with pytest.raises(ValueError, match="do not fit"):
         fleet.swap(fleet.other)
     assert fleet.served == [(FIRST, 0)] * 2 and fleet.sums() == before
-    assert [engine.process._draft_swap._staged for engine in fleet.engines] == [None, None]
+    assert [engine.process.parts.draft._staged for engine in fleet.engines] == [{}, {}]
     assert with_served_draft(ARGS, fleet.paths) == (ARGS, 0)
     monkeypatch.undo()
     assert fleet.swap(fleet.other)["version"] == 1
@@ -149,11 +149,11 @@ def test_engines_that_have_swapped_go_back_when_another_one_fails(
 
 
 def test_a_front_that_connects_ends_what_a_killed_front_had_begun(fleet: Fleet) -> None:
-    swap, before = fleet.engines[0].process._draft_swap, fleet.sums()
-    swap.stage(fleet.other, force=True)
+    swap, before = fleet.engines[0].process.parts.draft, fleet.sums()
+    swap.stage(fleet.other, 1, keep_cache=False, force=True)
     with weights_in_force(fleet.paths[0], "draft").held():
         weights_in_force(fleet.paths[0], "draft").write(ServedWeights(FIRST, 0, None, 1))
-    swap.commit(False, 1)  # and the front is killed
+    swap.keep(fleet.other, 1)  # and the front is killed
 
     async def connect(replicas: Replicas) -> None:
         await asyncio.to_thread(wait_for, lambda: fleet.served == [(FIRST, 0)] * 2)
@@ -188,7 +188,7 @@ def test_a_swap_that_an_engine_does_not_answer_ends_and_later_ones_are_swapped(
 
     async def swap(replicas: Replicas) -> None:
         monkeypatch.setattr(fleet.weights[1], "_load", wait)
-        monkeypatch.setitem(WORK_SECONDS, "stage", 0.1)
+        monkeypatch.setitem(WORK_SECONDS, "step", 0.1)
         for client in replicas._clients.values():
             client._timeout = 0.1
         with pytest.raises(RuntimeError, match="it has not answered"):

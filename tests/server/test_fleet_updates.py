@@ -75,10 +75,10 @@ def test_all_engines_are_updated_and_one_that_starts_again_has_the_same(
     args, version = with_served_target(ARGS, fleet.paths)
     assert (args.model, args.tokenizer, version) == (fleet.other, ARGS.model, "1")
 
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise RuntimeError("the executor has died")
 
-    monkeypatch.setattr(fleet.engines[1].process._update, "_call", fail)
+    monkeypatch.setattr(fleet.engines[1].process._executor, "replace_weights", fail)
     with pytest.raises(RuntimeError, match="the executor has died"):
         fleet.update(FIRST, "back")
     monkeypatch.undo()
@@ -107,7 +107,7 @@ def test_an_engine_that_connects_is_brought_to_what_is_in_force(
 
 
 def test_an_engine_without_the_weights_in_force_serves_no_more(fleet: TargetFleet) -> None:
-    update = fleet.engines[0].process._update
+    update = fleet.engines[0].process.parts.target
     with pytest.raises(ValueError, match="missing"):
         update.keep("missing", "b")
     failure = fleet.engines[0].process._worker.failure
@@ -158,7 +158,7 @@ def test_an_engine_that_is_started_while_the_others_sleep_sleeps_too(
     assert before[0]["asleep"] == sorted({"weights", "kv_cache"} - {*tags})
     # As one that has just been started.
     sleeping = fleet.engines[1].process._executor.parts.sleep
-    fleet.engines[1].process._update.wake_up(None)
+    fleet.engines[1].process.parts.sleep.wake_up(None)
     sleeping.note_target()
     assert states()[1]["asleep"] == [] and states() != before
     assert len(set(fleet.use(wake))) == 1

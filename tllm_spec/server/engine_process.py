@@ -12,13 +12,14 @@ import gc
 import logging
 import socket
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
+from itertools import product
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgpack
 
@@ -38,9 +39,6 @@ from tllm_spec.server.in_force import (
     weights_in_force,
 )
 from tllm_spec.server.wire import Link
-
-if TYPE_CHECKING:
-    from tllm_spec.executor.weight_swap import Part
 
 logger = logging.getLogger(__name__)
 load_logger = logging.getLogger("tllm_spec.load")
@@ -158,6 +156,14 @@ class EngineLoop:
             num_seen, was_busy = num_submitted, is_busy
 
 
+# What fronts ask the engine's parts for, and what may take long.
+STEPS = (
+    *product(("draft", "target", "adapters"), ("stage", "keep")),
+    *(("draft", "whole"), ("target", "update"), ("adapters", "idle")),
+    *product(("sleep",), ("keep", "sleep", "wake_up", "pause")),
+)
+
+
 class EngineProcess:
     """on_joining: called before it joins the other ranks. Of one of several engines draft_version
     is how often their draft weights have been swapped, and weight_version names the target's
@@ -172,14 +178,13 @@ class EngineProcess:
         draft_version: int | None = None,
         weight_version: str | None = None,
     ) -> None:
-        from tllm_spec.adapter_loading import AdapterLoading
-        from tllm_spec.draft_swap import DraftSwap
+        from tllm_spec.changing_parts import ChangingParts
         from tllm_spec.executor.worker import Worker
         from tllm_spec.grammars import Grammars
         from tllm_spec.models.registry import model_config
+        from tllm_spec.rank_calls import RankCalls
         from tllm_spec.ranks import build_together, join_ranks
         from tllm_spec.server.child import adopt_transformers_logs
-        from tllm_spec.target_update import TargetUpdate
         from tllm_spec.text.tokenizer import load_tokenizer
         from tllm_spec.zoo.registry import resolve_model
 
@@ -194,10 +199,13 @@ class EngineProcess:
         self._executor = built.executor
         self._grammars = Grammars.of(args, tokenizer, built.limits)
         self._worker = Worker(built.executor, built.queue, self._on_end)
-        swap = self._draft_swap = DraftSwap(args, built.executor, self._worker)
+        self.parts = ChangingParts(
+            args,
+            RankCalls(built.executor, self._worker),
+            lambda: self._port.cancel_all(),
+            lambda mode: self._port.set_pause(mode),
+        )
         weights, stats = built.executor.parts.draft_weights, built.executor.parts.iteration_stats
-        self._update = TargetUpdate(args, built.executor, self._worker, swap.forced)
-        self.adapters = AdapterLoading(built.executor, self._worker)
         self._port = EnginePort(
             built,
             self._grammars,
@@ -206,9 +214,10 @@ class EngineProcess:
                 "state": self._state,
                 "stats": list if stats is None else stats.take,
                 "ping": lambda: None,
-                "is_sleeping": lambda: self._update.is_sleeping,
+                "is_sleeping": lambda: self.parts.sleep.is_sleeping,
+                "resume": self.parts.sleep.resume_now,
             },
-            self._steps(),
+            {(part, step): getattr(getattr(self.parts, part), step) for part, step in STEPS},
         )
         if weights is not None and draft_version is not None:
             weights.version, weights.report_worse = draft_version, self._port.report_worse
@@ -218,28 +227,6 @@ class EngineProcess:
         self._loop = EngineLoop(
             self._port, listener, lambda: self._worker.submit(self._executor.load)
         )
-
-    def _steps(self) -> dict[str, Callable[..., dict[str, Any]]]:
-        """What fronts ask for that takes long."""
-        swap, update = self._draft_swap, self._update
-        return {
-            "whole": swap.whole,
-            "stage": swap.stage,
-            "commit": swap.commit,
-            "keep": swap.keep,
-            "update": update.update,
-            "update_shared": self._update_shared,
-            "stage_update": self._stage_update,
-            "commit_update": update.commit,
-            "keep_update": update.keep,
-            "sleep": update.sleep,
-            "wake_up": update.wake_up,
-            "pause": self._pause,
-            "resume": self._resume,
-            "stage_adapter": lambda *given: asdict(self.adapters.stage(*given)),
-            "keep_adapters": self.adapters.keep,
-            "idle_adapters": self.adapters.idle,
-        }
 
     def run(self) -> str | None:
         """Serves until `stop`. Returns why the engine has died, or None."""
@@ -259,29 +246,6 @@ class EngineProcess:
     def _on_end(self, reason: str) -> None:
         self._port.fail_all(reason)
         self._loop.stop()
-
-    def _stage_update(self, folder: str, version: str, part: Part, running: str) -> dict[str, Any]:
-        if part == "draft":
-            raise ValueError(
-                "part = 'draft': of several engines, POST /v1/draft_model swaps drafts"
-            )
-        return self._update.stage(folder, version, part, running)
-
-    def _pause(self, mode: str) -> dict[str, Any]:
-        self._update.check_pause(mode)
-        self._port.set_pause(mode)
-        self._update.pause(mode, self._port.cancel_all)
-        return {}
-
-    def _resume(self) -> dict[str, Any]:
-        self._update.resume()
-        self._port.set_pause(None)
-        return {}
-
-    def _update_shared(self, shared: Mapping[str, Any], *options: Any) -> dict[str, Any]:
-        from tllm_spec.shared_tensors import SharedTensors
-
-        return self._update.update(SharedTensors(**shared).tensors(), *options)
 
     def _state(self) -> Any:
         from tllm_spec.server_info import plain
@@ -377,7 +341,7 @@ def main() -> int:
         joining = partial(control.send, "joining")
         engine = EngineProcess(args, listener, joining, draft_version, weight_version)
         if args.lora_config is not None:
-            publish_adapters(engine.adapters.infos, in_force)
+            publish_adapters(engine.parts.adapters.infos, in_force)
     except ValueError as error:
         control.send("failed", str(error))
         return FAILED

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Generic, Literal, TypeAlias, TypeVar
+from typing import Any, Generic, TypeVar
 
 from tllm_spec.lora_request import AdapterInfo
 from tllm_spec.recording.traffic_folder import take_lock
@@ -22,11 +22,11 @@ Value = TypeVar("Value")
 
 
 class InForce(Generic[Value]):
-    """path: the file, whose name has no suffix yet. made: the value of what JSON has of it. Methods
-    raise OSError when the folder has been removed."""
+    """engine_path: an engine's socket. name: of what it is. made: the value of what JSON has of it.
+    Methods raise OSError when the folder has been removed."""
 
-    def __init__(self, path: Path, made: Callable[[Any], Value]) -> None:
-        self._path = path.with_suffix(".json")
+    def __init__(self, engine_path: str, name: str, made: Callable[[Any], Value]) -> None:
+        self._path = Path(engine_path).with_name(f"{name}.json")
         self._made = made
         self._known: tuple[tuple[int, int], Value] | None = None  # of which file
 
@@ -56,9 +56,6 @@ class InForce(Generic[Value]):
         os.replace(new, self._path)
 
 
-Part: TypeAlias = Literal["draft", "target"]
-
-
 @dataclass(frozen=True)
 class ServedWeights:
     """version: of these weights. before: the folder that the last swap replaced; None if that swap
@@ -71,10 +68,8 @@ class ServedWeights:
     last: int
 
 
-def weights_in_force(engine_path: str, part: Part) -> InForce[ServedWeights]:
-    """engine_path: an engine's socket."""
-    path = Path(engine_path).with_name(f"{part}_weights")
-    return InForce(path, lambda plain: ServedWeights(**plain))
+def weights_in_force(engine_path: str, part: str) -> InForce[ServedWeights]:
+    return InForce(engine_path, f"{part}_weights", lambda plain: ServedWeights(**plain))
 
 
 @dataclass(frozen=True)
@@ -95,9 +90,9 @@ ServedAdapters = Mapping[str, ServedAdapter]  # by name
 
 
 def adapters_in_force(engine_path: str) -> InForce[ServedAdapters]:
-    """engine_path: an engine's socket."""
     return InForce(
-        Path(engine_path).with_name("adapters"),
+        engine_path,
+        "adapters",
         lambda plain: {name: ServedAdapter(**each) for name, each in plain.items()},
     )
 
@@ -112,5 +107,4 @@ class SleepState:
 
 
 def sleep_in_force(engine_path: str) -> InForce[SleepState]:
-    """engine_path: an engine's socket."""
-    return InForce(Path(engine_path).with_name("sleep"), lambda plain: SleepState(**plain))
+    return InForce(engine_path, "sleep", lambda plain: SleepState(**plain))
