@@ -19,6 +19,7 @@ from tests.executor.harness import Harness
 from tests.executor.test_draft_weights import copy_of
 from tests.models.fp8_checkpoint import keeping_fp8, quantise
 from tests.models.mtp_reference import save_predictable
+from tests.server.http_answers import SECONDS, wait_for
 from tllm_spec.executor.weight_swap import StagedWeights
 from tllm_spec.llm import LLM
 from tllm_spec.models.formats import weight_format
@@ -480,6 +481,18 @@ def test_a_pause_that_waits_finishes_requests_that_stood_still() -> None:
         assert not llm.is_paused
         llm.wake_up()
         assert stream.result().outputs[0].length == 30
+
+
+def test_resume_ends_a_pause_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    with make_llm() as llm, ThreadPoolExecutor(1) as threads:
+        monkeypatch.setattr(llm._executor, "step", lambda: True)  # requests that never end
+        pausing = threads.submit(llm.pause, "wait")
+        wait_for(lambda: llm.is_paused)
+        llm.resume()
+        pausing.result(SECONDS)
+        monkeypatch.undo()
+        assert not llm.is_paused and len(text(llm)) == 30
+        llm.check_integrity()
 
 
 @pytest.mark.parametrize("mode", ["abort", "wait"])

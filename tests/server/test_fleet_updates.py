@@ -130,6 +130,41 @@ def test_several_engines_pause_and_sleep_together(fleet: TargetFleet) -> None:
     assert len(set(fleet.use(ask))) == 1
 
 
+def test_resume_ends_a_pause_of_several_engines_that_waits(
+    fleet: TargetFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for engine in fleet.engines:
+        monkeypatch.setattr(engine.process._executor, "step", lambda: True)
+
+    async def ask(replicas: Replicas) -> None:
+        engines = replicas.running_engines()
+        pausing = asyncio.create_task(asyncio.to_thread(replicas.pause, "wait"))
+        await asyncio.to_thread(wait_for, lambda: all(each.pause_mode for each in engines))
+        await asyncio.to_thread(replicas.resume)
+        await pausing
+        monkeypatch.undo()
+        await asyncio.to_thread(wait_for, lambda: replicas.pause_mode is None)
+
+    fleet.use(ask)
+    assert len(set(fleet.texts())) == 1
+
+
+def test_no_engine_sleeps_if_one_of_them_cannot(
+    fleet: TargetFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("no host memory is left")
+
+    async def ask(replicas: Replicas) -> None:
+        with pytest.raises(RuntimeError, match="no host memory is left"):
+            await asyncio.to_thread(replicas.sleep, 1)
+        assert not await asyncio.to_thread(lambda: replicas.is_sleeping)
+
+    monkeypatch.setattr(fleet.engines[1].process._executor.parts.sleep, "begin", fail)
+    fleet.use(ask)
+    assert len(set(fleet.texts())) == 1
+
+
 @pytest.mark.parametrize(
     ("level", "tags"),
     [(1, []), pytest.param(2, ["weights"], marks=pytest.mark.slow)],
