@@ -38,12 +38,14 @@ class LoRARequest:
 
 @dataclass(frozen=True)
 class AdapterInfo:
-    """A loaded adapter. rank: the largest of its layers. folder: where it was read from."""
+    """A loaded adapter. rank: the largest of its layers. folder: where it was read from.
+    draft_rank: that of its part for the draft head; None: it has none."""
 
     name: str
     content_hash: str
     rank: int
     folder: str
+    draft_rank: int | None = None
 
     @property
     def version(self) -> str:

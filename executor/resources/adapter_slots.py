@@ -48,7 +48,8 @@ class HostedAdapter:
 
 
 def info_of(name: str, folder: str, adapter: Adapter) -> AdapterInfo:
-    return AdapterInfo(name, adapter.content_hash, adapter.rank, folder)
+    draft_rank = None if adapter.draft is None else adapter.draft.rank
+    return AdapterInfo(name, adapter.content_hash, adapter.rank, folder, draft_rank)
 
 
 class AdapterSlots(ResourceManager):
