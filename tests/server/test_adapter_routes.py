@@ -318,6 +318,16 @@ def test_flags_that_nobody_may_use_stop_the_start(flags: tuple[str, ...], why: s
     assert result.exit_code == 1 and why in result.output
 
 
+@pytest.mark.parametrize(
+    ("flags", "most"),
+    [((), 16), (("--max_loras", "2"), 8), (("--max_cpu_loras", "5"), 5)],
+)
+def test_what_requests_may_load_is_bounded(flags: tuple[str, ...], most: int) -> None:
+    own = "--enable_lora", "--lora_root", ".", "--lora_auto_load", "--print_config"
+    result = CliRunner().invoke(main, ["zoo:llama", *own, *flags])
+    assert f"  max_cpu_loras: {most}  #" in result.output
+
+
 def test_what_is_served_outlives_a_front_and_the_file_is_read_again_only_if_it_has_changed(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
