@@ -1,31 +1,26 @@
 """Replaces the draft weights of a running engine: `LLM.load_draft_weights`, `POST
 /v1/draft_model`."""
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tllm_spec.config.llm_args import LlmArgs
-from tllm_spec.executor.draft_weights import DraftWeights
-from tllm_spec.executor.weight_swap import StagedWeights
-from tllm_spec.rank_calls import RankCalls, WeightSteps
+from tllm_spec.rank_calls import WeightSteps
 from tllm_spec.recording.replay import replay
 from tllm_spec.recording.traffic_folder import latest_records, states_files
 
 NUM_REPLAYED = 64  # the latest recorded requests, which new weights are tried with
 MIN_REPLAYED = 8
-NOT_REPLACEABLE = (
-    "load_draft_weights: this engine's draft weights cannot be replaced while it runs; an engine "
-    "whose speculative_model is a folder and whose draft_backend is torch is accepted"
-)
 
 
 class DraftSwap(WeightSteps):
     """Swaps the draft weights of an engine, as a `whole` or, in one of several, by steps."""
 
-    def __init__(self, args: LlmArgs, calls: RankCalls) -> None:
-        super().__init__(calls)
-        self._args = args
+    part = "draft"
+    refusal = (
+        "load_draft_weights: this engine's draft weights cannot be replaced while it runs; an "
+        "engine whose speculative_model is a folder and whose draft_backend is torch is accepted"
+    )
 
     def whole(self, folder: str, keep_cache: bool, force: bool) -> dict[str, Any]:
         """Waits until the weights are served. Returns the new version, how many recorded requests
@@ -33,14 +28,9 @@ class DraftSwap(WeightSteps):
 
         Raises ValueError for weights that do not fit, and without `force` for those that are worse
         in the replay. Then nothing has changed."""
-        if self._calls.are_several:
-            self._weights()
-            version = self._calls("swap_draft", folder=folder, keep_cache=keep_cache)
-            told = _not_replayed("several ranks swap together")
-        else:
-            staged, told = self._read(folder, force)
-            version = self._served(staged, keep_cache, None)["version"]
-        return {"version": version, "folder": folder} | told
+        replace = self._replacing(folder, keep_cache=keep_cache)
+        told = self._tried(folder, force)
+        return {"version": replace(), "folder": folder} | told
 
     def forced(self, folder: str) -> dict[str, Any]:
         """A whole swap, without a replay."""
@@ -48,30 +38,19 @@ class DraftSwap(WeightSteps):
 
     def stage(self, folder: str, version: int, keep_cache: bool, force: bool) -> dict[str, Any]:
         """Loads the weights. Returns what there is of a replay, and raises, as `whole` does."""
-        staged, told = self._read(folder, force)
-        self._staged[folder, version] = partial(self._served, staged, keep_cache, version)
-        return told
+        own = {"keep_cache": keep_cache, "version": version}
+        self._staged[folder, version] = self._replacing(folder, **own)
+        return self._tried(folder, force)
 
-    def _loaded(self, folder: str, version: int) -> dict[str, Any]:
-        self.stage(folder, version, False, True)
-        return self._staged[folder, version]()
+    def _load(self, folder: str, version: int) -> None:
+        self.stage(folder, version, keep_cache=False, force=True)
 
-    def _read(self, folder: str, force: bool) -> tuple[StagedWeights, dict[str, Any]]:
-        weights = self._weights()
-        staged = weights.stage(folder)
-        told = _not_replayed("force = true")
-        return staged, told if force else _replayed(self._args, weights.folder, folder)
-
-    def _served(
-        self, staged: StagedWeights, keep_cache: bool, version: int | None
-    ) -> dict[str, Any]:
-        swap = partial(self._calls.executor.swap_draft, keep_cache=keep_cache, version=version)
-        return {"version": self._calls.here(partial(swap, staged))}
-
-    def _weights(self) -> DraftWeights:
-        if (weights := self._calls.executor.parts.draft_weights) is None:
-            raise ValueError(NOT_REPLACEABLE)
-        return weights
+    def _tried(self, folder: str, force: bool) -> dict[str, Any]:
+        if self._calls.are_several:
+            return _not_replayed("several ranks swap together")
+        if force:
+            return _not_replayed("force = true")
+        return _replayed(self._args, self.weights.folder, folder)
 
 
 def _replayed(args: LlmArgs, old: str, new: str) -> dict[str, Any]:

@@ -6,13 +6,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import partial
 from threading import Event
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
+from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.executor.draft_weights import DraftWeights
 from tllm_spec.executor.py_executor import PyExecutor
 from tllm_spec.executor.target_weights import TargetWeights, WeightsTorn
-from tllm_spec.executor.weight_swap import Part
 from tllm_spec.executor.worker import Worker
 from tllm_spec.request_errors import PAUSE_MODES, REFUSING_MODES
 
@@ -26,26 +27,30 @@ def calls_of(executor: PyExecutor) -> dict[str, Callable[..., Any]]:
     def resume() -> None:
         executor.is_paused = False
 
-    def swap_draft(folder: str, **options: Any) -> int:
-        assert parts.draft_weights is not None
-        return executor.swap_draft(parts.draft_weights.stage_together(folder), **options)
-
-    def update_target(folder: str, part: Part, **options: Any) -> float:
-        assert parts.target_weights is not None
-        staged = parts.target_weights.stage_together(folder, part)
-        return executor.replace_weights(staged, **options)
+    def replace(part: str, folder: str, load: Sequence[Any], **options: Any) -> Any:
+        weights, replaced = replaceable(executor, part)
+        assert weights is not None
+        return replaced(weights.stage_together(folder, *load), **options)
 
     calls: dict[str, Callable[..., Any]] = {
         "pause": executor.pause,
         "resume": resume,
         "sleep": executor.sleep,
         "wake_up": parts.sleep.wake_up,
-        "swap_draft": swap_draft,
-        "update_target": update_target,
+        "replace": replace,
     }
     if (adapters := parts.adapters) is not None:
         calls |= {"load_adapter": adapters.load_together, "unload_adapter": adapters.remove}
     return calls
+
+
+def replaceable(
+    executor: PyExecutor, part: str
+) -> tuple[DraftWeights | TargetWeights | None, Callable[..., Any]]:
+    """The weights of "draft" or "target", and what replaces them by those that are staged."""
+    if part == "draft":
+        return executor.parts.draft_weights, executor.swap_draft
+    return executor.parts.target_weights, executor.replace_weights
 
 
 class RankCalls:
@@ -162,30 +167,48 @@ class Pausing:
 
 class WeightSteps(ABC):
     """Weights of one of several engines: all of them `stage` new ones while requests run, and then
-    all `keep` them, or if any fails those that they have. Steps run one at a time."""
+    all `keep` them, or if any fails those that they have. Steps run one at a time. part: as of
+    `replaceable`. refusal: where they cannot be replaced."""
 
-    def __init__(self, calls: RankCalls) -> None:
-        self._calls = calls
+    part: ClassVar[str]
+    refusal: ClassVar[str]
+
+    def __init__(self, args: LlmArgs, calls: RankCalls) -> None:
+        self._args, self._calls = args, calls
         # What serves the weights that are staged, by their folder and version.
-        self._staged: dict[tuple[str, int | str], Callable[[], dict[str, Any]]] = {}
+        self._staged: dict[tuple[str, int | str], Callable[[], Any]] = {}
 
-    def keep(self, folder: str, version: int | str) -> dict[str, Any]:
+    def keep(self, folder: str, version: Any) -> dict[str, Any]:
         """Serves these weights, which are loaded unless they are staged, and drops what else is
-        staged."""
-        weights, wanted = self._weights(), (folder, version)
+        staged. Returns what `replaceable` does as `result`."""
+        weights, wanted = self.weights, (folder, version)
         try:
             if (weights.folder, weights.version) == wanted:
                 return {}
             if wanted not in self._staged:
-                return self._loaded(folder, version)
-            return self._staged[wanted]()
+                self._load(folder, version)
+            return {"result": self._staged[wanted]()}
         finally:
             self._staged.clear()
 
     @abstractmethod
-    def _weights(self) -> DraftWeights | TargetWeights:
-        """Raises ValueError where they cannot be replaced."""
+    def _load(self, folder: str, version: Any) -> None:
+        """Stages weights that the other engines have."""
 
-    @abstractmethod
-    def _loaded(self, folder: str, version: Any) -> dict[str, Any]:
-        """Loads weights that the other engines have, and serves them."""
+    @property
+    def weights(self) -> DraftWeights | TargetWeights:
+        """Raises ValueError where they cannot be replaced."""
+        if (weights := replaceable(self._calls.executor, self.part)[0]) is None:
+            raise ValueError(self.refusal)
+        return weights
+
+    def _replacing(self, folder: str, *load: Any, **options: Any) -> Callable[[], Any]:
+        """What replaces the weights by those of the folder. They are loaded now; of several ranks
+        all load them then. load: for the network's loader. options: of `replaceable`. Raises
+        ValueError for weights that do not fit."""
+        weights = self.weights
+        if self._calls.are_several:
+            own = {"part": self.part, "folder": folder, "load": load}
+            return partial(self._calls, "replace", **own, **options)
+        replaced = replaceable(self._calls.executor, self.part)[1]
+        return partial(self._calls.here, partial(replaced, weights.stage(folder, *load), **options))

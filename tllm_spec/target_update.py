@@ -6,7 +6,6 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import monotonic
@@ -14,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.executor.speculative.modes import draft_plan_of
-from tllm_spec.executor.target_weights import TargetWeights
-from tllm_spec.executor.weight_swap import Part, StagedWeights
+from tllm_spec.executor.weight_swap import Part
 from tllm_spec.models.checkpoint import SINGLE
 from tllm_spec.rank_calls import RankCalls, WeightSteps
 from tllm_spec.shared_tensors import SharedTensors
@@ -34,22 +32,24 @@ if TYPE_CHECKING:
 
 RUNNING = "keep", "retract"
 PARTS = "target", "draft", "all"
-NOT_REPLACEABLE = (
-    "update_weights: this engine's weights cannot be replaced while it runs, since its draft head "
-    "has copies of some; draft_backend: torch is accepted, and with a head of its own folder no "
-    "speculative_token_map"
-)
 
 
 class TargetUpdate(WeightSteps):
     """Updates the target's weights of an engine at once or, in one of several, by steps.
     swap_draft: replaces the weights of a draft network by those of a folder."""
 
+    part = "target"
+    refusal = (
+        "update_weights: this engine's weights cannot be replaced while it runs, since its draft "
+        "head has copies of some; draft_backend: torch is accepted, and with a head of its own "
+        "folder no speculative_token_map"
+    )
+
     def __init__(
         self, args: LlmArgs, calls: RankCalls, swap_draft: Callable[[str], dict[str, Any]]
     ) -> None:
-        super().__init__(calls)
-        self._args, self._swap_draft = args, swap_draft
+        super().__init__(args, calls)
+        self._swap_draft = swap_draft
         self._draft = draft_plan_of(args.speculative_config)
 
     def update(
@@ -60,14 +60,9 @@ class TargetUpdate(WeightSteps):
         if part == "draft" and self._draft is not None and self._draft.path is not None:
             with folder_of(source, self._draft.path) as folder:
                 return self._swap_draft(folder)
-        weights, begin = self._weights(), monotonic()
-        own = {"version": version, "retract": running == "retract" and part != "draft"}
+        weights, begin = self.weights, monotonic()
         with folder_of(source, self._args.model) as folder:
-            if self._calls.are_several:
-                stopped = self._calls("update_target", folder=folder, part=part, **own)
-            else:
-                staged = weights.stage(folder, part)
-                stopped = self._served(staged, **own)["stopped_seconds"]
+            stopped = self._update(folder, version, part, running)()
         seconds = {"staged_seconds": monotonic() - begin - stopped, "stopped_seconds": stopped}
         return {"version": weights.version} | seconds
 
@@ -78,29 +73,22 @@ class TargetUpdate(WeightSteps):
                 "part = 'draft': of several engines, POST /v1/draft_model swaps drafts"
             )
         self._check(version, part, running)
-        own = {"version": version, "retract": running == "retract"}
-        staged = self._weights().stage(folder, part)
-        self._staged[folder, version] = partial(self._served, staged, **own)
+        self._staged[folder, version] = self._update(folder, version, part, running)
         return {}
 
-    def _loaded(self, folder: str, version: str) -> dict[str, Any]:
+    def _load(self, folder: str, version: str) -> None:
         """If that cannot be, the engine serves no more."""
         try:
             self.stage(folder, version, "target", "retract")
-            return self._staged[folder, version]()
         except (ValueError, OSError, MemoryError) as error:
             reason = f"the weights of {folder}, which all engines serve: {error}"
             self._calls.worker.fail(reason)
             raise
 
-    def _served(self, staged: StagedWeights, **options: Any) -> dict[str, Any]:
-        replace = partial(self._calls.executor.replace_weights, staged, **options)
-        return {"stopped_seconds": self._calls.here(replace)}
-
-    def _weights(self) -> TargetWeights:
-        if (weights := self._calls.executor.parts.target_weights) is None:
-            raise ValueError(NOT_REPLACEABLE)
-        return weights
+    def _update(self, folder: str, version: str | None, part: Part, running: str) -> Any:
+        """As `_replacing`, which returns for how many seconds no round ran."""
+        retract = running == "retract" and part != "draft"
+        return self._replacing(folder, part, version=version, retract=retract)
 
     def _check(self, version: str | None, part: str, running: str) -> None:
         mistakes = []

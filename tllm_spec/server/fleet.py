@@ -187,7 +187,7 @@ class FleetTarget(FleetWeights):
             new = ServedWeights(folder, version or str(number), served.folder, number)
             own = "stage", folder, new.version, part, running
             _, told = self._replace(served, new, lambda engine: engine.step(self.part, *own))
-        stopped = max(each["stopped_seconds"] for each in told)
+        stopped = max(each["result"] for each in told)
         staged = monotonic() - begin - stopped
         return {"version": new.version, "staged_seconds": staged, "stopped_seconds": stopped}
 
