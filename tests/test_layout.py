@@ -50,7 +50,6 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("tllm_spec.cli", "tllm_spec.examples", "tllm_spec.llmapi"),
     ("tllm_spec.bench", "tllm_spec.server", "tllm_spec.training"),
     ("tllm_spec.llm",),
-    ("tllm_spec.changing_parts",),
     ("tllm_spec.draft_swap",),
     ("tllm_spec.recording.replay", "tllm_spec.ranks", "tllm_spec.intake"),
     ("tllm_spec.target_update", "tllm_spec.adapter_loading"),

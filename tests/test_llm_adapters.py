@@ -89,7 +89,7 @@ def test_an_adapter_that_made_room_before_its_request_was_submitted_is_loaded_ag
 ) -> None:
     first, second = (LoRARequest(name, 1, adapters / name) for name in ("a", "b"))
     with make_llm(tiny, lora_config={**LORA, "max_loras": 1, "max_cpu_loras": 1}) as llm:
-        alone, loading = text(llm, first), llm._parts.adapters
+        alone, loading = text(llm, first), llm._adapters
         llm.unload_adapter("a")
         load = loading.load
 

@@ -13,12 +13,13 @@ from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
 
-from tllm_spec.changing_parts import ChangingParts
+from tllm_spec.adapter_loading import AdapterLoading
 from tllm_spec.config.engine_config import NO_KV_EVENTS
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.config.neighbours import CHAT_IGNORED, GENERATE_IGNORED
 from tllm_spec.config.option_checks import LogprobsMode
 from tllm_spec.distributed.communicator import Communicator
+from tllm_spec.draft_swap import DraftSwap
 from tllm_spec.executor.request import Response
 from tllm_spec.executor.request_queue import RequestQueue
 from tllm_spec.executor.weight_swap import Part
@@ -37,13 +38,14 @@ from tllm_spec.lora_request import AdapterInfo, LoRARequest
 from tllm_spec.models.automatic import with_drafter
 from tllm_spec.models.registry import model_config
 from tllm_spec.outputs import RequestOutput
-from tllm_spec.rank_calls import RankCalls
+from tllm_spec.rank_calls import Pausing, RankCalls
 from tllm_spec.ranks import build_together, join_ranks
 from tllm_spec.request_errors import REFUSING_MODES, EnginePaused, PauseMode, RequestError
 from tllm_spec.request_handle import RequestHandle, Results, wait_for_all
 from tllm_spec.sampling_params import RequestOptions, SamplingParams, SpeculationParams
 from tllm_spec.server_info import server_info
 from tllm_spec.shared_tensors import SharedTensors
+from tllm_spec.target_update import TargetUpdate
 from tllm_spec.text.chat_prompt import Conversation
 from tllm_spec.text.messages import Messages
 from tllm_spec.text.tokenizer import Tokenizer, tokenizer_of
@@ -81,8 +83,10 @@ class LLM:
         self._is_shut_down = False
         self._worker = Worker(built.executor, built.queue, self._results.fail_all)
         calls = RankCalls(built.executor, self._worker)
-        cancel_all = partial(_cancel_all, self._queue, self._results)
-        self._parts = ChangingParts(self.args, calls, cancel_all)
+        self._swap = DraftSwap(self.args, calls)
+        self._update = TargetUpdate(self.args, calls, self._swap.forced)
+        self._adapters = AdapterLoading(calls)
+        self._pausing = Pausing(calls, partial(_cancel_all, self._queue, self._results))
         communicator.when_lost(self._worker.fail)
         self._worker.start()
         # Runs at shutdown, when this object is collected, or when the interpreter ends: a thread
@@ -205,9 +209,7 @@ class LLM:
         cannot serve, RuntimeError after shutdown or when the executor has died."""
         refuse_not_served(not_served, GENERATE_IGNORED)
         self._check_alive()
-        chosen = (
-            nullcontext() if lora_request is None else self._parts.adapters.chosen(lora_request)
-        )
+        chosen = nullcontext() if lora_request is None else self._adapters.chosen(lora_request)
         with mistakes_as_request_errors(), chosen as adapter:
             options = RequestOptions(
                 streaming=streaming,
@@ -222,7 +224,7 @@ class LLM:
     def submit(self, inputs: Prompt, params: Params, options: RequestOptions) -> RequestHandle:
         """As `generate_async`, which makes `options`."""
         self._check_alive()
-        if self._parts.sleep.mode in REFUSING_MODES:
+        if self._pausing.mode in REFUSING_MODES:
             raise EnginePaused
         with mistakes_as_request_errors():
             submission = self._intake.submission(inputs, params, options)
@@ -328,7 +330,7 @@ class LLM:
         Raises ValueError, and changes nothing, for weights that do not fit, and without `force`
         for those that recorded traffic shows to be worse."""
         self._check_alive()
-        return self._parts.draft.whole(os.fspath(folder), keep_cache, force)
+        return self._swap.whole(os.fspath(folder), keep_cache, force)
 
     def load_adapter(
         self, name: str, folder: str | os.PathLike[str], *, replace: bool = False
@@ -338,19 +340,19 @@ class LLM:
 
         Raises ValueError, and changes nothing, for an adapter that cannot be served."""
         self._check_alive()
-        return self._parts.adapters.load(name, os.fspath(folder), replace=replace)
+        return self._adapters.load(name, os.fspath(folder), replace=replace)
 
     def unload_adapter(self, name: str) -> None:
         """Requests that have begun go on with the adapter; its memory is free after the last one.
         Raises UnknownAdapter, which is a ValueError, for a name that is not loaded."""
         self._check_alive()
-        self._parts.adapters.unload(name)
+        self._adapters.unload(name)
 
     @property
     def adapters(self) -> tuple[AdapterInfo, ...]:
         """The LoRA adapters that are loaded."""
         self._check_alive()
-        return self._parts.adapters.infos
+        return self._adapters.infos
 
     def pause(self, mode: PauseMode = "retract") -> None:
         """Returns when no round runs; none runs before `resume`. Requests go back to the queue to
@@ -358,17 +360,17 @@ class LLM:
         cancelled (abort). Requests that are submitted meanwhile wait; after wait and abort they
         are refused with RuntimeError."""
         self._check_alive()
-        self._parts.sleep.pause(mode)
+        self._pausing.pause(mode)
 
     def resume(self) -> None:
         """Ends a pause, also one that waits for requests."""
         self._check_alive()
-        self._parts.sleep.resume()
+        self._pausing.resume()
 
     @property
     def pause_mode(self) -> str | None:
         """None: there is no pause."""
-        return None if self._is_shut_down else self._parts.sleep.mode
+        return None if self._is_shut_down else self._pausing.mode
 
     @property
     def is_paused(self) -> bool:
@@ -381,18 +383,18 @@ class LLM:
         after waking, `update_weights` comes before the next request. Running requests go back to
         the queue, and requests wait. Returns the bytes that are free, and what stays."""
         self._check_alive()
-        return self._parts.sleep.sleep(level)
+        return self._pausing.sleep(level)
 
     def wake_up(self, tags: Sequence[str] | None = None) -> dict[str, Any]:
         """tags: `weights`, `kv_cache`; None: all that is asleep. Rounds run again when nothing
         is. Raises RuntimeError, and it sleeps on, if the device has too little memory."""
         self._check_alive()
-        return self._parts.sleep.wake_up(tags)
+        return self._pausing.wake_up(tags)
 
     @property
     def is_sleeping(self) -> bool:
         """Whether something is asleep."""
-        return self._parts.sleep.is_sleeping
+        return self._pausing.is_sleeping
 
     def update_weights(
         self,
@@ -413,7 +415,7 @@ class LLM:
         Returns the version, the seconds that staging took, and those in which no round ran. Raises
         ValueError, and changes nothing, for weights that do not fit."""
         self._check_alive()
-        return self._parts.target.update(source, version, part, running)
+        return self._update.update(source, version, part, running)
 
     def get_stats(self, timeout: float | None = 2) -> list[dict[str, Any]]:
         """One dict for each round since the last call, oldest first, with TensorRT-LLM's names;
@@ -451,7 +453,7 @@ class LLM:
             return
         self._is_shut_down = True
         self._end()
-        del self._executor, self._parts
+        del self._executor, self._swap, self._update, self._adapters, self._pausing
 
     def __enter__(self) -> "LLM":
         return self

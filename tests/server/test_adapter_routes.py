@@ -16,8 +16,7 @@ from tllm_spec.cli.serve import main
 from tllm_spec.lora_request import UnknownAdapter
 from tllm_spec.request_handle import RequestHandle
 from tllm_spec.sampling_params import DEFAULT_OPTIONS
-from tllm_spec.server.fleet import FleetAdapters
-from tllm_spec.server.in_force import InForce, ServedAdapter, adapters_in_force
+from tllm_spec.server.fleet import FleetAdapters, InForce, ServedAdapter, adapters_in_force
 from tllm_spec.server.options import ServerOptions
 
 KEYS = {"operator": "o" * 20, "alice": "a" * 20, "bob": "b" * 20}

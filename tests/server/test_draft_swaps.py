@@ -20,7 +20,7 @@ from tllm_spec import SamplingParams
 from tllm_spec.executor.draft_weights import DraftWeights
 from tllm_spec.server.engine_client import WORK_SECONDS
 from tllm_spec.server.engine_process import with_served_draft
-from tllm_spec.server.in_force import ServedWeights, weights_in_force
+from tllm_spec.server.fleet import ServedWeights, weights_in_force
 from tllm_spec.server.replicas import Replicas
 from tllm_spec.text.tokenizer import load_tokenizer
 
@@ -123,7 +123,7 @@ def test_no_engine_swaps_when_one_of_them_refuses_the_weights(
     with pytest.raises(ValueError, match="do not fit"):
         fleet.swap(fleet.other)
     assert fleet.served == [(FIRST, 0)] * 2 and fleet.sums() == before
-    assert [engine.process.parts.draft._staged for engine in fleet.engines] == [{}, {}]
+    assert [engine.process.parts["draft"]._staged for engine in fleet.engines] == [{}, {}]
     assert with_served_draft(ARGS, fleet.paths) == (ARGS, 0)
     monkeypatch.undo()
     assert fleet.swap(fleet.other)["version"] == 1
@@ -149,7 +149,7 @@ def test_engines_that_have_swapped_go_back_when_another_one_fails(
 
 
 def test_a_front_that_connects_ends_what_a_killed_front_had_begun(fleet: Fleet) -> None:
-    swap, before = fleet.engines[0].process.parts.draft, fleet.sums()
+    swap, before = fleet.engines[0].process.parts["draft"], fleet.sums()
     swap.stage(fleet.other, 1, keep_cache=False, force=True)
     with weights_in_force(fleet.paths[0], "draft").held():
         weights_in_force(fleet.paths[0], "draft").write(ServedWeights(FIRST, 0, None, 1))

@@ -13,7 +13,7 @@ from tests.server.http_answers import wait_for
 from tests.server.test_draft_swaps import PARAMS, Fleet
 from tllm_spec.executor.target_weights import TargetWeights
 from tllm_spec.server.engine_process import with_served_target
-from tllm_spec.server.in_force import ServedWeights, weights_in_force
+from tllm_spec.server.fleet import ServedWeights, weights_in_force
 from tllm_spec.server.replicas import Replicas
 
 FIRST = "zoo:llama"
@@ -107,7 +107,7 @@ def test_an_engine_that_connects_is_brought_to_what_is_in_force(
 
 
 def test_an_engine_without_the_weights_in_force_serves_no_more(fleet: TargetFleet) -> None:
-    update = fleet.engines[0].process.parts.target
+    update = fleet.engines[0].process.parts["target"]
     with pytest.raises(ValueError, match="missing"):
         update.keep("missing", "b")
     failure = fleet.engines[0].process._worker.failure
@@ -193,7 +193,7 @@ def test_an_engine_that_is_started_while_the_others_sleep_sleeps_too(
     assert before[0]["asleep"] == sorted({"weights", "kv_cache"} - {*tags})
     # As one that has just been started.
     sleeping = fleet.engines[1].process._executor.parts.sleep
-    fleet.engines[1].process.parts.sleep.wake_up(None)
+    fleet.engines[1].process.parts["sleep"].wake_up(None)
     sleeping.note_target()
     assert states()[1]["asleep"] == [] and states() != before
     assert len(set(fleet.use(wake))) == 1

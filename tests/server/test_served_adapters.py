@@ -25,8 +25,7 @@ from tllm_spec import LLM, LoRARequest, SamplingParams
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.sampling_params import RequestOptions
 from tllm_spec.server.engine_process import publish_adapters, with_served_adapters
-from tllm_spec.server.fleet import FleetAdapters
-from tllm_spec.server.in_force import ServedAdapter, adapters_in_force
+from tllm_spec.server.fleet import FleetAdapters, ServedAdapter, adapters_in_force
 from tllm_spec.server.replicas import Replicas
 from tllm_spec.text.tokenizer import load_tokenizer
 from tllm_spec.zoo.registry import resolve_model
@@ -97,11 +96,11 @@ class Fleet:
         self.paths = [engine.path for engine in self.engines]
         self.in_force = adapters_in_force(self.paths[0])
         for engine in self.engines:
-            publish_adapters(engine.process.parts.adapters.infos, self.in_force)
+            publish_adapters(engine.process.parts["adapters"].infos, self.in_force)
 
     def served(self) -> list[dict[str, str]]:
         """The folders by the names of adapters, for each engine."""
-        infos = [engine.process.parts.adapters.infos for engine in self.engines]
+        infos = [engine.process.parts["adapters"].infos for engine in self.engines]
         return [{each.name: Path(each.folder).name for each in own} for own in infos]
 
     def use(self, function: Callable[[Replicas], Awaitable[Any]]) -> Any:
@@ -174,12 +173,12 @@ def test_no_engine_loads_what_one_of_them_refuses(
     def refuse(*_: object, **__: object) -> None:
         raise ValueError("it does not fit")
 
-    loading = fleet.engines[1].process.parts.adapters
+    loading = fleet.engines[1].process.parts["adapters"]
     monkeypatch.setattr(loading._slots(), "read", refuse)
     with pytest.raises(ValueError, match="does not fit"):
         fleet.change(lambda adapters: fleet.load(adapters, "x", "b"))
     assert fleet.served() == [{"x": "a"}] * 2
-    assert not any(engine.process.parts.adapters._staged for engine in fleet.engines)
+    assert not any(engine.process.parts["adapters"]._staged for engine in fleet.engines)
     monkeypatch.undo()
     monkeypatch.setattr(loading, "_commit", refuse)
     with pytest.raises(ValueError, match="does not fit"):
@@ -192,7 +191,7 @@ def test_no_engine_loads_what_one_of_them_refuses(
 
 
 def test_a_front_that_connects_ends_what_a_killed_front_had_begun(fleet: Fleet) -> None:
-    loading = fleet.engines[0].process.parts.adapters
+    loading = fleet.engines[0].process.parts["adapters"]
     loading.load("x", str(fleet.root / "b"), replace=True)
     loading.load("z", str(fleet.root / "c"))
     fleet.use(lambda replicas: asyncio.sleep(0))
@@ -202,7 +201,7 @@ def test_a_front_that_connects_ends_what_a_killed_front_had_begun(fleet: Fleet) 
 def test_an_engine_does_not_serve_a_folder_that_has_changed_since_others_loaded_it(
     fleet: Fleet,
 ) -> None:
-    infos = fleet.engines[0].process.parts.adapters.infos
+    infos = fleet.engines[0].process.parts["adapters"].infos
     other = [type(infos[0])("x", "0" * 64, 4, "folder")]
     with pytest.raises(ValueError, match="folder has changed since it was loaded"):
         publish_adapters(other, fleet.in_force)

@@ -31,7 +31,7 @@ from tllm_spec.outputs import FIRST_VERSION
 from tllm_spec.request_errors import described
 from tllm_spec.server.child import FAILED, Control, freeze_heap, memory_note
 from tllm_spec.server.engine_port import EnginePort
-from tllm_spec.server.in_force import (
+from tllm_spec.server.fleet import (
     InForce,
     ServedAdapter,
     ServedAdapters,
@@ -178,11 +178,9 @@ class EngineProcess:
         draft_version: int | None = None,
         weight_version: str | None = None,
     ) -> None:
-        from tllm_spec.changing_parts import ChangingParts
         from tllm_spec.executor.worker import Worker
         from tllm_spec.grammars import Grammars
         from tllm_spec.models.registry import model_config
-        from tllm_spec.rank_calls import RankCalls
         from tllm_spec.ranks import build_together, join_ranks
         from tllm_spec.server.child import adopt_transformers_logs
         from tllm_spec.text.tokenizer import load_tokenizer
@@ -199,12 +197,7 @@ class EngineProcess:
         self._executor = built.executor
         self._grammars = Grammars.of(args, tokenizer, built.limits)
         self._worker = Worker(built.executor, built.queue, self._on_end)
-        self.parts = ChangingParts(
-            args,
-            RankCalls(built.executor, self._worker),
-            lambda: self._port.cancel_all(),
-            lambda mode: self._port.set_pause(mode),
-        )
+        self.parts = self._parts(args)
         weights, stats = built.executor.parts.draft_weights, built.executor.parts.iteration_stats
         self._port = EnginePort(
             built,
@@ -214,10 +207,10 @@ class EngineProcess:
                 "state": self._state,
                 "stats": list if stats is None else stats.take,
                 "ping": lambda: None,
-                "is_sleeping": lambda: self.parts.sleep.is_sleeping,
-                "resume": self.parts.sleep.resume_now,
+                "is_sleeping": lambda: self.parts["sleep"].is_sleeping,
+                "resume": self.parts["sleep"].resume_now,
             },
-            {(part, step): getattr(getattr(self.parts, part), step) for part, step in STEPS},
+            {(part, step): getattr(self.parts[part], step) for part, step in STEPS},
         )
         if weights is not None and draft_version is not None:
             weights.version, weights.report_worse = draft_version, self._port.report_worse
@@ -227,6 +220,22 @@ class EngineProcess:
         self._loop = EngineLoop(
             self._port, listener, lambda: self._worker.submit(self._executor.load)
         )
+
+    def _parts(self, args: LlmArgs) -> dict[str, Any]:
+        """What can be changed, by the names that fronts use."""
+        from tllm_spec.adapter_loading import AdapterLoading
+        from tllm_spec.draft_swap import DraftSwap
+        from tllm_spec.rank_calls import Pausing, RankCalls
+        from tllm_spec.target_update import TargetUpdate
+
+        calls = RankCalls(self._executor, self._worker)
+        draft, cancel_all = DraftSwap(args, calls), lambda: self._port.cancel_all()
+        return {
+            "draft": draft,
+            "target": TargetUpdate(args, calls, draft.forced),
+            "adapters": AdapterLoading(calls),
+            "sleep": Pausing(calls, cancel_all, lambda mode: self._port.set_pause(mode)),
+        }
 
     def run(self) -> str | None:
         """Serves until `stop`. Returns why the engine has died, or None."""
@@ -341,7 +350,7 @@ def main() -> int:
         joining = partial(control.send, "joining")
         engine = EngineProcess(args, listener, joining, draft_version, weight_version)
         if args.lora_config is not None:
-            publish_adapters(engine.parts.adapters.infos, in_force)
+            publish_adapters(engine.parts["adapters"].infos, in_force)
     except ValueError as error:
         control.send("failed", str(error))
         return FAILED

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING
 
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.server.child import FAILED, ChildSettings, Control, freeze_heap
+from tllm_spec.server.fleet import adapters_in_force
 from tllm_spec.server.histograms import Histograms
 from tllm_spec.server.http_server import HttpServer, Tls
-from tllm_spec.server.in_force import adapters_in_force
 from tllm_spec.server.options import ServerOptions
 from tllm_spec.zoo.registry import is_gguf
 

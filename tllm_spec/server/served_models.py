@@ -17,9 +17,8 @@ from tllm_spec.config.option_checks import check_adapter_name
 from tllm_spec.intake import max_model_len
 from tllm_spec.server.admission import bad_request, engine_running
 from tllm_spec.server.bodies import BodyModel
-from tllm_spec.server.fleet import FleetAdapters
+from tllm_spec.server.fleet import FleetAdapters, ServedAdapter, ServedAdapters
 from tllm_spec.server.guard import check_key, folder_below
-from tllm_spec.server.in_force import ServedAdapter, ServedAdapters
 from tllm_spec.server.options import ServerOptions, has_key
 from tllm_spec.server.protocol import AdapterChoice
 from tllm_spec.server.refusals import RequestRefused
