@@ -22,15 +22,6 @@ Staged = tuple[Adapter, str, str | None]  # with its folder and root
 NOT_SERVED = "this engine serves no LoRA adapters; lora_config = {} serves them"
 
 
-def check_unchanged(info: AdapterInfo, content_hash: str) -> None:
-    """Raises ValueError where a folder does not have what was loaded from it."""
-    if info.content_hash != content_hash:
-        raise ValueError(
-            f"lora_name = {info.name!r}: {info.folder} has changed since it was loaded, and other "
-            "engines serve what it had; bring it back, or load it again"
-        )
-
-
 class AdapterLoading:
     """Adapters of one engine, from any thread but the executor's. Several engines `stage` in all
     of them, then `keep` in all, or in none if any fails."""
@@ -87,7 +78,7 @@ class AdapterLoading:
                 if has.get(name) != content_hash:
                     staged = self._staged.get(name)
                     if staged is None or staged[0].content_hash != content_hash:
-                        check_unchanged(AdapterInfo(**self.stage(name, folder)), content_hash)
+                        AdapterInfo(**self.stage(name, folder)).check_unchanged(content_hash)
                     self._commit(name, self._staged[name], replace=True)
         finally:
             self._staged.clear()

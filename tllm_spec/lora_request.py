@@ -52,6 +52,14 @@ class AdapterInfo:
         """Its identity, by which caches know it: name and content."""
         return f"{self.name}@{self.content_hash}"
 
+    def check_unchanged(self, content_hash: str) -> None:
+        """Raises ValueError where the folder does not have what was loaded from it before."""
+        if self.content_hash != content_hash:
+            raise ValueError(
+                f"lora_name = {self.name!r}: {self.folder} has changed since it was loaded, and "
+                "other engines serve what it had; bring it back, or load it again"
+            )
+
 
 def name_of_version(version: str) -> str:
     """The name in `AdapterInfo.version`."""

@@ -13,8 +13,7 @@ from tests.server.engine_thread import OPTIONS, PROMPT, Engine
 from tests.server.http_answers import SECONDS, wait_for
 from tllm_spec import SamplingParams
 from tllm_spec.config.llm_args import LlmArgs
-from tllm_spec.server.engine_process import publish_adapters
-from tllm_spec.server.fleet import adapters_in_force
+from tllm_spec.server.fleet import FleetAdapters
 from tllm_spec.server.replicas import Replicas
 from tllm_spec.text.tokenizer import load_tokenizer
 from tllm_spec.zoo.registry import resolve_model
@@ -45,7 +44,7 @@ class Fleet:
         self.target = str(copy_of(TARGET, folder / "target", 0.9))
         if root is not None:
             for engine in self.engines:
-                publish_adapters(engine.part("adapters").infos, adapters_in_force(self.paths[0]))
+                FleetAdapters(self.paths[0]).publish(engine.part("adapters").infos)
 
     @property
     def parts(self) -> list[Any]:

@@ -16,7 +16,7 @@ from tllm_spec.cli.serve import main
 from tllm_spec.lora_request import UnknownAdapter
 from tllm_spec.request_handle import RequestHandle
 from tllm_spec.sampling_params import DEFAULT_OPTIONS
-from tllm_spec.server.fleet import FleetAdapters, InForce, ServedAdapter, adapters_in_force
+from tllm_spec.server.fleet import FleetAdapters, ServedAdapter
 from tllm_spec.server.options import ServerOptions
 
 KEYS = {"operator": "o" * 20, "alice": "a" * 20, "bob": "b" * 20}
@@ -61,9 +61,8 @@ class Site:
     def __init__(self, root: Path) -> None:
         self.http = httpx.Client(timeout=SECONDS)
         self.root, self.llm, self.engine = root / "adapters", FakeLLM(), FakeEngine()
-        self.in_force: InForce[Any] = adapters_in_force(str(root / "engine0"))
         engine: Any = self.engine
-        self.adapters = FleetAdapters(self.in_force, {}, lambda: [engine])
+        self.adapters = FleetAdapters(str(root / "engine0"), lambda: [engine])
         for name in ("a", "b", "auto", BAD, GONE):
             self.write(name, name)
         (root / "outside").mkdir()
@@ -331,9 +330,9 @@ def test_what_is_served_outlives_a_front_and_the_file_is_read_again_only_if_it_h
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     site.load("x", "a", client="bob")
-    other: Any = adapters_in_force(str(site.root.parent / "engine0"))
+    other: Any = FleetAdapters(str(site.root.parent / "engine0"))
     assert other.read()["x"].client == "bob" and other.read()["x"].version == "x@a"
-    monkeypatch.setattr(other, "_made", None)
+    monkeypatch.setattr(other, "made", None)
     assert list(other.read()) == ["x"]
     monkeypatch.undo()
     site.load("y", "b")

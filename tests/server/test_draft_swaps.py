@@ -20,7 +20,7 @@ from tests.server.test_replicas import CACHE
 from tllm_spec.executor.draft_weights import DraftWeights
 from tllm_spec.server.engine_client import WORK_SECONDS
 from tllm_spec.server.engine_process import with_served_draft
-from tllm_spec.server.fleet import ServedWeights, weights_in_force
+from tllm_spec.server.fleet import FleetDraft, ServedWeights
 from tllm_spec.server.replicas import Replicas
 
 
@@ -35,7 +35,7 @@ class DraftFleet(Fleet):
 
     def in_force(self) -> ServedWeights | None:
         """Waits for the end of a swap."""
-        with weights_in_force(self.paths[0], "draft").held() as served:
+        with FleetDraft(self.paths).held() as served:
             return served
 
     def swap(self) -> dict[str, Any]:

@@ -118,7 +118,7 @@ def test_a_front_that_connects_ends_what_a_killed_front_had_begun(name: str, fle
     def begin(front: Replicas) -> None:
         alike: Any = front.adapters if name == "adapters" else getattr(front, f"_{name}")
         with alike.held() as served:
-            alike._in_force.write(served)
+            alike.write(served)
 
     kind = KINDS[name]
     before = states(kind, fleet)

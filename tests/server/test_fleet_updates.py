@@ -11,7 +11,7 @@ from tests.server.engine_fleet import PARAMS, TARGET, Fleet
 from tests.server.engine_thread import ARGS, PROMPT
 from tests.server.http_answers import wait_for
 from tllm_spec.server.engine_process import with_served_target
-from tllm_spec.server.fleet import ServedWeights, weights_in_force
+from tllm_spec.server.fleet import FleetTarget, ServedWeights
 from tllm_spec.server.replicas import Replicas
 
 
@@ -46,7 +46,7 @@ def test_all_engines_are_updated_and_one_that_starts_again_has_the_same(fleet: F
 
 @pytest.mark.slow
 def test_an_engine_that_connects_is_brought_to_what_is_in_force(fleet: Fleet) -> None:
-    before, in_force = fleet.texts(), weights_in_force(fleet.paths[0], "target")
+    before, in_force = fleet.texts(), FleetTarget(fleet.paths)
     with in_force.held():
         in_force.write(ServedWeights(fleet.target, "b", TARGET, 1))
     assert fleet.texts() != before  # before it gets a request

@@ -24,8 +24,8 @@ from tests.server.test_replicas import CACHE
 from tllm_spec import LLM, LoRARequest, SamplingParams
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.sampling_params import RequestOptions
-from tllm_spec.server.engine_process import publish_adapters, with_served_adapters
-from tllm_spec.server.fleet import FleetAdapters, ServedAdapter, adapters_in_force
+from tllm_spec.server.engine_process import with_served_adapters
+from tllm_spec.server.fleet import FleetAdapters, ServedAdapter
 from tllm_spec.server.replicas import Replicas
 
 MODEL = "zoo:llama"
@@ -117,7 +117,7 @@ def test_all_engines_load_while_requests_run_and_each_request_keeps_its_version(
 
     fleet.use(change)
     assert fleet.served() == [{"y": "c"}] * 2
-    again = with_served_adapters(fleet.args, adapters_in_force(fleet.paths[0]).read())
+    again = with_served_adapters(fleet.args, FleetAdapters(fleet.paths[0]).read())
     assert again.lora_config is not None
     assert again.lora_config.lora_dir == {"y": f"{fleet.root}/c"}, "of one started again"
 
@@ -128,7 +128,7 @@ def test_an_engine_does_not_serve_a_folder_that_has_changed_since_others_loaded_
     infos = fleet.engines[0].part("adapters").infos
     other = [type(infos[0])("x", "0" * 64, 4, "folder")]
     with pytest.raises(ValueError, match="folder has changed since it was loaded"):
-        publish_adapters(other, adapters_in_force(fleet.paths[0]))
+        FleetAdapters(fleet.paths[0]).publish(other)
 
 
 KEY = "a" * 20

@@ -15,7 +15,6 @@ import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import asdict
 from functools import partial
 from itertools import product
 from time import monotonic
@@ -26,18 +25,11 @@ import msgpack
 from tllm_spec.config.engine_config import KVEventsConfig
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.executor.py_executor import Load
-from tllm_spec.lora_request import AdapterInfo
 from tllm_spec.outputs import FIRST_VERSION
 from tllm_spec.request_errors import described
 from tllm_spec.server.child import FAILED, Control, freeze_heap, memory_note
 from tllm_spec.server.engine_port import EnginePort
-from tllm_spec.server.fleet import (
-    InForce,
-    ServedAdapter,
-    ServedAdapters,
-    adapters_in_force,
-    weights_in_force,
-)
+from tllm_spec.server.fleet import FleetAdapters, FleetDraft, FleetTarget, ServedAdapters
 from tllm_spec.server.wire import Link
 
 logger = logging.getLogger(__name__)
@@ -295,7 +287,7 @@ def with_served_draft(args: LlmArgs, engine_paths: Sequence[str]) -> tuple[LlmAr
     been swapped; None for an only engine."""
     if len(engine_paths) == 1:
         return args, None
-    served = weights_in_force(engine_paths[0], "draft").read()
+    served = FleetDraft(engine_paths).read()
     if served is None:
         return args, 0
     from tllm_spec.draft_swap import with_draft_weights
@@ -306,7 +298,7 @@ def with_served_draft(args: LlmArgs, engine_paths: Sequence[str]) -> tuple[LlmAr
 def with_served_target(args: LlmArgs, engine_paths: Sequence[str]) -> tuple[LlmArgs, str | None]:
     """The arguments with the target's weights that the other engines have after an update, and
     their version; None before."""
-    served = weights_in_force(engine_paths[0], "target").read()
+    served = FleetTarget(engine_paths).read()
     if served is None or served.version == FIRST_VERSION:
         return args, None
     own = {"model": served.folder, "tokenizer": args.tokenizer or args.model, "load_format": "auto"}
@@ -322,19 +314,6 @@ def with_served_adapters(args: LlmArgs, served: ServedAdapters | None) -> LlmArg
     return args.model_copy(update={"lora_config": config})
 
 
-def publish_adapters(infos: Sequence[AdapterInfo], in_force: InForce[ServedAdapters]) -> None:
-    """Says what an engine has that is about to serve, if it is the first one. Raises ValueError if
-    it has not read what the others have."""
-    from tllm_spec.adapter_loading import check_unchanged
-
-    with in_force.held() as served:
-        if served is None:
-            in_force.write({each.name: ServedAdapter(**asdict(each)) for each in infos})
-        for info in infos:
-            if served is not None and info.name in served:
-                check_unchanged(info, served[info.name].content_hash)
-
-
 def main() -> int:
     control = Control(int(sys.argv[1]))
     listener = socket.socket(fileno=int(sys.argv[2]))
@@ -345,12 +324,12 @@ def main() -> int:
         args = args_of_engine(args, settings.number, len(settings.engine_paths))
         args, draft_version = with_served_draft(args, settings.engine_paths)
         args, weight_version = with_served_target(args, settings.engine_paths)
-        in_force = adapters_in_force(settings.engine_paths[0])
-        args = with_served_adapters(args, in_force.read())
+        adapters = FleetAdapters(settings.engine_paths[0])
+        args = with_served_adapters(args, adapters.read())
         joining = partial(control.send, "joining")
         engine = EngineProcess(args, listener, joining, draft_version, weight_version)
         if args.lora_config is not None:
-            publish_adapters(engine.parts["adapters"].infos, in_force)
+            adapters.publish(engine.parts["adapters"].infos)
     except ValueError as error:
         control.send("failed", str(error))
         return FAILED

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -27,24 +28,29 @@ logger = logging.getLogger(__name__)
 
 LOCK_SECONDS = 600.0  # that a change waits for another one
 Value = TypeVar("Value")
+Told = list[dict[str, Any]]  # what a step of each engine returns
 
 
-class InForce(Generic[Value]):
-    """engine_path: an engine's socket. name: of what it is. made: the value of what JSON has of it.
-    Methods raise OSError when the folder has been removed."""
+class Alike(ABC, Generic[Value]):
+    """engine_path: an engine's socket. running: the engines that run. min_engines: how many must
+    run for a change. Methods wait for them, and raise RuntimeError if nothing can be changed."""
 
-    def __init__(self, engine_path: str, name: str, made: Callable[[Any], Value]) -> None:
-        self._path = Path(engine_path).with_name(f"{name}.json")
-        self._made = made
+    part: ClassVar[str]  # of an engine, which has the steps
+    first: Value  # what is in force before any change
+
+    def __init__(
+        self,
+        engine_path: str,
+        running: Callable[[], Sequence[EngineClient]] = lambda: (),
+        min_engines: int = 1,
+    ) -> None:
+        self._path = Path(engine_path).with_name(f"{self.part}.json")
+        self._running, self._min_engines = running, min_engines
         self._known: tuple[tuple[int, int], Value] | None = None  # of which file
 
-    @contextmanager
-    def held(self) -> Iterator[Value | None]:
-        """As `read`. Waits until no other thread or process holds it, so there is one change at a
-        time. Raises TimeoutError, which is an OSError, when that takes too long."""
-        with self._path.with_suffix(".lock").open("a") as lock:
-            take_lock(lock.fileno(), LOCK_SECONDS)
-            yield self.read()
+    @abstractmethod
+    def made(self, plain: Any) -> Value:
+        """Makes what is in force of what JSON has of it."""
 
     def read(self) -> Value | None:
         """None before anything was written. The same file is not read twice."""
@@ -54,7 +60,7 @@ class InForce(Generic[Value]):
             return None
         file = status.st_ino, status.st_mtime_ns
         if self._known is None or self._known[0] != file:
-            self._known = file, self._made(json.loads(self._path.read_text()))
+            self._known = file, self.made(json.loads(self._path.read_text()))
         return self._known[1]
 
     def write(self, value: Value) -> None:
@@ -63,87 +69,17 @@ class InForce(Generic[Value]):
         new.write_text(json.dumps(value, default=asdict))
         os.replace(new, self._path)
 
-
-@dataclass(frozen=True)
-class ServedWeights:
-    """version: of these weights. before: the folder that the last swap replaced; None if that swap
-    was one back to older weights. last: the latest number that a swap has had, also one that
-    failed: no version has two folders."""
-
-    folder: str
-    version: int | str
-    before: str | None
-    last: int
-
-
-def weights_in_force(engine_path: str, part: str) -> InForce[ServedWeights]:
-    return InForce(engine_path, f"{part}_weights", lambda plain: ServedWeights(**plain))
-
-
-@dataclass(frozen=True)
-class ServedAdapter(AdapterInfo):
-    """client: the only one that may use it, by the name of its key; None: all may. content_hash:
-    "" before the first engine has loaded it. from_request: whether a request has loaded it."""
-
-    client: str | None = None
-    from_request: bool = False
-
-    @classmethod
-    def of_folder(cls, name: str, folder: str, **own: Any) -> ServedAdapter:
-        """One that no engine has loaded yet."""
-        return cls(name, "", 0, folder, **own)
-
-
-ServedAdapters = Mapping[str, ServedAdapter]  # by name
-
-
-def adapters_in_force(engine_path: str) -> InForce[ServedAdapters]:
-    return InForce(
-        engine_path,
-        "adapters",
-        lambda plain: {name: ServedAdapter(**each) for name, each in plain.items()},
-    )
-
-
-@dataclass(frozen=True)
-class SleepState:
-    """What sleeps of each engine, and whether the target's weights were dropped and not updated
-    since: as `LLM.sleep` tells it."""
-
-    asleep: list[str]
-    lacks_weights: bool
-
-
-def sleep_in_force(engine_path: str) -> InForce[SleepState]:
-    return InForce(engine_path, "sleep", lambda plain: SleepState(**plain))
-
-
-Running = Callable[[], Sequence[EngineClient]]  # the engines that run
-Told = list[dict[str, Any]]  # what a step of each engine returns
-
-
-class Alike(Generic[Value]):
-    """first: what is in force before any change. min_engines: that must run for one. Methods wait
-    for the engines, and raise RuntimeError if nothing can be changed."""
-
-    part: ClassVar[str]  # of an engine, which has the steps
-
-    def __init__(
-        self, in_force: InForce[Value], first: Value, running: Running, min_engines: int = 1
-    ) -> None:
-        self._in_force, self._first = in_force, first
-        self._running, self._min_engines = running, min_engines
-
     def served(self) -> Value:
         """What is in force. Does not wait."""
-        found = self._in_force.read()
-        return self._first if found is None else found
+        found = self.read()
+        return self.first if found is None else found
 
     @contextmanager
     def held(self) -> Iterator[Value]:
-        """What is in force, until the block ends: there is one change at a time."""
+        """What is in force. No other thread or process changes it before the block ends."""
         try:
-            with self._in_force.held():
+            with self._path.with_suffix(".lock").open("a") as lock:
+                take_lock(lock.fileno(), LOCK_SECONDS)
                 yield self.served()
         except OSError as error:
             raise RuntimeError(f"the engines stay as they are ({self.part}): {error}") from error
@@ -163,9 +99,9 @@ class Alike(Generic[Value]):
         try:
             staged = in_all(engines, stage)
             before, after = values(staged)
-            self._in_force.write(before)
+            self.write(before)
             kept = in_all(engines, partial(self._keep, after))
-            self._in_force.write(after)
+            self.write(after)
         except (RuntimeError, ValueError, OSError):
             self._bring(engines)
             raise
@@ -176,7 +112,7 @@ class Alike(Generic[Value]):
         ended in the middle of a change. joined: called before the next change."""
         with ExitStack() as changes:
             try:
-                if self._in_force.read() is not None:
+                if self.read() is not None:
                     changes.enter_context(self.held())
                     self._bring([engine])
             except (OSError, RuntimeError) as error:
@@ -199,9 +135,21 @@ class Alike(Generic[Value]):
     def _keep(self, served: Value, engine: EngineClient) -> dict[str, Any]:
         return engine.step(self.part, "keep", *self._plain(served))
 
+    @abstractmethod
     def _plain(self, served: Value) -> Sequence[Any]:
         """Arguments of the engine's step `keep`."""
-        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class ServedWeights:
+    """version: of these weights. before: the folder that the last swap replaced; None if that swap
+    was one back to older weights. last: the latest number that a swap has had, also one that
+    failed: no version has two folders."""
+
+    folder: str
+    version: int | str
+    before: str | None
+    last: int
 
 
 class FleetWeights(Alike[ServedWeights]):
@@ -209,10 +157,17 @@ class FleetWeights(Alike[ServedWeights]):
 
     first_version: ClassVar[int | str]
 
-    def __init__(self, engine_paths: Sequence[str], folder: str, running: Running) -> None:
-        first = ServedWeights(folder, self.first_version, None, 0)
-        in_force = weights_in_force(engine_paths[0], self.part)
-        super().__init__(in_force, first, running, len(engine_paths))
+    def __init__(
+        self,
+        engine_paths: Sequence[str],
+        folder: str = "",
+        running: Callable[[], Sequence[EngineClient]] = lambda: (),
+    ) -> None:
+        super().__init__(engine_paths[0], running, len(engine_paths))
+        self.first = ServedWeights(folder, self.first_version, None, 0)
+
+    def made(self, plain: Any) -> ServedWeights:
+        return ServedWeights(**plain)
 
     def _plain(self, served: ServedWeights) -> Sequence[Any]:
         return served.folder, served.version
@@ -282,10 +237,22 @@ class FleetTarget(FleetWeights):
         return {"version": new.version, "staged_seconds": staged, "stopped_seconds": stopped}
 
 
+@dataclass(frozen=True)
+class SleepState:
+    """What sleeps of each engine, and whether the target's weights were dropped and not updated
+    since: as `LLM.sleep` tells it."""
+
+    asleep: list[str]
+    lacks_weights: bool
+
+
 class FleetSleep(Alike[SleepState]):
     """What sleeps of each engine."""
 
-    part = "sleep"
+    part, first = "sleep", SleepState([], lacks_weights=False)
+
+    def made(self, plain: Any) -> SleepState:
+        return SleepState(**plain)
 
     def sleep(self, level: int) -> Told:
         """As `LLM.sleep`, of all engines."""
@@ -306,7 +273,7 @@ class FleetSleep(Alike[SleepState]):
         with self.held() as served:
             yield
             if served.lacks_weights:
-                self._in_force.write(replace(served, lacks_weights=False))
+                self.write(replace(served, lacks_weights=False))
 
     def _plain(self, served: SleepState) -> Sequence[Any]:
         return served.asleep, served.lacks_weights
@@ -316,10 +283,41 @@ def state_of(told: Mapping[str, Any]) -> SleepState:
     return SleepState(told["asleep"], told["lacks_weights"])
 
 
+@dataclass(frozen=True)
+class ServedAdapter(AdapterInfo):
+    """client: the only one that may use it, by the name of its key; None: all may. content_hash:
+    "" before the first engine has loaded it. from_request: whether a request has loaded it."""
+
+    client: str | None = None
+    from_request: bool = False
+
+    @classmethod
+    def of_folder(cls, name: str, folder: str, **own: Any) -> ServedAdapter:
+        """One that no engine has loaded yet."""
+        return cls(name, "", 0, folder, **own)
+
+
+ServedAdapters = Mapping[str, ServedAdapter]  # by name
+
+
 class FleetAdapters(Alike[ServedAdapters]):
     """LoRA adapters, by name. A request keeps the version that it began with."""
 
     part = "adapters"
+    first: ServedAdapters = {}  # noqa: RUF012  # a Mapping, which nothing changes
+
+    def made(self, plain: Any) -> ServedAdapters:
+        return {name: ServedAdapter(**each) for name, each in plain.items()}
+
+    def publish(self, infos: Sequence[AdapterInfo]) -> None:
+        """Says what an engine has that is about to serve, if it is the first one. Raises ValueError
+        if it has not read what the others have."""
+        with self.held() as served:
+            if self.read() is None:
+                self.write({each.name: ServedAdapter(**asdict(each)) for each in infos})
+            for each in infos:
+                if each.name in served:
+                    each.check_unchanged(served[each.name].content_hash)
 
     def load(
         self, wanted: ServedAdapter, root: str, *, replaces: bool = False, most: int | None = None
@@ -369,7 +367,7 @@ class FleetAdapters(Alike[ServedAdapters]):
         with self.held() as served:
             if name not in served:
                 raise LookupError(name)
-            self._in_force.write({other: each for other, each in served.items() if other != name})
+            self.write({other: each for other, each in served.items() if other != name})
             self._bring(self._running())
 
     def _plain(self, served: ServedAdapters) -> Sequence[Any]:

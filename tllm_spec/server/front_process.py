@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.server.child import FAILED, ChildSettings, Control, freeze_heap
-from tllm_spec.server.fleet import adapters_in_force
 from tllm_spec.server.histograms import Histograms
 from tllm_spec.server.http_server import HttpServer, Tls
 from tllm_spec.server.options import ServerOptions
@@ -97,7 +96,7 @@ async def _adapters(client: EngineClient | Replicas, paths: Sequence[str]) -> Fl
 
     if isinstance(client, Replicas):
         return client.adapters
-    adapters = FleetAdapters(adapters_in_force(paths[0]), {}, lambda: [client])
+    adapters = FleetAdapters(paths[0], lambda: [client])
     await asyncio.to_thread(adapters.settle, client)
     return adapters
 

@@ -23,9 +23,6 @@ from tllm_spec.server.fleet import (
     FleetDraft,
     FleetSleep,
     FleetTarget,
-    SleepState,
-    adapters_in_force,
-    sleep_in_force,
 )
 from tllm_spec.server.prefix_router import PrefixRouter
 from tllm_spec.shared_tensors import SharedTensors
@@ -55,9 +52,8 @@ class Replicas:
         draft = str(getattr(args.speculative_config, "speculative_model", ""))
         self._draft = FleetDraft(paths, draft, self.running_engines)
         self._target = FleetTarget(paths, args.model, self.running_engines)
-        awake = SleepState([], lacks_weights=False)
-        self._sleep = FleetSleep(sleep_in_force(paths[0]), awake, self.running_engines)
-        self.adapters = FleetAdapters(adapters_in_force(paths[0]), {}, self.running_engines)
+        self._sleep = FleetSleep(paths[0], self.running_engines)
+        self.adapters = FleetAdapters(paths[0], self.running_engines)
         self._first = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._is_shut_down = False
