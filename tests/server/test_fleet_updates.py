@@ -10,6 +10,7 @@ import pytest
 from tests.server.engine_fleet import PARAMS, TARGET, Fleet
 from tests.server.engine_thread import ARGS, PROMPT
 from tests.server.http_answers import wait_for
+from tllm_spec.server.engine_client import EngineClient
 from tllm_spec.server.engine_process import with_served_target
 from tllm_spec.server.fleet import FleetTarget, ServedWeights
 from tllm_spec.server.replicas import Replicas
@@ -94,6 +95,22 @@ def test_resume_ends_a_pause_of_several_engines_that_waits(
 
     fleet.use(ask)
     assert len(set(fleet.texts())) == 1
+
+
+def test_an_engine_that_ends_while_it_joins_a_pause_is_connected_again(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pause, errors = EngineClient.pause, [RuntimeError("the engine has ended")]
+
+    def fail_once(client: EngineClient, mode: str) -> None:
+        if errors:
+            raise errors.pop()
+        pause(client, mode)
+
+    fleet.ask(lambda front: front.pause("keep"))
+    monkeypatch.setattr(EngineClient, "pause", fail_once)
+    fleet.ask(Replicas.resume)  # of a front that connects to both
+    assert not errors and len(set(fleet.texts())) == 1
 
 
 @pytest.mark.parametrize(

@@ -196,7 +196,7 @@ class Replicas:
     async def _keep_connected(self, number: int) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            with suppress(ConnectionError, FileNotFoundError):
+            with suppress(ConnectionError, FileNotFoundError, RuntimeError):
                 path = self._paths[number]
                 _, connection = await loop.create_unix_connection(EngineConnection, path)
                 await self._use(number, connection, await asyncio.shield(connection.limits))
