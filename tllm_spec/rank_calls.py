@@ -47,7 +47,8 @@ def calls_of(executor: PyExecutor) -> dict[str, Callable[..., Any]]:
 def replaceable(
     executor: PyExecutor, part: str
 ) -> tuple[DraftWeights | TargetWeights | None, Callable[..., Any]]:
-    """The weights of "draft" or "target", and what replaces them by those that are staged."""
+    """The weights of "draft" or "target", and what replaces them by those that are staged. It
+    returns the version of draft weights, or for how many seconds no round ran."""
     if part == "draft":
         return executor.parts.draft_weights, executor.swap_draft
     return executor.parts.target_weights, executor.replace_weights
@@ -180,7 +181,7 @@ class WeightSteps(ABC):
 
     def keep(self, folder: str, version: Any) -> dict[str, Any]:
         """Serves these weights, which are loaded unless they are staged, and drops what else is
-        staged. Returns what `replaceable` does as `result`."""
+        staged. Returns as `result` what replacing them does, if they are others."""
         weights, wanted = self.weights, (folder, version)
         try:
             if (weights.folder, weights.version) == wanted:
@@ -203,9 +204,9 @@ class WeightSteps(ABC):
         return weights
 
     def _replacing(self, folder: str, *load: Any, **options: Any) -> Callable[[], Any]:
-        """What replaces the weights by those of the folder. They are loaded now; of several ranks
-        all load them then. load: for the network's loader. options: of `replaceable`. Raises
-        ValueError for weights that do not fit."""
+        """A function that replaces the weights by those of the folder. They are loaded now, or by
+        several ranks when it is called. load: for the network's loader. options: of what
+        `replaceable` returns. Raises ValueError for weights that do not fit."""
         weights = self.weights
         if self._calls.are_several:
             own = {"part": self.part, "folder": folder, "load": load}
