@@ -66,10 +66,6 @@ class DraftWeights(LoadedWeights):
         logger.info("draft weights of %s are served, version %d", staged.folder, self.version)
         return self.version
 
-    def swap_together(self, folder: str, *, keep_cache: bool) -> int:
-        """Swaps on all ranks, or on none: raises ValueError as `stage_together` does."""
-        return self.swap(self.stage_together(folder), keep_cache=keep_cache)
-
     def add_end(self, request: LlmRequest) -> None:
         """Counts a request that has ended, for the weights that it began with."""
         if request.draft_limit:

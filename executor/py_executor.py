@@ -173,10 +173,19 @@ class PyExecutor:
         self.is_paused = was_paused
         return self.parts.sleep.begin(level, can_update=self.parts.target_weights is not None)
 
-    def replace_weights(self, staged: StagedWeights, version: str | None, *, retract: bool) -> None:
+    def swap_draft(self, staged: StagedWeights, **options: Any) -> int:
+        """As `DraftWeights.swap`. Between rounds only."""
+        assert self.parts.draft_weights is not None
+        self.parts.sleep.check_writable()
+        return self.parts.draft_weights.swap(staged, **options)
+
+    def replace_weights(
+        self, staged: StagedWeights, version: str | None, *, retract: bool
+    ) -> float:
         """Replaces the target's weights. retract: as with `pause`; otherwise running requests go on
-        with what the old weights have computed of them. Between rounds only."""
-        weights, was_paused = self.parts.target_weights, self.is_paused
+        with what the old weights have computed of them. Returns for how many seconds no round ran.
+        Between rounds only."""
+        weights, was_paused, start = self.parts.target_weights, self.is_paused, monotonic()
         assert weights is not None
         self.parts.sleep.check_writable()
         self.pause(retract=retract)
@@ -189,6 +198,7 @@ class PyExecutor:
         for request in (*self.scheduler.waiting, *self.scheduler.running):
             request.note_weights(weights.version)
         self.is_paused = was_paused
+        return monotonic() - start
 
     def _launch(self, batch: ScheduledBatch) -> None:
         for manager in self.resources:

@@ -33,7 +33,7 @@ class Sleep:
         self._memory, self._placed, self._caches = memory, placed, caches
         self._asleep: set[str] = set()  # keys of TAGS
         self._num_sleeps = 0
-        self._lacks_weights = False  # those of the target are dropped
+        self.lacks_weights = False  # those of the target are dropped
         self.holds_rounds = False  # whether no round can run
         self.refusal: str | None = None  # of requests; while it sleeps they wait
 
@@ -49,12 +49,12 @@ class Sleep:
 
     def note_target(self) -> None:
         """The target's weights are replaced."""
-        self._lacks_weights = False
+        self.lacks_weights = False
         self._settle()
 
     def _settle(self) -> None:
-        self.holds_rounds = bool(self._asleep) or self._lacks_weights
-        self.refusal = LACKS_WEIGHTS if self._lacks_weights and not self._asleep else None
+        self.holds_rounds = bool(self._asleep) or self.lacks_weights
+        self.refusal = LACKS_WEIGHTS if self.lacks_weights and not self._asleep else None
 
     def begin(self, level: int, *, can_update: bool) -> dict[str, Any]:
         """Called between two rounds, with no request that runs. can_update: whether the target's
@@ -76,7 +76,7 @@ class Sleep:
             memory.release(TARGET, keep=level == 1)
         elif level == 2:
             memory.forget(TARGET)
-        self._lacks_weights |= level == 2
+        self.lacks_weights |= level == 2
         if KV not in self._asleep:
             memory.release(KV, keep=False)
         self._asleep |= set(TAGS)
@@ -102,7 +102,7 @@ class Sleep:
 
     def state(self) -> dict[str, Any]:
         """What sleeps, and bytes; on CUDA `device_bytes` is all that torch holds."""
-        own: dict[str, Any] = {"asleep": self.asleep, "lacks_weights": self._lacks_weights}
+        own: dict[str, Any] = {"asleep": self.asleep, "lacks_weights": self.lacks_weights}
         if (memory := self._memory) is not None:
             own["freed_bytes"] = sum(memory.num_bytes(*TAGS[name]) for name in self.asleep)
             own["host_bytes"] = memory.kept_bytes

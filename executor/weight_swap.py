@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -31,6 +31,7 @@ SIZES = re.compile(r"_size$|_dim$|_rank$|^num_|_layers$|_heads$")  # keys of con
 CONTAINERS = (Mapping, list, tuple, set, frozenset)
 PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device, Path)
 
+Result = TypeVar("Result")
 Pair = tuple[torch.Tensor, torch.Tensor]
 Part = Literal["target", "draft", "all"]  # which weights a checkpoint is for
 
@@ -88,16 +89,7 @@ class LoadedWeights:
         files = self._communicator.gather(_files_of(folder))
         if any(own != files[0] for own in files):
             raise ValueError(f"{folder} does not have the same files on all hosts of the engine")
-        staged, problem = None, ""
-        try:
-            staged = self.stage(folder, *part)
-        except (ValueError, torch.cuda.OutOfMemoryError) as error:
-            problem = str(error)
-        for each in self._communicator.gather(problem):
-            if each:
-                raise ValueError(each)
-        assert staged is not None
-        return staged
+        return read_together(self._communicator, lambda: self.stage(folder, *part))
 
     def write(self, staged: StagedWeights) -> None:
         """In the executor's thread between two rounds, with none in flight."""
@@ -106,6 +98,22 @@ class LoadedWeights:
                 own.copy_(new)
             for model in self._model if isinstance(self._model, Sequence) else [self._model]:
                 renew_derived(model)
+
+
+def read_together(communicator: Communicator, read: Callable[[], Result]) -> Result:
+    """Calls `read` on all ranks. Raises ValueError on every rank if one of them does, or lacks the
+    memory."""
+    found: Result | None = None
+    problem = ""
+    try:
+        found = read()
+    except (ValueError, torch.cuda.OutOfMemoryError) as error:
+        problem = str(error)
+    for each in communicator.gather(problem):
+        if each:
+            raise ValueError(each)
+    assert found is not None
+    return found
 
 
 def _locked(pairs: Iterable[Pair]) -> SleepingMemory | None:

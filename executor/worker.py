@@ -35,7 +35,7 @@ class Worker:
         self._on_end = on_end
         self.failure: str | None = None
         self._ended = False
-        self._idle = threading.Event()
+        self._waiting: list[threading.Event] = []  # of `set_when_idle`
         self._thread = threading.Thread(target=self._main, name="tllm-executor", daemon=True)
 
     def start(self) -> None:
@@ -97,18 +97,25 @@ class Worker:
         self.failure = reason
         self._on_end(reason)
 
+    def set_when_idle(self, event: threading.Event) -> None:
+        """Sets the event once all that was submitted before has ended, or the executor has."""
+        if not self._queue.put_call(lambda: self._waiting.append(event)):
+            event.set()
+
     def wait_until_idle(self) -> None:
-        self._idle.wait()
+        event = threading.Event()
+        self.set_when_idle(event)
+        event.wait()
 
     def _main(self) -> None:
         try:
             self._executor.enter_thread()
             while not self._queue.closed:
-                self._idle.clear()
                 for call in self._queue.take_calls():
                     call()
                 if not self._round():
-                    self._idle.set()
+                    while self._waiting:
+                        self._waiting.pop().set()
                     if not self._queue.wait(QUIET_SECONDS):
                         self._executor.check_integrity()
                         self._queue.wait()
@@ -122,7 +129,8 @@ class Worker:
                 call()
             self._on_end(self.failure or self.why_ended)
             self._queue.end(self.failure)
-            self._idle.set()
+            while self._waiting:
+                self._waiting.pop().set()
             self._executor.close()
             del self._executor  # so that its memory is freed with the last other reference
 

@@ -53,7 +53,8 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("tllm_spec.llm",),
     ("tllm_spec.draft_swap",),
     ("tllm_spec.recording.replay", "tllm_spec.ranks", "tllm_spec.intake"),
-    ("tllm_spec.target_update", "tllm_spec.shared_tensors", "tllm_spec.adapter_loading"),
+    ("tllm_spec.target_update", "tllm_spec.adapter_loading"),
+    ("tllm_spec.rank_calls", "tllm_spec.shared_tensors"),
     (
         "tllm_spec.request_handle",
         "tllm_spec.server_info",

@@ -1,6 +1,7 @@
 """An engine sleeps: its weights and its KV cache give their memory back, requests wait, and after
-waking texts and acceptance are those of before."""
+waking texts and acceptance are those of before. And an engine pauses."""
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from safetensors.torch import load_file
 
 from tests.adapters.folders import linear_shapes, random_pairs, write_adapter
 from tests.executor.test_draft_weights import copy_of
+from tests.server.http_answers import SECONDS, wait_for
 from tests.test_target_update import DRAFTERS, PROMPT, SAMPLED, A, make_llm, started, text
 from tllm_spec.llm import LLM
 from tllm_spec.lora_request import LoRARequest
@@ -122,3 +124,76 @@ def test_what_cannot_sleep_says_so() -> None:
             with pytest.raises(ValueError, match=why):
                 call()
         assert not llm.is_sleeping and len(text(llm)) == 30
+
+
+# Pauses.
+
+
+@pytest.mark.parametrize("mode", ["keep", "retract"])
+def test_requests_wait_while_an_engine_is_paused(mode: Any) -> None:
+    with make_llm() as llm:
+        expected = text(llm)
+        stream = started(llm)
+        llm.pause(mode)
+        assert llm.is_paused and llm.num_unfinished == 1
+        new = llm.generate_async(PROMPT, SAMPLED)
+        assert llm.server_info()["internal_states"][0]["num_requests_running"] == (mode == "keep")
+        assert llm.num_unfinished == 2
+        llm.resume()
+        assert [each.result().outputs[0].token_ids for each in (stream, new)] == [expected] * 2
+        llm.check_integrity()
+
+
+def test_a_request_that_is_cancelled_in_a_pause_ends_then() -> None:
+    with make_llm() as llm:
+        for begin, end in ((lambda: llm.pause("keep"), llm.resume), (llm.sleep, llm.wake_up)):
+            stream = started(llm)
+            begin()
+            stream.abort()
+            assert stream.result().outputs[0].finish_reason == "cancelled"
+            end()
+            llm.check_integrity()
+
+
+def test_a_pause_that_waits_finishes_requests_that_stood_still() -> None:
+    """And is refused where none can run."""
+    with make_llm() as llm:
+        stream = started(llm)
+        llm.pause("keep")
+        llm.pause("wait")
+        assert llm.num_unfinished == 0 and stream.result().outputs[0].length == 30
+        llm.resume()
+        stream = started(llm)
+        llm.sleep()
+        with pytest.raises(ValueError, match="no request can be finished while the engine sleeps"):
+            llm.pause("wait")
+        assert not llm.is_paused
+        llm.wake_up()
+        assert stream.result().outputs[0].length == 30
+
+
+def test_resume_ends_a_pause_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    with make_llm() as llm, ThreadPoolExecutor(1) as threads:
+        monkeypatch.setattr(llm._executor, "step", lambda: True)  # requests that never end
+        pausing = threads.submit(llm.pause, "wait")
+        wait_for(lambda: llm.is_paused)
+        llm.resume()
+        pausing.result(SECONDS)
+        monkeypatch.undo()
+        assert not llm.is_paused and len(text(llm)) == 30
+        llm.check_integrity()
+
+
+@pytest.mark.parametrize("mode", ["abort", "wait"])
+def test_a_paused_engine_may_refuse_requests(mode: Any) -> None:
+    with make_llm() as llm:
+        stream = started(llm)
+        llm.pause(mode)
+        (output,) = stream.result().outputs
+        assert output.finish_reason == ("cancelled" if mode == "abort" else "length")
+        with pytest.raises(RuntimeError, match="paused and takes no requests"):
+            llm.generate(PROMPT)
+        llm.resume()
+        assert len(text(llm)) == 30
+        with pytest.raises(ValueError, match="mode = 'stop'; it must be one of abort, wait"):
+            llm.pause("stop")  # type: ignore[arg-type]

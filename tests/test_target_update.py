@@ -1,6 +1,6 @@
 """The target's weights are replaced in a running engine: what is answered is that of a new engine
 with these weights, whatever drafts; what runs meanwhile goes on or is computed again; what does not
-fit changes nothing. And an engine pauses."""
+fit changes nothing."""
 
 import json
 import shutil
@@ -437,61 +437,3 @@ def started(llm: LLM) -> RequestHandle:
     stream = llm.generate_async(PROMPT, SAMPLED, streaming=True)
     next(stream)
     return stream
-
-
-@pytest.mark.parametrize("mode", ["keep", "retract"])
-def test_requests_wait_while_an_engine_is_paused(mode: Any) -> None:
-    with make_llm() as llm:
-        expected = text(llm)
-        stream = started(llm)
-        llm.pause(mode)
-        assert llm.is_paused and llm.num_unfinished == 1
-        new = llm.generate_async(PROMPT, SAMPLED)
-        assert llm.server_info()["internal_states"][0]["num_requests_running"] == (mode == "keep")
-        assert llm.num_unfinished == 2
-        llm.resume()
-        assert [each.result().outputs[0].token_ids for each in (stream, new)] == [expected] * 2
-        llm.check_integrity()
-
-
-def test_a_request_that_is_cancelled_in_a_pause_ends_then() -> None:
-    with make_llm() as llm:
-        for begin, end in ((lambda: llm.pause("keep"), llm.resume), (llm.sleep, llm.wake_up)):
-            stream = started(llm)
-            begin()
-            stream.abort()
-            assert stream.result().outputs[0].finish_reason == "cancelled"
-            end()
-            llm.check_integrity()
-
-
-def test_a_pause_that_waits_finishes_requests_that_stood_still() -> None:
-    """And is refused where none can run."""
-    with make_llm() as llm:
-        stream = started(llm)
-        llm.pause("keep")
-        llm.pause("wait")
-        assert llm.num_unfinished == 0 and stream.result().outputs[0].length == 30
-        llm.resume()
-        stream = started(llm)
-        llm.sleep()
-        with pytest.raises(ValueError, match="no request can be finished while the engine sleeps"):
-            llm.pause("wait")
-        assert not llm.is_paused
-        llm.wake_up()
-        assert stream.result().outputs[0].length == 30
-
-
-@pytest.mark.parametrize("mode", ["abort", "wait"])
-def test_a_paused_engine_may_refuse_requests(mode: Any) -> None:
-    with make_llm() as llm:
-        stream = started(llm)
-        llm.pause(mode)
-        (output,) = stream.result().outputs
-        assert output.finish_reason == ("cancelled" if mode == "abort" else "length")
-        with pytest.raises(RuntimeError, match="paused and takes no requests"):
-            llm.generate(PROMPT)
-        llm.resume()
-        assert len(text(llm)) == 30
-        with pytest.raises(ValueError, match="mode = 'stop'; it must be one of abort, wait"):
-            llm.pause("stop")  # type: ignore[arg-type]

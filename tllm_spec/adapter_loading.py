@@ -5,16 +5,16 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import asdict
 from functools import partial
 from threading import RLock
 from typing import Any, TypeVar
 
 from tllm_spec.adapters.adapter_folder import Adapter
 from tllm_spec.config.option_checks import check_adapter_name, shown
-from tllm_spec.executor.py_executor import PyExecutor
 from tllm_spec.executor.resources.adapter_slots import AdapterSlots, info_of
-from tllm_spec.executor.worker import Worker
 from tllm_spec.lora_request import AdapterInfo, LoRARequest, UnknownAdapter
+from tllm_spec.rank_calls import RankCalls
 
 Result = TypeVar("Result")
 Staged = tuple[Adapter, str, str | None]  # with its folder and root
@@ -22,28 +22,19 @@ Staged = tuple[Adapter, str, str | None]  # with its folder and root
 NOT_SERVED = "this engine serves no LoRA adapters; lora_config = {} serves them"
 
 
-def check_unchanged(info: AdapterInfo, content_hash: str) -> None:
-    """Raises ValueError where a folder does not have what was loaded from it."""
-    if info.content_hash != content_hash:
-        raise ValueError(
-            f"lora_name = {info.name!r}: {info.folder} has changed since it was loaded, and other "
-            "engines serve what it had; bring it back, or load it again"
-        )
-
-
 class AdapterLoading:
     """Adapters of one engine, from any thread but the executor's. Several engines `stage` in all
     of them, then `keep` in all, or in none if any fails."""
 
-    def __init__(self, executor: PyExecutor, worker: Worker) -> None:
-        self._executor, self._worker = executor, worker
+    def __init__(self, calls: RankCalls) -> None:
+        self._calls = calls
         self._changing = RLock()
         self._staged: dict[str, Staged] = {}  # by name; not committed
 
     @property
     def infos(self) -> tuple[AdapterInfo, ...]:
         """What is served now."""
-        slots = self._executor.parts.adapters
+        slots = self._calls.executor.parts.adapters
         return () if slots is None else tuple(slots.infos.values())
 
     def load(
@@ -55,28 +46,25 @@ class AdapterLoading:
         own = self._slots().read(folder), folder, None
         return self._commit(name, own, replace=replace, from_request=from_request)
 
-    def stage(self, name: str, folder: str, root: str | None = None) -> AdapterInfo:
-        """Reads and checks an adapter while rounds run. Nothing else changes. root: the folder that
-        its files must lie in, after links are followed; None: anywhere. Raises ValueError for one
-        that cannot be served."""
+    def stage(self, name: str, folder: str, root: str | None = None) -> dict[str, Any]:
+        """Reads and checks an adapter while rounds run. root: the folder that its files must lie
+        in, after links are followed; None: anywhere. Returns its `AdapterInfo`. Raises ValueError
+        for one that cannot be served."""
         check_adapter_name(name)
         adapter = self._slots().read(folder, root)
         self._staged[name] = adapter, folder, root
-        return info_of(name, folder, adapter)
+        return asdict(info_of(name, folder, adapter))
 
     def _commit(self, name: str, staged: Staged, **options: bool) -> AdapterInfo:
         """Serves what is staged. options: those of `AdapterSlots.add`. Raises ValueError as it
         does."""
         slots, (adapter, folder, root) = self._slots(), staged
-        if not self._executor.parts.ranks[1:]:
-            return self._call(partial(slots.add, name, folder, adapter, **options))
-
-        def load_together() -> AdapterInfo:
-            told = {"name": name, "folder": folder, "root": root, **options}
-            self._executor.parts.queue.announce("load_adapter", **told)
-            return slots.load_together(name, folder, root, **options)
-
-        return self._call(load_together)
+        add = partial(slots.add, name, folder, adapter, **options)
+        change: Callable[[], AdapterInfo] = partial(self._calls.here, add)
+        if self._calls.are_several:
+            own = {"name": name, "folder": folder, "root": root}
+            change = partial(self._calls, "load_adapter", **own, **options)
+        return self._change(change)
 
     def keep(self, served: Sequence[tuple[str, str, str]]) -> dict[str, Any]:
         """Loads what the engine lacks of these names, folders and content hashes, unloads all
@@ -90,7 +78,7 @@ class AdapterLoading:
                 if has.get(name) != content_hash:
                     staged = self._staged.get(name)
                     if staged is None or staged[0].content_hash != content_hash:
-                        check_unchanged(self.stage(name, folder), content_hash)
+                        AdapterInfo(**self.stage(name, folder)).check_unchanged(content_hash)
                     self._commit(name, self._staged[name], replace=True)
         finally:
             self._staged.clear()
@@ -98,24 +86,18 @@ class AdapterLoading:
 
     def idle(self) -> dict[str, Any]:
         """As `AdapterSlots.idle`, under `names`."""
-        return {"names": self._call(self._slots().idle)}
+        return {"names": self._change(partial(self._calls.here, self._slots().idle))}
 
     def unload(self, name: str) -> None:
         """As `LLM.unload_adapter`."""
-        slots = self._slots()
+        self._slots()
+        self._change(partial(self._calls, "unload_adapter", name=name))
 
-        def remove() -> None:
-            self._executor.parts.queue.announce("unload_adapter", name=name)
-            slots.remove(name)
-
-        self._call(remove)
-
-    def _call(self, change: Callable[[], Result]) -> Result:
-        """Between two rounds, once requests that were submitted before have begun: they keep what
-        was served then."""
+    def _change(self, change: Callable[[], Result]) -> Result:
+        """Once requests that were submitted before have begun: they keep what was served then."""
         with self._changing:
-            self._worker.call(lambda: None)
-            return self._worker.call(change)
+            self._calls.here(lambda: None)
+            return change()
 
     @contextmanager
     def chosen(self, request: LoRARequest) -> Iterator[str]:
@@ -128,7 +110,7 @@ class AdapterLoading:
         slots = self._slots()
         if folder and name not in slots.infos:
             self.load(name, folder, from_request=True)
-        with nullcontext() if self._worker.is_current else self._changing:
+        with nullcontext() if self._calls.worker.is_current else self._changing:
             if folder and name not in slots.infos:  # another one has taken its place
                 self.load(name, folder, from_request=True)
             if (info := slots.infos.get(name)) is None:
@@ -141,6 +123,6 @@ class AdapterLoading:
             yield name
 
     def _slots(self) -> AdapterSlots:
-        if (slots := self._executor.parts.adapters) is None:
+        if (slots := self._calls.executor.parts.adapters) is None:
             raise ValueError(NOT_SERVED)
         return slots

@@ -5,28 +5,22 @@ from pathlib import Path
 from typing import Any
 
 from tllm_spec.config.llm_args import LlmArgs
-from tllm_spec.executor.draft_weights import DraftWeights
-from tllm_spec.executor.py_executor import PyExecutor
-from tllm_spec.executor.weight_swap import StagedWeights
-from tllm_spec.executor.worker import Worker
+from tllm_spec.rank_calls import WeightSteps
 from tllm_spec.recording.replay import replay
 from tllm_spec.recording.traffic_folder import latest_records, states_files
 
 NUM_REPLAYED = 64  # the latest recorded requests, which new weights are tried with
 MIN_REPLAYED = 8
-NOT_REPLACEABLE = (
-    "load_draft_weights: this engine's draft weights cannot be replaced while it runs; an engine "
-    "whose speculative_model is a folder and whose draft_backend is torch is accepted"
-)
 
 
-class DraftSwap:
-    """A swap as a `whole`. In one of several engines it has steps: `stage` in all of them, then
-    `commit` in all, or `keep` in all if any fails. These run one at a time."""
+class DraftSwap(WeightSteps):
+    """Swaps the draft weights of an engine, as a `whole` or, in one of several, by steps."""
 
-    def __init__(self, args: LlmArgs, executor: PyExecutor, worker: Worker) -> None:
-        self._args, self._executor, self._worker = args, executor, worker
-        self._staged: StagedWeights | None = None  # and not committed
+    part = "draft"
+    refusal = (
+        "load_draft_weights: this engine's draft weights cannot be replaced while it runs; an "
+        "engine whose speculative_model is a folder and whose draft_backend is torch is accepted"
+    )
 
     def whole(self, folder: str, keep_cache: bool, force: bool) -> dict[str, Any]:
         """Waits until the weights are served. Returns the new version, how many recorded requests
@@ -34,65 +28,29 @@ class DraftSwap:
 
         Raises ValueError for weights that do not fit, and without `force` for those that are worse
         in the replay. Then nothing has changed."""
-        if self._args.tensor_parallel_size == 1:
-            staged, told = self._loaded(folder, force)
-            return self._served(staged, keep_cache) | {"folder": folder} | told
-        weights, queue = self._weights(), self._executor.parts.queue
-
-        def swap_together() -> int:
-            self._executor.parts.sleep.check_writable()
-            queue.announce("swap_draft", folder=folder, keep_cache=keep_cache)
-            return weights.swap_together(folder, keep_cache=keep_cache)
-
-        version = self._worker.call(swap_together)
-        return {"version": version, "folder": folder} | _not_replayed("several ranks swap together")
+        replace = self._replacing(folder, keep_cache=keep_cache)
+        told = self._tried(folder, force)
+        return {"version": replace(), "folder": folder} | told
 
     def forced(self, folder: str) -> dict[str, Any]:
         """A whole swap, without a replay."""
         return self.whole(folder, keep_cache=False, force=True)
 
-    def stage(self, folder: str, force: bool) -> dict[str, Any]:
+    def stage(self, folder: str, version: int, keep_cache: bool, force: bool) -> dict[str, Any]:
         """Loads the weights. Returns what there is of a replay, and raises, as `whole` does."""
-        self._staged, told = self._loaded(folder, force)
-        return told
+        own = {"keep_cache": keep_cache, "version": version}
+        self._staged[folder, version] = self._replacing(folder, **own)
+        return self._tried(folder, force)
 
-    def commit(self, keep_cache: bool, version: int | None = None) -> dict[str, Any]:
-        """Swaps. version: what the weights are served as; None: the next one."""
-        staged, self._staged = self._staged, None
-        assert staged is not None
-        return self._served(staged, keep_cache, version)
+    def _load(self, folder: str, version: int) -> None:
+        self.stage(folder, version, keep_cache=False, force=True)
 
-    def _loaded(self, folder: str, force: bool) -> tuple[StagedWeights, dict[str, Any]]:
-        weights = self._weights()
-        staged = weights.stage(folder)
-        told = _not_replayed("force = true")
-        if not force:
-            told = _replayed(self._args, weights.folder, folder)
-        return staged, told
-
-    def _served(
-        self, staged: StagedWeights, keep_cache: bool, version: int | None = None
-    ) -> dict[str, Any]:
-        weights = self._weights()
-
-        def swap() -> int:
-            self._executor.parts.sleep.check_writable()
-            return weights.swap(staged, keep_cache=keep_cache, version=version)
-
-        return {"version": self._worker.call(swap)}
-
-    def keep(self, folder: str, version: int) -> dict[str, Any]:
-        """Drops what is staged, and loads what is to be served if that is something else."""
-        weights, self._staged = self._weights(), None
-        if (weights.folder, weights.version) != (folder, version):
-            self.stage(folder, force=True)
-            self.commit(False, version)
-        return {}
-
-    def _weights(self) -> DraftWeights:
-        if (weights := self._executor.parts.draft_weights) is None:
-            raise ValueError(NOT_REPLACEABLE)
-        return weights
+    def _tried(self, folder: str, force: bool) -> dict[str, Any]:
+        if self._calls.are_several:
+            return _not_replayed("several ranks swap together")
+        if force:
+            return _not_replayed("force = true")
+        return _replayed(self._args, self.weights.folder, folder)
 
 
 def _replayed(args: LlmArgs, old: str, new: str) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import socket
 import weakref
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
 
 from tllm_spec.adapter_loading import AdapterLoading
@@ -37,13 +38,9 @@ from tllm_spec.lora_request import AdapterInfo, LoRARequest
 from tllm_spec.models.automatic import with_drafter
 from tllm_spec.models.registry import model_config
 from tllm_spec.outputs import RequestOutput
+from tllm_spec.rank_calls import Pausing, RankCalls
 from tllm_spec.ranks import build_together, join_ranks
-from tllm_spec.request_errors import (
-    REFUSING_MODES,
-    EnginePaused,
-    PauseMode,
-    RequestError,
-)
+from tllm_spec.request_errors import REFUSING_MODES, EnginePaused, PauseMode, RequestError
 from tllm_spec.request_handle import RequestHandle, Results, wait_for_all
 from tllm_spec.sampling_params import RequestOptions, SamplingParams, SpeculationParams
 from tllm_spec.server_info import server_info
@@ -85,10 +82,11 @@ class LLM:
         self._intake = Intake(self.args, self.tokenizer, built.limits, self._grammars.states_of)
         self._is_shut_down = False
         self._worker = Worker(built.executor, built.queue, self._results.fail_all)
-        self._swap = DraftSwap(self.args, built.executor, self._worker)
-        self._update = TargetUpdate(self.args, built.executor, self._worker, self._swap.forced)
-        self._adapters = AdapterLoading(built.executor, self._worker)
-        self.pause_mode: PauseMode | None = None
+        calls = RankCalls(built.executor, self._worker)
+        self._swap = DraftSwap(self.args, calls)
+        self._update = TargetUpdate(self.args, calls, self._swap.forced)
+        self._adapters = AdapterLoading(calls)
+        self._pausing = Pausing(calls, partial(_cancel_all, self._queue, self._results))
         communicator.when_lost(self._worker.fail)
         self._worker.start()
         # Runs at shutdown, when this object is collected, or when the interpreter ends: a thread
@@ -226,7 +224,7 @@ class LLM:
     def submit(self, inputs: Prompt, params: Params, options: RequestOptions) -> RequestHandle:
         """As `generate_async`, which makes `options`."""
         self._check_alive()
-        if self.pause_mode in REFUSING_MODES:
+        if self._pausing.mode in REFUSING_MODES:
             raise EnginePaused
         with mistakes_as_request_errors():
             submission = self._intake.submission(inputs, params, options)
@@ -362,20 +360,17 @@ class LLM:
         cancelled (abort). Requests that are submitted meanwhile wait; after wait and abort they
         are refused with RuntimeError."""
         self._check_alive()
-        self._update.check_pause(mode)
-        self.pause_mode = mode
-
-        def cancel_all() -> None:
-            for request_id in self._results.ids():
-                self._queue.cancel(request_id)
-
-        self._update.pause(mode, cancel_all)
+        self._pausing.pause(mode)
 
     def resume(self) -> None:
-        """Ends a pause."""
+        """Ends a pause, also one that waits for requests."""
         self._check_alive()
-        self._update.resume()
-        self.pause_mode = None
+        self._pausing.resume()
+
+    @property
+    def pause_mode(self) -> str | None:
+        """None: there is no pause."""
+        return None if self._is_shut_down else self._pausing.mode
 
     @property
     def is_paused(self) -> bool:
@@ -388,18 +383,18 @@ class LLM:
         after waking, `update_weights` comes before the next request. Running requests go back to
         the queue, and requests wait. Returns the bytes that are free, and what stays."""
         self._check_alive()
-        return self._update.sleep(level)
+        return self._pausing.sleep(level)
 
     def wake_up(self, tags: Sequence[str] | None = None) -> dict[str, Any]:
         """tags: `weights`, `kv_cache`; None: all that is asleep. Rounds run again when nothing
         is. Raises RuntimeError, and it sleeps on, if the device has too little memory."""
         self._check_alive()
-        return self._update.wake_up(tags)
+        return self._pausing.wake_up(tags)
 
     @property
     def is_sleeping(self) -> bool:
         """Whether something is asleep."""
-        return self._update.is_sleeping
+        return self._pausing.is_sleeping
 
     def update_weights(
         self,
@@ -420,8 +415,6 @@ class LLM:
         Returns the version, the seconds that staging took, and those in which no round ran. Raises
         ValueError, and changes nothing, for weights that do not fit."""
         self._check_alive()
-        if isinstance(source, SharedTensors):
-            source = source.tensors()
         return self._update.update(source, version, part, running)
 
     def get_stats(self, timeout: float | None = 2) -> list[dict[str, Any]]:
@@ -460,7 +453,7 @@ class LLM:
             return
         self._is_shut_down = True
         self._end()
-        del self._executor, self._swap, self._update, self._adapters
+        del self._executor, self._swap, self._update, self._adapters, self._pausing
 
     def __enter__(self) -> "LLM":
         return self
@@ -490,7 +483,11 @@ class LLM:
 
 
 def _end(worker: Worker, queue: RequestQueue, results: Results, communicator: Communicator) -> None:
-    for request_id in results.ids():
-        queue.cancel(request_id)
+    _cancel_all(queue, results)
     worker.stop()
     communicator.close()
+
+
+def _cancel_all(queue: RequestQueue, results: Results) -> None:
+    for request_id in results.ids():
+        queue.cancel(request_id)

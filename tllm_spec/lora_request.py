@@ -38,17 +38,27 @@ class LoRARequest:
 
 @dataclass(frozen=True)
 class AdapterInfo:
-    """A loaded adapter. rank: the largest of its layers. folder: where it was read from."""
+    """A loaded adapter. rank: the largest of its layers. folder: where it was read from.
+    draft_rank: that of its part for the draft head; None: it has none."""
 
     name: str
     content_hash: str
     rank: int
     folder: str
+    draft_rank: int | None = None
 
     @property
     def version(self) -> str:
         """Its identity, by which caches know it: name and content."""
         return f"{self.name}@{self.content_hash}"
+
+    def check_unchanged(self, content_hash: str) -> None:
+        """Raises ValueError where the folder does not have what was loaded from it before."""
+        if self.content_hash != content_hash:
+            raise ValueError(
+                f"lora_name = {self.name!r}: {self.folder} has changed since it was loaded, and "
+                "other engines serve what it had; bring it back, or load it again"
+            )
 
 
 def name_of_version(version: str) -> str:

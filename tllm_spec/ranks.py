@@ -36,8 +36,8 @@ from tllm_spec.executor.worker import recover
 from tllm_spec.grammar.guided_decoding import GrammarSource
 from tllm_spec.grammars import Grammars
 from tllm_spec.models.registry import check_shards
+from tllm_spec.rank_calls import calls_of
 from tllm_spec.request_errors import described
-from tllm_spec.target_update import calls_of
 from tllm_spec.text.stop_strings import look_for_stops
 from tllm_spec.text.tokenizer import Tokenizer, tokenizer_of
 from tllm_spec.zoo.registry import resolve_model

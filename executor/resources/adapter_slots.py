@@ -27,6 +27,7 @@ from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.device.transfer import to_device
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.interface import ResourceManager
+from tllm_spec.executor.weight_swap import read_together
 from tllm_spec.kernels.slots.round_rows import RoundRows
 from tllm_spec.lora_request import AdapterInfo, UnknownAdapter, name_of_version, salt_of
 
@@ -48,7 +49,8 @@ class HostedAdapter:
 
 
 def info_of(name: str, folder: str, adapter: Adapter) -> AdapterInfo:
-    return AdapterInfo(name, adapter.content_hash, adapter.rank, folder)
+    draft_rank = None if adapter.draft is None else adapter.draft.rank
+    return AdapterInfo(name, adapter.content_hash, adapter.rank, folder, draft_rank)
 
 
 class AdapterSlots(ResourceManager):
@@ -109,17 +111,8 @@ class AdapterSlots(ResourceManager):
     ) -> AdapterInfo:
         """Reads and adds on all ranks, between the same two rounds, or on none. Raises ValueError
         on every rank if one of them does, or their files differ."""
-        adapter, said, problem = None, "", ""
-        try:
-            adapter = self.read(folder, root)
-            said = adapter.content_hash
-        except ValueError as error:
-            problem = str(error)
-        found = self._communicator.gather([said, problem])
-        for _, problem in found:
-            if problem:
-                raise ValueError(problem)
-        if adapter is None or any(said != adapter.content_hash for said, _ in found):
+        adapter = read_together(self._communicator, lambda: self.read(folder, root))
+        if len({*self._communicator.gather(adapter.content_hash)}) > 1:
             raise ValueError(f"{folder} does not have the same adapter on all hosts of the engine")
         return self.add(name, folder, adapter, **options)
 

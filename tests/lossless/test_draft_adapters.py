@@ -83,6 +83,9 @@ def test_a_swap_of_the_shared_head_passes_by_its_adapters(
     after = accepted(requests)
     assert list(map(output_of, requests)) == plain
     assert after["shared"] == before["own"] > max(before["shared"], after["own"])
+    loaded = harness.executor.state()["adapters"]["loaded"]
+    ranks = {name: info["draft_rank"] for name, info in loaded.items()}
+    assert ranks == {"own": RANK, "shared": None}
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,10 @@ class Engine:
         self._thread = threading.Thread(target=self.process.run)
         self._thread.start()
 
+    def part(self, name: str) -> Any:
+        """What of it can be changed, as `EngineProcess.parts` has it."""
+        return self.process.parts[name]
+
     def close(self) -> None:
         self.process.stop()
         self._thread.join()

@@ -11,8 +11,8 @@ import httpx
 
 from tests.server.fake_llm import MODEL, FakeLLM
 from tests.server.http_answers import SECONDS
-from tllm_spec.server.adapters import Adapters
 from tllm_spec.server.app import OpenAIServer
+from tllm_spec.server.fleet import FleetAdapters
 from tllm_spec.server.http_server import HttpServer, Tls
 from tllm_spec.server.options import ServerOptions
 
@@ -24,7 +24,7 @@ class Host:
     llm: FakeLLM
     options: ServerOptions
     tls: Tls | None = None
-    adapters: Adapters | None = None
+    adapters: FleetAdapters | None = None
     ended: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self) -> None:
@@ -56,7 +56,7 @@ class Host:
 
 @contextmanager
 def hosted(
-    llm: FakeLLM, options: ServerOptions | None = None, adapters: Adapters | None = None
+    llm: FakeLLM, options: ServerOptions | None = None, adapters: FleetAdapters | None = None
 ) -> Iterator[str]:
     """Yields the server's address."""
     host = Host(llm, options or ServerOptions(shutdown_timeout=5), adapters=adapters)

@@ -16,8 +16,7 @@ from tllm_spec.cli.serve import main
 from tllm_spec.lora_request import UnknownAdapter
 from tllm_spec.request_handle import RequestHandle
 from tllm_spec.sampling_params import DEFAULT_OPTIONS
-from tllm_spec.server.adapters import Adapters
-from tllm_spec.server.in_force import InForce, ServedAdapter, adapters_in_force
+from tllm_spec.server.fleet import FleetAdapters, ServedAdapter
 from tllm_spec.server.options import ServerOptions
 
 KEYS = {"operator": "o" * 20, "alice": "a" * 20, "bob": "b" * 20}
@@ -32,12 +31,13 @@ class FakeEngine:
     def __init__(self) -> None:
         self.loaded: dict[str, str] = {}  # hashes by name
 
-    def swap_step(self, step: str, *given: Any) -> dict[str, Any]:
+    def step(self, part: str, step: str, *given: Any) -> dict[str, Any]:
         steps: dict[str, Callable[..., dict[str, Any]]] = {
-            "stage_adapter": self.stage,
-            "keep_adapters": self.keep,
-            "idle_adapters": lambda: {"names": [each for each in self.loaded if each != "busy"]},
+            "stage": self.stage,
+            "keep": self.keep,
+            "idle": lambda: {"names": [each for each in self.loaded if each != "busy"]},
         }
+        assert part == "adapters"
         return steps[step](*given)
 
     def stage(self, name: str, folder: str, root: str) -> dict[str, Any]:
@@ -61,9 +61,8 @@ class Site:
     def __init__(self, root: Path) -> None:
         self.http = httpx.Client(timeout=SECONDS)
         self.root, self.llm, self.engine = root / "adapters", FakeLLM(), FakeEngine()
-        self.in_force: InForce[Any] = adapters_in_force(str(root / "engine0"))
         engine: Any = self.engine
-        self.adapters = Adapters(self.in_force, lambda: [engine])
+        self.adapters = FleetAdapters(str(root / "engine0"), lambda: [engine])
         for name in ("a", "b", "auto", BAD, GONE):
             self.write(name, name)
         (root / "outside").mkdir()
@@ -317,13 +316,23 @@ def test_flags_that_nobody_may_use_stop_the_start(flags: tuple[str, ...], why: s
     assert result.exit_code == 1 and why in result.output
 
 
+@pytest.mark.parametrize(
+    ("flags", "most"),
+    [((), 16), (("--max_loras", "2"), 8), (("--max_cpu_loras", "5"), 5)],
+)
+def test_what_requests_may_load_is_bounded(flags: tuple[str, ...], most: int) -> None:
+    own = "--enable_lora", "--lora_root", ".", "--lora_auto_load", "--print_config"
+    result = CliRunner().invoke(main, ["zoo:llama", *own, *flags])
+    assert f"  max_cpu_loras: {most}  #" in result.output
+
+
 def test_what_is_served_outlives_a_front_and_the_file_is_read_again_only_if_it_has_changed(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     site.load("x", "a", client="bob")
-    other: Any = adapters_in_force(str(site.root.parent / "engine0"))
+    other: Any = FleetAdapters(str(site.root.parent / "engine0"))
     assert other.read()["x"].client == "bob" and other.read()["x"].version == "x@a"
-    monkeypatch.setattr(other, "_made", None)
+    monkeypatch.setattr(other, "made", None)
     assert list(other.read()) == ["x"]
     monkeypatch.undo()
     site.load("y", "b")

@@ -26,7 +26,8 @@ from tllm_spec.sampling_params import SamplingParams
 from tllm_spec.server import engine_process as engine_loop
 from tllm_spec.server import wire as link
 from tllm_spec.server.engine_process import EngineLoop, args_of_engine
-from tllm_spec.server.replicas import BUSY_TOKENS, PrefixRouter, Replicas
+from tllm_spec.server.prefix_router import BUSY_TOKENS, PrefixRouter
+from tllm_spec.server.replicas import Replicas
 from tllm_spec.server.wire import new_unpacker, pack
 from tllm_spec.text.tokenizer import load_tokenizer
 

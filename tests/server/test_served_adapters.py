@@ -4,7 +4,7 @@ while adapters come and go."""
 import asyncio
 import os
 import signal
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,20 +16,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.adapters.folders import linear_shapes, random_pairs, write_adapter
-from tests.server.engine_thread import PROMPT, Engine
+from tests.server.engine_fleet import Fleet, write_adapters
+from tests.server.engine_thread import PROMPT
 from tests.server.http_answers import SECONDS, wait_for
 from tests.server.served_process import ServedProcess
 from tests.server.test_replicas import CACHE
 from tllm_spec import LLM, LoRARequest, SamplingParams
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.sampling_params import RequestOptions
-from tllm_spec.server.adapters import Adapters
-from tllm_spec.server.engine_process import publish_adapters, with_served_adapters
-from tllm_spec.server.in_force import ServedAdapter, adapters_in_force
+from tllm_spec.server.engine_process import with_served_adapters
+from tllm_spec.server.fleet import FleetAdapters, ServedAdapter
 from tllm_spec.server.replicas import Replicas
-from tllm_spec.text.tokenizer import load_tokenizer
-from tllm_spec.zoo.registry import resolve_model
 
 MODEL = "zoo:llama"
 OPTIONS: dict[str, Any] = {
@@ -44,26 +41,18 @@ ARGS = LlmArgs.from_kwargs(MODEL, **OPTIONS)
 PARAMS: dict[str, Any] = {"max_tokens": 16, "ignore_eos": True, "temperature": 0.7, "seed": 5}
 
 
-def write(root: Path, *names: str) -> None:
-    """An adapter folder of each name, with numbers of its own."""
-    tensors = load_file(Path(resolve_model(MODEL)) / "model.safetensors")
-    shapes = linear_shapes(tensors, "q_proj", "down_proj")
-    for name in names:
-        write_adapter(root / name, random_pairs(shapes, seed=sum(name.encode())))
-
-
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folders a, b and c; nan, cut, wide and linked are not served."""
     root = tmp_path_factory.mktemp("adapters")
-    write(root, "a", "b", "c", "nan", "cut", "wide")
+    write_adapters(root, "a", "b", "c", "nan", "cut", "wide")
     tensors = load_file(root / "nan" / "adapter_model.safetensors")
     first = next(iter(tensors))
     nan = {first: torch.full_like(tensors[first], float("nan"))}
     save_file(tensors | nan, root / "nan" / "adapter_model.safetensors")
     wide = {first: torch.zeros(4, 3)}
     save_file(tensors | wide, root / "wide" / "adapter_model.safetensors")
-    write(root.parent / "outside", "linked")
+    write_adapters(root.parent / "outside", "linked")
     (root / "linked").mkdir()
     for file in (root.parent / "outside" / "linked").iterdir():
         (root / "linked" / file.name).symlink_to(file)
@@ -85,61 +74,26 @@ def texts(root: Path) -> dict[str, str]:
     return found
 
 
-class Fleet:
-    """Two engines in threads, and fronts of them. The first one has adapter x of folder a."""
-
-    def __init__(self, folder: Path, root: Path) -> None:
-        self.root = root
-        self.args = LlmArgs.from_kwargs(
-            MODEL, **OPTIONS | {"lora_config": {"lora_dir": {"x": str(root / "a")}}}
-        )
-        self.engines = [Engine(folder, f"engine{n}", None, self.args) for n in range(2)]
-        self.paths = [engine.path for engine in self.engines]
-        self.in_force = adapters_in_force(self.paths[0])
-        for engine in self.engines:
-            publish_adapters(engine.process.adapters.infos, self.in_force)
-
+class AdapterFleet(Fleet):
     def served(self) -> list[dict[str, str]]:
         """The folders by the names of adapters, for each engine."""
-        infos = [engine.process.adapters.infos for engine in self.engines]
+        infos = [parts.adapters.infos.values() for parts in self.parts]
         return [{each.name: Path(each.folder).name for each in own} for own in infos]
 
-    def use(self, function: Callable[[Replicas], Awaitable[Any]]) -> Any:
-        """The function's result with a front that is connected to both."""
-
-        async def run() -> Any:
-            tokenizer = load_tokenizer(MODEL)
-            replicas = await Replicas.connected(self.args, tokenizer, self.paths, SECONDS)
-            await asyncio.to_thread(wait_for, lambda: len(replicas.running_engines()) == 2)
-            try:
-                return await function(replicas)
-            finally:
-                replicas.shutdown()
-
-        return asyncio.run(run())
-
-    def load(self, adapters: Adapters, name: str, folder: str) -> ServedAdapter:
-        wanted = ServedAdapter.of_folder(name, str(self.root / folder))
+    def load(self, adapters: FleetAdapters, name: str, folder: str) -> ServedAdapter:
+        wanted = ServedAdapter.of_folder(name, f"{self.root}/{folder}")
         return adapters.load(wanted, str(self.root), replaces=True)
-
-    def change(self, change: Callable[[Adapters], Any]) -> Any:
-        async def ask(replicas: Replicas) -> Any:
-            return await asyncio.to_thread(change, replicas.adapters)
-
-        return self.use(ask)
 
 
 @pytest.fixture
-def fleet(tmp_path: Path, root: Path) -> Iterator[Fleet]:
-    fleet = Fleet(tmp_path, root)
+def fleet(tmp_path: Path, root: Path) -> Iterator[AdapterFleet]:
+    fleet = AdapterFleet(tmp_path, root)
     yield fleet
-    for engine in fleet.engines:
-        engine.close()
-        engine.process._executor.check_integrity()
+    fleet.close()
 
 
 def test_all_engines_load_while_requests_run_and_each_request_keeps_its_version(
-    fleet: Fleet, texts: dict[str, str]
+    fleet: AdapterFleet, texts: dict[str, str]
 ) -> None:
     params = SamplingParams(**PARAMS)
 
@@ -163,49 +117,18 @@ def test_all_engines_load_while_requests_run_and_each_request_keeps_its_version(
 
     fleet.use(change)
     assert fleet.served() == [{"y": "c"}] * 2
-    again = with_served_adapters(fleet.args, fleet.in_force.read())
+    again = with_served_adapters(fleet.args, FleetAdapters(fleet.paths[0]).read())
     assert again.lora_config is not None
-    assert again.lora_config.lora_dir == {"y": str(fleet.root / "c")}, "of one started again"
-
-
-def test_no_engine_loads_what_one_of_them_refuses(
-    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(name: str, folder: str = "", root: str = "", **options: bool) -> None:
-        raise ValueError(f"it does not fit: {folder}")
-
-    loading = fleet.engines[1].process.adapters
-    monkeypatch.setattr(loading, "stage", refuse)
-    with pytest.raises(ValueError, match="does not fit"):
-        fleet.change(lambda adapters: fleet.load(adapters, "x", "b"))
-    assert fleet.served() == [{"x": "a"}] * 2
-    assert not any(engine.process.adapters._staged for engine in fleet.engines)
-    monkeypatch.undo()
-    monkeypatch.setattr(loading, "_commit", refuse)
-    with pytest.raises(ValueError, match="does not fit"):
-        fleet.change(lambda adapters: fleet.load(adapters, "x", "b"))
-    monkeypatch.undo()
-    fleet.use(lambda replicas: asyncio.sleep(0))  # a front that connects
-    assert fleet.served() == [{"x": "a"}] * 2
-    fleet.change(lambda adapters: fleet.load(adapters, "x", "b"))
-    assert fleet.served() == [{"x": "b"}] * 2
-
-
-def test_a_front_that_connects_ends_what_a_killed_front_had_begun(fleet: Fleet) -> None:
-    loading = fleet.engines[0].process.adapters
-    loading.load("x", str(fleet.root / "b"), replace=True)
-    loading.load("z", str(fleet.root / "c"))
-    fleet.use(lambda replicas: asyncio.sleep(0))
-    assert fleet.served() == [{"x": "a"}] * 2
+    assert again.lora_config.lora_dir == {"y": f"{fleet.root}/c"}, "of one started again"
 
 
 def test_an_engine_does_not_serve_a_folder_that_has_changed_since_others_loaded_it(
-    fleet: Fleet,
+    fleet: AdapterFleet,
 ) -> None:
-    infos = fleet.engines[0].process.adapters.infos
+    infos = fleet.engines[0].part("adapters").infos
     other = [type(infos[0])("x", "0" * 64, 4, "folder")]
     with pytest.raises(ValueError, match="folder has changed since it was loaded"):
-        publish_adapters(other, fleet.in_force)
+        FleetAdapters(fleet.paths[0]).publish(other)
 
 
 KEY = "a" * 20

@@ -17,7 +17,6 @@ from tllm_spec.outputs import SpeculativeStats
 from tllm_spec.training import follow
 from tllm_spec.training.follow import Follower
 from tllm_spec.training.head_run import HeadOptions
-from tllm_spec.training.trainer import FILE
 
 PROMPTS = [[(first + place) % 12 for place in range(8 + first // 2)] for first in range(24)]
 RECORDED: dict[str, Any] = {
@@ -77,7 +76,6 @@ def test_each_turn_begins_with_the_head_before_and_two_heads_stay(
     def run(options: HeadOptions) -> None:
         assert len(list(options.data.iterdir())) == 1
         options.output.mkdir(parents=True)
-        (options.output / FILE).touch()
         step = 0 if len(runs) == 1 else 5
         (options.output / "metrics.json").write_text(json.dumps({"step": step}))
         runs.append(options)

@@ -39,6 +39,8 @@ from tllm_spec.server.supervisor import ServeError, Supervisor
 
 logger = logging.getLogger(__name__)
 
+AUTO_LOADED = 4  # times max_loras: adapters in host memory where requests may load them
+
 GIVEN = (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT)
 SERVE_NAMES = ("model", "host", "port", "served_model_name", "log_level")
 
@@ -124,7 +126,7 @@ def main(
         flags = read_flags(llm_flags)
         args = read_args(model, flags, extra_llm_api_options)
         checked = options_of(server, host)
-        _check_lora(args, checked)
+        args = _with_bounded_lora(args, checked)
         if server["print_config"]:
             return _print_config(context, [*SERVE_NAMES, *server], args, flags.arguments)
         _check_mpirun(args.tensor_parallel_size)
@@ -208,12 +210,18 @@ def serve(settings: ChildSettings, listener: socket.socket, num_fronts: int) -> 
     return asyncio.run(supervisor.run())
 
 
-def _check_lora(args: LlmArgs, options: ServerOptions) -> None:
-    """Raises ValueError for adapters of an engine that has none."""
+def _with_bounded_lora(args: LlmArgs, options: ServerOptions) -> LlmArgs:
+    """With a number of adapters that clients may have loaded. Raises ValueError for adapters of an
+    engine that has none."""
     given = {"--lora_root": options.lora_root, "--lora_clients": options.lora_clients}
-    if args.lora_config is None and any(given.values()):
-        names = " and ".join(name for name, value in given.items() if value)
-        raise ValueError(f"{names}: lora_config (--enable_lora) is needed")
+    if (lora := args.lora_config) is None:
+        if names := " and ".join(name for name, value in given.items() if value):
+            raise ValueError(f"{names}: lora_config (--enable_lora) is needed")
+    elif options.lora_auto_load and lora.max_cpu_loras is None:
+        most = max(AUTO_LOADED * lora.max_loras, lora.max_loras + len(lora.lora_dir))
+        bounded = lora.model_copy(update={"max_cpu_loras": most})
+        return args.model_copy(update={"lora_config": bounded})
+    return args
 
 
 def _check_mpirun(tensor_parallel_size: int) -> None:

@@ -337,7 +337,9 @@ class LoraConfig(ConfigModel):
     adapter that was not used for the longest time goes back to host memory."""
     max_cpu_loras: PositiveInt | None = None
     """Adapters that are loaded, at most; all of them are in host memory. One more takes the place
-    of one that a request's own path or name has loaded and that is not in use. null: no limit."""
+    of one that a request's own path or name has loaded and that is not in use. null: no limit, but
+    with `--lora_auto_load` four times `max_loras`, and `max_loras` more than `lora_dir` at least.
+    """
     lora_target_modules: Annotated[
         Annotated[tuple[str, ...], Strict(False)] | None, BeforeValidator(_as_tuple)
     ] = None

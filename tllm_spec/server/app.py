@@ -22,7 +22,6 @@ from tllm_spec.outputs import RequestOutput
 from tllm_spec.request_handle import RequestHandle
 from tllm_spec.sampling_params import DEFAULT_OPTIONS, SamplingParams
 from tllm_spec.server import messages_api, responses_api
-from tllm_spec.server.adapters import Adapters
 from tllm_spec.server.admission import (
     ENGINE_DOWN,
     SAME,
@@ -36,6 +35,7 @@ from tllm_spec.server.blocks import BlockAnswer
 from tllm_spec.server.bodies import StrictBodyRoute, made_of_body
 from tllm_spec.server.chat_answer import AnswerFormats, ChatAnswer, ParsedText
 from tllm_spec.server.chat_message import NamedChoice
+from tllm_spec.server.fleet import FleetAdapters
 from tllm_spec.server.guard import CLIENT_CLOSED_REQUEST, Guard
 from tllm_spec.server.histograms import Histograms, perf_record
 from tllm_spec.server.messages_api import CountTokensRequest, MessageAnswer, MessagesRequest
@@ -87,7 +87,7 @@ class OpenAIServer:
         traces: Traces | None = None,
         draining: asyncio.Event | None = None,
         replica: str | None = None,
-        adapters: Adapters | None = None,
+        adapters: FleetAdapters | None = None,
     ) -> None:
         """draining: set when the server is about to end. replica: as of `EngineMetrics`. adapters:
         with `lora_config`."""

@@ -94,12 +94,8 @@ class RemoteSample:
 logger = logging.getLogger(__name__)
 
 # Seconds that the engine has for work of its threads: to compile a grammar, which is given up much
-# earlier, and to load weights, replay requests with them, and end requests before a pause.
-LONG_STEPS = (
-    *("stage", "whole", "update", "update_shared", "pause", "sleep", "wake_up"),
-    *("stage_update", "commit_update", "keep_update", "stage_adapter", "keep_adapters"),
-)
-WORK_SECONDS = {"compile": 60.0, **dict.fromkeys(LONG_STEPS, 600.0)}
+# earlier, and for a step: to load weights, replay requests with them, or end them before a pause.
+WORK_SECONDS = {"compile": 60.0, "step": 600.0}
 QUESTIONS_PAUSE = 0.25  # of the time-out, between an answer and the next question
 SHUT_DOWN = "the server is shutting down"
 
@@ -265,42 +261,41 @@ class EngineClient:
         self, folder: str, *, keep_cache: bool = False, force: bool = False
     ) -> dict[str, Any]:
         """As `LLM.load_draft_weights`. Not from the event loop."""
-        return self.swap_step("whole", folder, keep_cache, force)
+        return self.step("draft", "whole", folder, keep_cache, force)
 
     def pause(self, mode: str) -> None:
         """As `LLM.pause`. Not from the event loop."""
-        self.swap_step("pause", mode)
+        self.step("sleep", "pause", mode)
 
     def resume(self) -> None:
-        """As `LLM.resume`. Not from the event loop."""
-        self.swap_step("resume")
+        """As `LLM.resume`. Not from the event loop. Does not wait for the engine's steps."""
+        self._ask("call", "resume")
 
     def update_weights(
         self, source: str | SharedTensors, version: str | None, part: str, running: str
     ) -> dict[str, Any]:
         """As `LLM.update_weights`, of a folder or shared tensors. Not from the event loop."""
-        own = version, part, running
+        given: Any = source
         if isinstance(source, SharedTensors):
-            tensors = source.model_dump(include=set(SharedTensors.model_fields))
-            return self.swap_step("update_shared", tensors, *own)
-        return self.swap_step("update", source, *own)
+            given = source.model_dump(include=set(SharedTensors.model_fields))
+        return self.step("target", "update", given, version, part, running)
 
     def sleep(self, level: int) -> dict[str, Any]:
         """As `LLM.sleep`. Not from the event loop."""
-        return self.swap_step("sleep", level)
+        return self.step("sleep", "sleep", level)
 
     def wake_up(self, tags: Sequence[str] | None) -> dict[str, Any]:
         """As `LLM.wake_up`. Not from the event loop."""
-        return self.swap_step("wake_up", None if tags is None else list(tags))
+        return self.step("sleep", "wake_up", None if tags is None else list(tags))
 
     @property
     def is_sleeping(self) -> bool:
         """Whether something is asleep. Not from the event loop: it waits for the engine."""
         return bool(self._ask("call", "is_sleeping"))
 
-    def swap_step(self, step: str, *arguments: Any) -> dict[str, Any]:
-        """As one of the engine process' `steps`. Not from the event loop."""
-        told: dict[str, Any] = self._ask("swap", step, *arguments)
+    def step(self, part: str, step: str, *arguments: Any) -> dict[str, Any]:
+        """As one of the engine process' `STEPS`. Not from the event loop."""
+        told: dict[str, Any] = self._ask("step", part, step, *arguments)
         return told
 
     def get_stats(self) -> list[dict[str, Any]]:
@@ -326,7 +321,7 @@ class EngineClient:
         message = pack([kind, question_id, *question])
         self._in_loop(self._send_question, question_id, message, answer)
         # The engine's threads may load weights or compile, but it has rounds all the time.
-        seconds = WORK_SECONDS.get(kind if kind == "compile" else str(question[0]), self._timeout)
+        seconds = WORK_SECONDS.get(kind, self._timeout)
         try:
             return answer.result(seconds)
         except FutureTimeout:

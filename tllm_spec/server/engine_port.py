@@ -42,8 +42,8 @@ class Entry:
 
 class EnginePort:
     """calls: functions that `["call", …]` runs between two rounds, by their names. `["compile", …]`
-    compiles a grammar, and `["swap", …]` runs one of `steps`, of a swap of draft weights. What they
-    return or raise is the answer."""
+    compiles a grammar, and `["step", …]` runs one of `steps`, by part and name. What they return or
+    raise is the answer."""
 
     def __init__(
         self,
@@ -51,13 +51,13 @@ class EnginePort:
         grammars: Grammars,
         submit: Callable[[Callable[[], Any]], Future[Any]],
         calls: Mapping[str, Callable[[], Any]],
-        steps: Mapping[str, Callable[..., dict[str, Any]]],
+        steps: Mapping[tuple[str, str], Callable[..., Any]],
     ) -> None:
         """submit: has the executor's thread call a function between two rounds."""
         self._limits, self._queue, self._kv_events = built.limits, built.queue, built.kv_events
         self._grammars = grammars
         self._run, self._calls, self._steps = submit, calls, steps
-        self._swapping = ThreadPoolExecutor(1, thread_name_prefix="tllm-swap")  # one at a time
+        self._stepping = ThreadPoolExecutor(1, thread_name_prefix="tllm-steps")  # one at a time
         self._entries: dict[int, Entry] = {}  # by the request's id here
         self._num_tokens, self._counting = 0, threading.Lock()  # of them; both threads count
         self._own_ids: dict[Link, dict[int, int]] = {}  # by connected front, then by its own id
@@ -174,10 +174,10 @@ class EnginePort:
             _, question_id, *source = message
             compiling = self._compiling.submit(self._grammars.states_of, GrammarSource(*source), 0)
             self._answer_later(link, question_id, compiling)
-        elif kind == "swap":
-            _, question_id, step, *arguments = message
-            swapping = self._swapping.submit(self._steps[step], *arguments)
-            self._answer_later(link, question_id, swapping)
+        elif kind == "step":
+            _, question_id, part, step, *arguments = message
+            stepping = self._stepping.submit(self._steps[part, step], *arguments)
+            self._answer_later(link, question_id, stepping)
         else:
             raise ValueError(f"unknown message {kind!r}")
 

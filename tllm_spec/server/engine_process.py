@@ -12,35 +12,25 @@ import gc
 import logging
 import socket
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import asdict
 from functools import partial
+from itertools import product
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgpack
 
 from tllm_spec.config.engine_config import KVEventsConfig
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.executor.py_executor import Load
-from tllm_spec.lora_request import AdapterInfo
 from tllm_spec.outputs import FIRST_VERSION
 from tllm_spec.request_errors import described
 from tllm_spec.server.child import FAILED, Control, freeze_heap, memory_note
 from tllm_spec.server.engine_port import EnginePort
-from tllm_spec.server.in_force import (
-    InForce,
-    ServedAdapter,
-    ServedAdapters,
-    adapters_in_force,
-    weights_in_force,
-)
+from tllm_spec.server.fleet import FleetAdapters, FleetDraft, FleetTarget, ServedAdapters
 from tllm_spec.server.wire import Link
-
-if TYPE_CHECKING:
-    from tllm_spec.executor.weight_swap import Part
 
 logger = logging.getLogger(__name__)
 load_logger = logging.getLogger("tllm_spec.load")
@@ -158,6 +148,14 @@ class EngineLoop:
             num_seen, was_busy = num_submitted, is_busy
 
 
+# What fronts ask the engine's parts for, and what may take long.
+STEPS = (
+    *product(("draft", "target", "adapters"), ("stage", "keep")),
+    *(("draft", "whole"), ("target", "update"), ("adapters", "idle")),
+    *product(("sleep",), ("keep", "sleep", "wake_up", "pause")),
+)
+
+
 class EngineProcess:
     """on_joining: called before it joins the other ranks. Of one of several engines draft_version
     is how often their draft weights have been swapped, and weight_version names the target's
@@ -172,14 +170,11 @@ class EngineProcess:
         draft_version: int | None = None,
         weight_version: str | None = None,
     ) -> None:
-        from tllm_spec.adapter_loading import AdapterLoading
-        from tllm_spec.draft_swap import DraftSwap
         from tllm_spec.executor.worker import Worker
         from tllm_spec.grammars import Grammars
         from tllm_spec.models.registry import model_config
         from tllm_spec.ranks import build_together, join_ranks
         from tllm_spec.server.child import adopt_transformers_logs
-        from tllm_spec.target_update import TargetUpdate
         from tllm_spec.text.tokenizer import load_tokenizer
         from tllm_spec.zoo.registry import resolve_model
 
@@ -194,10 +189,8 @@ class EngineProcess:
         self._executor = built.executor
         self._grammars = Grammars.of(args, tokenizer, built.limits)
         self._worker = Worker(built.executor, built.queue, self._on_end)
-        swap = self._draft_swap = DraftSwap(args, built.executor, self._worker)
+        self.parts = self._parts(args)
         weights, stats = built.executor.parts.draft_weights, built.executor.parts.iteration_stats
-        self._update = TargetUpdate(args, built.executor, self._worker, swap.forced)
-        self.adapters = AdapterLoading(built.executor, self._worker)
         self._port = EnginePort(
             built,
             self._grammars,
@@ -206,9 +199,10 @@ class EngineProcess:
                 "state": self._state,
                 "stats": list if stats is None else stats.take,
                 "ping": lambda: None,
-                "is_sleeping": lambda: self._update.is_sleeping,
+                "is_sleeping": lambda: self.parts["sleep"].is_sleeping,
+                "resume": self.parts["sleep"].resume_now,
             },
-            self._steps(),
+            {(part, step): getattr(self.parts[part], step) for part, step in STEPS},
         )
         if weights is not None and draft_version is not None:
             weights.version, weights.report_worse = draft_version, self._port.report_worse
@@ -219,26 +213,20 @@ class EngineProcess:
             self._port, listener, lambda: self._worker.submit(self._executor.load)
         )
 
-    def _steps(self) -> dict[str, Callable[..., dict[str, Any]]]:
-        """What fronts ask for that takes long."""
-        swap, update = self._draft_swap, self._update
+    def _parts(self, args: LlmArgs) -> dict[str, Any]:
+        """What can be changed, by the names that fronts use."""
+        from tllm_spec.adapter_loading import AdapterLoading
+        from tllm_spec.draft_swap import DraftSwap
+        from tllm_spec.rank_calls import Pausing, RankCalls
+        from tllm_spec.target_update import TargetUpdate
+
+        calls = RankCalls(self._executor, self._worker)
+        draft, cancel_all = DraftSwap(args, calls), lambda: self._port.cancel_all()
         return {
-            "whole": swap.whole,
-            "stage": swap.stage,
-            "commit": swap.commit,
-            "keep": swap.keep,
-            "update": update.update,
-            "update_shared": self._update_shared,
-            "stage_update": self._stage_update,
-            "commit_update": update.commit,
-            "keep_update": update.keep,
-            "sleep": update.sleep,
-            "wake_up": update.wake_up,
-            "pause": self._pause,
-            "resume": self._resume,
-            "stage_adapter": lambda *given: asdict(self.adapters.stage(*given)),
-            "keep_adapters": self.adapters.keep,
-            "idle_adapters": self.adapters.idle,
+            "draft": draft,
+            "target": TargetUpdate(args, calls, draft.forced),
+            "adapters": AdapterLoading(calls),
+            "sleep": Pausing(calls, cancel_all, lambda mode: self._port.set_pause(mode)),
         }
 
     def run(self) -> str | None:
@@ -259,29 +247,6 @@ class EngineProcess:
     def _on_end(self, reason: str) -> None:
         self._port.fail_all(reason)
         self._loop.stop()
-
-    def _stage_update(self, folder: str, version: str, part: Part, running: str) -> dict[str, Any]:
-        if part == "draft":
-            raise ValueError(
-                "part = 'draft': of several engines, POST /v1/draft_model swaps drafts"
-            )
-        return self._update.stage(folder, version, part, running)
-
-    def _pause(self, mode: str) -> dict[str, Any]:
-        self._update.check_pause(mode)
-        self._port.set_pause(mode)
-        self._update.pause(mode, self._port.cancel_all)
-        return {}
-
-    def _resume(self) -> dict[str, Any]:
-        self._update.resume()
-        self._port.set_pause(None)
-        return {}
-
-    def _update_shared(self, shared: Mapping[str, Any], *options: Any) -> dict[str, Any]:
-        from tllm_spec.shared_tensors import SharedTensors
-
-        return self._update.update(SharedTensors(**shared).tensors(), *options)
 
     def _state(self) -> Any:
         from tllm_spec.server_info import plain
@@ -322,7 +287,7 @@ def with_served_draft(args: LlmArgs, engine_paths: Sequence[str]) -> tuple[LlmAr
     been swapped; None for an only engine."""
     if len(engine_paths) == 1:
         return args, None
-    served = weights_in_force(engine_paths[0], "draft").read()
+    served = FleetDraft(engine_paths).read()
     if served is None:
         return args, 0
     from tllm_spec.draft_swap import with_draft_weights
@@ -333,7 +298,7 @@ def with_served_draft(args: LlmArgs, engine_paths: Sequence[str]) -> tuple[LlmAr
 def with_served_target(args: LlmArgs, engine_paths: Sequence[str]) -> tuple[LlmArgs, str | None]:
     """The arguments with the target's weights that the other engines have after an update, and
     their version; None before."""
-    served = weights_in_force(engine_paths[0], "target").read()
+    served = FleetTarget(engine_paths).read()
     if served is None or served.version == FIRST_VERSION:
         return args, None
     own = {"model": served.folder, "tokenizer": args.tokenizer or args.model, "load_format": "auto"}
@@ -349,19 +314,6 @@ def with_served_adapters(args: LlmArgs, served: ServedAdapters | None) -> LlmArg
     return args.model_copy(update={"lora_config": config})
 
 
-def publish_adapters(infos: Sequence[AdapterInfo], in_force: InForce[ServedAdapters]) -> None:
-    """Says what an engine has that is about to serve, if it is the first one. Raises ValueError if
-    it has not read what the others have."""
-    from tllm_spec.adapter_loading import check_unchanged
-
-    with in_force.held() as served:
-        if served is None:
-            in_force.write({each.name: ServedAdapter(**asdict(each)) for each in infos})
-        for info in infos:
-            if served is not None and info.name in served:
-                check_unchanged(info, served[info.name].content_hash)
-
-
 def main() -> int:
     control = Control(int(sys.argv[1]))
     listener = socket.socket(fileno=int(sys.argv[2]))
@@ -372,12 +324,12 @@ def main() -> int:
         args = args_of_engine(args, settings.number, len(settings.engine_paths))
         args, draft_version = with_served_draft(args, settings.engine_paths)
         args, weight_version = with_served_target(args, settings.engine_paths)
-        in_force = adapters_in_force(settings.engine_paths[0])
-        args = with_served_adapters(args, in_force.read())
+        adapters = FleetAdapters(settings.engine_paths[0])
+        args = with_served_adapters(args, adapters.read())
         joining = partial(control.send, "joining")
         engine = EngineProcess(args, listener, joining, draft_version, weight_version)
         if args.lora_config is not None:
-            publish_adapters(engine.adapters.infos, in_force)
+            adapters.publish(engine.parts["adapters"].infos)
     except ValueError as error:
         control.send("failed", str(error))
         return FAILED

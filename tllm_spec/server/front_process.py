@@ -20,13 +20,12 @@ from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.server.child import FAILED, ChildSettings, Control, freeze_heap
 from tllm_spec.server.histograms import Histograms
 from tllm_spec.server.http_server import HttpServer, Tls
-from tllm_spec.server.in_force import adapters_in_force
 from tllm_spec.server.options import ServerOptions
 from tllm_spec.zoo.registry import is_gguf
 
 if TYPE_CHECKING:
-    from tllm_spec.server.adapters import Adapters
     from tllm_spec.server.engine_client import EngineClient
+    from tllm_spec.server.fleet import FleetAdapters
     from tllm_spec.server.replicas import Replicas
 
 LOST_SECONDS = 3.0  # that a front without an engine goes on answering 503
@@ -91,13 +90,13 @@ async def _client(
     return EngineClient(args, tokenizer, connection, await connection.limits, timeout)
 
 
-async def _adapters(client: EngineClient | Replicas, paths: Sequence[str]) -> Adapters:
-    from tllm_spec.server.adapters import Adapters
+async def _adapters(client: EngineClient | Replicas, paths: Sequence[str]) -> FleetAdapters:
+    from tllm_spec.server.fleet import FleetAdapters
     from tllm_spec.server.replicas import Replicas
 
     if isinstance(client, Replicas):
         return client.adapters
-    adapters = Adapters(adapters_in_force(paths[0]), lambda: [client])
+    adapters = FleetAdapters(paths[0], lambda: [client])
     await asyncio.to_thread(adapters.settle, client)
     return adapters
 

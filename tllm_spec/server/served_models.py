@@ -15,11 +15,10 @@ from fastapi.concurrency import run_in_threadpool
 from tllm_spec.config.neighbours import Ignored
 from tllm_spec.config.option_checks import check_adapter_name
 from tllm_spec.intake import max_model_len
-from tllm_spec.server.adapters import Adapters
 from tllm_spec.server.admission import bad_request, engine_running
 from tllm_spec.server.bodies import BodyModel
+from tllm_spec.server.fleet import FleetAdapters, ServedAdapter, ServedAdapters
 from tllm_spec.server.guard import check_key, folder_below
-from tllm_spec.server.in_force import ServedAdapter, ServedAdapters
 from tllm_spec.server.options import ServerOptions, has_key
 from tllm_spec.server.protocol import AdapterChoice
 from tllm_spec.server.refusals import RequestRefused
@@ -55,7 +54,7 @@ class ServedModels:
     """name: the model's own. adapters: None without `lora_config`."""
 
     def __init__(
-        self, name: str, llm: Engine, options: ServerOptions, adapters: Adapters | None
+        self, name: str, llm: Engine, options: ServerOptions, adapters: FleetAdapters | None
     ) -> None:
         self.name = name
         self._llm, self._options, self._adapters = llm, options, adapters
@@ -137,7 +136,7 @@ class ServedModels:
             raise ValueError(f"lora_name = {name!r} is the model's own name")
 
     @property
-    def _own(self) -> Adapters:
+    def _own(self) -> FleetAdapters:
         assert self._adapters is not None  # the options for them need lora_config
         return self._adapters
 

@@ -1,11 +1,12 @@
 """What the front processes and the engine say to each other: lists of plain values in msgpack.
 
 From a front: `["submit", ids, seeds, tokens, rules, options, grammar]`, `["cancel", ids, reason]`,
-`["call", id, name]`, `["compile", id, kind, text]`, `["swap", id, step, its arguments…]`. From the
-engine: `["hello", limits]`, `["responses", number of unfinished requests, their tokens, responses]`
-once a round, `["load", number, tokens]`, `["answer", id, value, error, whether it is the asker's
-mistake]`, `["paused", mode]`, and `["down", reason]`; of an engine of several `["kv_events",
-batch]` and `["worse", folder]`, its draft weights. No message can make the other side run code.
+`["call", id, name]`, `["compile", id, kind, text]`, `["step", id, part, name, its arguments…]`.
+From the engine: `["hello", limits]`, `["responses", number of unfinished requests, their tokens,
+responses]` once a round, `["load", number, tokens]`, `["answer", id, value, error, whether it is
+the asker's mistake]`, `["paused", mode]`, and `["down", reason]`; of an engine of several
+`["kv_events", batch]` and `["worse", folder]`, its draft weights. No message can make the other
+side run code.
 
 msgspec does not serve: its decoder takes exactly one message and raises when a socket's read has
 more, so each connection would need frames of its own."""

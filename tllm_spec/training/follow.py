@@ -16,7 +16,7 @@ from urllib.request import Request, urlopen
 
 from tllm_spec.recording.traffic_folder import states_files_of
 from tllm_spec.training.head_run import HeadOptions, run_head
-from tllm_spec.training.trainer import FILE
+from tllm_spec.training.trainer import METRICS
 
 MIN_NEW = 16  # texts that no turn has read, with which the next one begins
 NEWEST = 512
@@ -58,9 +58,8 @@ class Follower:
                 with suppress(FileNotFoundError):
                     shutil.copy(file, texts)
             run_head(replace(self._options, data=Path(texts), output=output))
-        (output / FILE).unlink()
         self._options = replace(self._options, start=str(output))
-        if json.loads((output / "metrics.json").read_text(encoding="utf-8"))["step"]:
+        if json.loads((output / METRICS).read_text(encoding="utf-8"))["step"]:
             self._swap(output)
         shutil.rmtree(self._options.output / f"{self._turn - 2:06}", ignore_errors=True)
 

@@ -45,7 +45,7 @@ from tllm_spec.training.head_files import (
 )
 from tllm_spec.training.language_model import TokenData, load_language_model
 from tllm_spec.training.texts import Text, batches, draw, padded, read_texts, split, unseen_records
-from tllm_spec.training.trainer import FILE, Ranks, Settings, train
+from tllm_spec.training.trainer import FILE, METRICS, Ranks, Settings, train
 from tllm_spec.zoo.registry import resolve_model
 
 Kind = Literal["eagle3", "peagle"]
@@ -100,10 +100,10 @@ def run_head(options: HeadOptions) -> tuple[list[TrafficRecord] | None, bool]:
     """Returns the records that were held out, and whether the head can be swapped for that of
     `--init`; None on all ranks but the first. Raises ValueError for options that do not fit each
     other, the target or the texts, and for a folder that has another run."""
-    if not options.resume and (options.output / FILE).exists():
+    if not options.resume and (options.output / METRICS).exists():
         raise ValueError(
-            f"{options.output} has the checkpoint of a run: --resume goes on from it; a new run "
-            "needs another folder"
+            f"{options.output} has a run: --resume goes on from its checkpoint, if it has not "
+            "ended; a new run needs another folder"
         )
     folder = resolve_model(options.model)
     config = model_config(folder)
@@ -142,6 +142,8 @@ def run_head(options: HeadOptions) -> tuple[list[TrafficRecord] | None, bool]:
     validation = partial(acceptance_of, head, target, held_out, options.unroll)
     train(head, loss, validation, settings, options.output, save_best, ranks=ranks)
     ranks.leave()
+    if ranks.is_first:  # a run that has ended is not resumed
+        (options.output / FILE).unlink()
     records = unseen_records(training, held_out) if ranks.is_first else None
     return records, served is None and start is not None and shape == start.config
 
@@ -185,7 +187,7 @@ def settings_of(options: HeadOptions, training: list[Text], hidden_size: int) ->
 def judge(options: HeadOptions, records: list[TrafficRecord]) -> None:
     """Prints the tokens a round of held-out records in a replay, as they would be served: before,
     with the head of `--init` or else as they were served, and after."""
-    run = json.loads((options.output / "metrics.json").read_text(encoding="utf-8"))
+    run = json.loads((options.output / METRICS).read_text(encoding="utf-8"))
     if run["history"][-1]["step"] < FEW_STEPS:
         _warn("few steps were made: give more --minutes, or steps of fewer --batch_tokens")
     if run["step"] == 0:

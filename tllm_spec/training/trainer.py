@@ -23,7 +23,7 @@ from tllm_spec.progress import progress as shown_progress
 # A training run's state in a file, from which it is resumed.
 
 
-FILE = "checkpoint.pt"
+FILE, METRICS = "checkpoint.pt", "metrics.json"
 
 
 @dataclass
@@ -250,7 +250,7 @@ def _note(
         progress.best = figures["loss"]
         save()
         metrics = json.dumps({**row, "history": progress.history}, indent=1)
-        (output / "metrics.json").write_text(metrics + "\n", encoding="utf-8")
+        (output / METRICS).write_text(metrics + "\n", encoding="utf-8")
 
 
 def _validation(model: Any, validate: Callable[[], dict[str, float]]) -> dict[str, float]:
