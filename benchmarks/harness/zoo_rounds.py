@@ -55,7 +55,7 @@ DRAFTS = {
 }
 PLAIN = {"zoo:llama": "plain", "zoo:deepseek": "plain deepseek"}
 BATCH_SIZES = (1, 4, 16)
-NUM_TEXTS = {1: 2, 4: 4, 16: 16}
+NUM_TEXTS = {1: 4, 4: 8, 16: 16}
 TEMPERATURE = 0.8
 Texts = Sequence[tuple[list[int], list[int]]]
 Each = Callable[..., Iterable[Any]]  # `map`, here or over processes
