@@ -105,7 +105,7 @@ def await_drafts(
     draft_len = match.shape[1]
     both = torch.stack((network, match), dim=1).to(torch.int32)
     sources.pending[slots, :, :draft_len] = both
-    sources.pending[slots, :, draft_len:] = -1
+    sources.pending[:, :, draft_len:].index_fill_(0, slots, -1)  # in a graph: -1 is no tensor
 
 
 def observe_drafts_triton(
