@@ -51,6 +51,7 @@ from tllm_spec.executor.sampling.sampler import Sampler
 from tllm_spec.executor.sampling.sharded_sampler import sampler_of
 from tllm_spec.executor.scheduler import Scheduler
 from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
+from tllm_spec.executor.speculative.draft_length.hindsight import hindsight_of
 from tllm_spec.executor.speculative.drafting.loaded_draft import check_draft
 from tllm_spec.executor.speculative.drafting.state_recorder import StateRecorder
 from tllm_spec.executor.speculative.modes import Surroundings, build_drafter, check_code
@@ -155,6 +156,7 @@ def _build(
         sleep=sleep_of(plan, engines),
         adapters=adapters,
         recorder=recorder,
+        hindsight=hindsight_of(plan.spec, plan.shapes, plan.slots.max_batch_size),
         ranks=_ranks(plan, engines),
     )
     limits = _limits(plan, tokenizer, _longest_sequence(plan, engines))

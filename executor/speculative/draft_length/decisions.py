@@ -12,6 +12,14 @@ NUM_KEPT = 32  # switches
 logger = logging.getLogger(__name__)
 
 
+class LookBack(NamedTuple):
+    """What copied drafts would have saved (`Hindsight`): one token of a text would have taken
+    `num_rounds` rounds, 1 or less. tier: of these drafts; None: all chains are of copied drafts."""
+
+    num_rounds: float
+    tier: int | None = None
+
+
 class ObservedRound(NamedTuple):
     """What came of a round in which every request had the same tier."""
 
@@ -27,6 +35,7 @@ class ObservedRound(NamedTuple):
     ranks: Sequence[Sequence[int]] = ()  # see `path_ranks`, where there are trees to choose from
     expected: Sequence[float] = ()  # see `RoundOutcome`
     context_len: int = 0  # of the controller when the round was chosen
+    look: LookBack | None = None  # at a request of the round
 
     @property
     def num_alive(self) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 
 from tllm_spec.config.adaptive_config import CostModelOptions
 from tllm_spec.config.draft_shape import END, NOTHING, OFF_CHAIN, DraftShape, DraftShapes
-from tllm_spec.executor.speculative.draft_length.decisions import ObservedRound
+from tllm_spec.executor.speculative.draft_length.decisions import LookBack, ObservedRound
 
 MIN_RATE, MAX_RATE = 0.001, 0.999  # an estimate never becomes certain
 PRIOR_TRIALS = 4.0  # drafts that the prior counts for, and that an old estimate fades to
@@ -25,7 +25,8 @@ IDLE_REQUESTS = 8  # a round without drafts ages an estimate as so many requests
 MAX_WEIGHT = 0.125  # of a round
 
 RANK_TRIALS = 8.0  # nodes that the prior of a rank counts for
-FIRST_PRIOR = 0.7  # over the rank's number from 1 on, e.g. 0.35 for the second child
+FIRST_PRIOR = 0.7  # over the rank's number from 1 on, e.g. 0.35 for the second child, but
+LIKELIER = 2.0  # times the first child's rate at most: a network that is never right has no second
 REFRESH_ROUNDS = 8  # that predictions of trees may be old: they take long
 GAIN_DRAFTS = 128.0  # accepted drafts that the assumption of no gain counts for
 GAIN_WINDOWS = 4.0  # memory of the gain, which changes less than acceptance does
@@ -79,8 +80,9 @@ class AcceptanceEstimate:
     means nothing. A dynamic tree adapts to each token, and paths of later children go on worse.
     `gain` is what trees had accepted over what depth and rank alone predict.
 
-    Copied drafts have a mean of their own, which begins as if they were the network's: so they are
-    tried in the first rounds."""
+    Copied drafts have tokens per round of their own, which begin as if they were the network's: so
+    they are tried in the first rounds. Where texts are looked back at (`LookBack`), no probes of
+    copied drafts are needed."""
 
     def __init__(
         self,
@@ -99,7 +101,7 @@ class AcceptanceEstimate:
         pairs = pairwise(lengths if len(lengths) > 1 else others)
         longer = {tier: (next_one,) for tier, next_one in pairs}
         next_to = () if copied is None else (copied,)
-        self._probes = {tier: (*next_to, *longer.get(tier, ())) for tier in ladder}
+        self._probes = {tier: (*longer.get(tier, ()), *next_to) for tier in ladder}
         if copied is not None:
             # What the network's drafts would bring, only rounds that have them show.
             self._probes[copied] = tuple(others[-1:])
@@ -111,7 +113,9 @@ class AcceptanceEstimate:
         self.expected += [0.0] * (1 + max(ladder) - len(self.expected))
         if copied is not None:
             self.expected[copied] = self.expected[number]
-        self._num_copied = PRIOR_TRIALS
+            self._copied_rounds = PRIOR_TRIALS
+            self._copied_tokens = PRIOR_TRIALS * (1 + self.expected[number])
+        self._looks_left = 0  # rounds in which the latest look back still counts
         topk = max((tree.topk for tree in trees.values()), default=0)
         self._rank_tried, self._rank_accepted = [0.0] * topk, [0.0] * topk
         self.gain, self._seen, self._predicted = 1.0, 0.0, 0.0
@@ -126,7 +130,10 @@ class AcceptanceEstimate:
     def probes_of(self, batch_size: int, tier: int) -> tuple[int, ...]:
         """What rounds of that tier may try in turn, because it would show more than they do: the
         next longer length, and copied drafts; next to these the largest of the network's."""
-        return self._probes.get(tier, ())
+        probes = self._probes.get(tier, ())
+        if not self._looks_left:
+            return probes
+        return () if self._copied is None else tuple(p for p in probes if p != self._copied)
 
     def at_best(self, tier: int, probed: int) -> float:
         """Tokens of a request in a round of `probed`, if all that it adds to `tier` were
@@ -139,10 +146,16 @@ class AcceptanceEstimate:
     def observe(self, observed: ObservedRound, tier: int) -> None:
         """tier: of the drafts that were verified."""
         number, is_tree = observed.num_alive, tier in self._trees
+        self._looks_left = max(self._looks_left - 1, 0)
+        if observed.look is not None:
+            self._observe_look(observed.look)
         if tier == self._copied:
-            self._observe_copied(number, observed.num_accepted)
+            self._age(max(number, IDLE_REQUESTS), PRIOR_TRIALS)
+            drafted = len(observed.num_accepted)
+            self._count_copied(drafted, drafted + sum(observed.num_accepted))
             return
-        self._num_copied = max(self._num_copied * (1 - 1 / FADING_ROUNDS), PRIOR_TRIALS)
+        if self._copied is not None:
+            self._fade_copied(max(1 - 1 / FADING_ROUNDS, PRIOR_TRIALS / self._copied_rounds))
         if not is_tree:
             self._seen -= self._seen / FADING_ROUNDS
             self._predicted -= self._predicted / FADING_ROUNDS
@@ -152,7 +165,7 @@ class AcceptanceEstimate:
             if is_tree:
                 self._observe_ranks(number, columns)
                 self._compare(tier, observed.num_accepted)
-        elif not is_tree:
+        elif not is_tree and (tier or observed.look is None or observed.look.tier is not None):
             self.observe_lengths(number, observed.num_accepted, tier)
         if self._trees:
             self._rounds += 1
@@ -160,14 +173,32 @@ class AcceptanceEstimate:
                 self._predict()
             self._apply_gain()
 
-    def _observe_copied(self, num_requests: int, num_accepted: Sequence[int]) -> None:
+    def _observe_look(self, look: LookBack) -> None:
+        """A token counts as the rounds that it would have taken: tokens of long runs are many."""
+        if look.tier is None:
+            num_accepted = round(1 / look.num_rounds) - 1
+            counts = length_counts([num_accepted], len(self.rates))
+            weight = look.num_rounds
+            self._observe_counts(
+                IDLE_REQUESTS * weight, [(weight * n, weight * right) for n, right in counts]
+            )
+        elif look.tier == self._copied:
+            self._count_copied(look.num_rounds, 1)
+        else:
+            return
+        self._looks_left = FADING_ROUNDS
+
+    def _count_copied(self, num_rounds: float, num_tokens: float) -> None:
         """Requests without a match have had none accepted."""
         assert self._copied is not None
-        self._age(max(num_requests, IDLE_REQUESTS), PRIOR_TRIALS)
-        number = len(num_accepted)
-        self._num_copied = min(self._num_copied, self._window / MIN_ROUNDS) + number
-        error = sum(num_accepted) - number * self.expected[self._copied]
-        self.expected[self._copied] += error / self._num_copied
+        self._fade_copied(self._window / MIN_ROUNDS / self._copied_rounds)
+        self._copied_rounds += num_rounds
+        self._copied_tokens += num_tokens
+        self.expected[self._copied] = self._copied_tokens / self._copied_rounds - 1
+
+    def _fade_copied(self, factor: float) -> None:
+        self._copied_rounds *= min(factor, 1.0)
+        self._copied_tokens *= min(factor, 1.0)
 
     def observe_lengths(
         self, num_requests: int, num_accepted: Sequence[int], draft_len: int
@@ -178,7 +209,7 @@ class AcceptanceEstimate:
         else:
             self._age(max(num_requests, IDLE_REQUESTS), PRIOR_TRIALS)
 
-    def _observe_counts(self, num_requests: int, counts: Sequence[tuple[int, int]]) -> None:
+    def _observe_counts(self, num_requests: float, counts: Sequence[tuple[float, float]]) -> None:
         """counts: by position, requests that reached it and those whose draft was accepted."""
         self._age(num_requests, max(PRIOR_TRIALS, UNSEEN_SHARE * self._window))
         for position, (reached, accepted) in enumerate(counts[: len(self.rates)]):
@@ -186,7 +217,7 @@ class AcceptanceEstimate:
             self._accepted[position] += accepted
         self._combine()
 
-    def _age(self, num_requests: int, least: float) -> None:
+    def _age(self, num_requests: float, least: float) -> None:
         keep = 1 - 1 / max(self._window / num_requests, MIN_ROUNDS)
         for position, reached in enumerate(self._reached):
             if reached > least:
@@ -223,8 +254,9 @@ class AcceptanceEstimate:
     @property
     def shares(self) -> list[float]:
         counts = enumerate(zip(self._rank_accepted, self._rank_tried, strict=True), 1)
+        prior = min([FIRST_PRIOR, *(LIKELIER * rate for rate in self.rates[:1])])
         return [
-            (accepted + RANK_TRIALS * (FIRST_PRIOR / number)) / (tried + RANK_TRIALS)
+            (accepted + RANK_TRIALS * (prior / number)) / (tried + RANK_TRIALS)
             for number, (accepted, tried) in counts
         ]
 
