@@ -61,7 +61,7 @@ Texts = Sequence[tuple[list[int], list[int]]]
 Each = Callable[..., Iterable[Any]]  # `map`, here or over processes
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Config:
     """`weights`: of the drafts; None: it has none."""
 
