@@ -113,8 +113,7 @@ class AcceptanceEstimate:
         self.expected += [0.0] * (1 + max(ladder) - len(self.expected))
         if copied is not None:
             self.expected[copied] = self.expected[number]
-            self._copied_rounds = PRIOR_TRIALS
-            self._copied_tokens = PRIOR_TRIALS * (1 + self.expected[number])
+            self._copied_rounds, self._copied_tokens = 1.0, 1 + self.expected[number]
         self._looks_left = 0  # rounds in which the latest look back still counts
         topk = max((tree.topk for tree in trees.values()), default=0)
         self._rank_tried, self._rank_accepted = [0.0] * topk, [0.0] * topk
