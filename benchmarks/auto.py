@@ -22,7 +22,8 @@ sampled  zoo:llama's own text at temperature 0.8
 
 Prompts of up to 900 tokens, 96 tokens each; adaptive configurations first see as many other texts.
 Left out are files whose drafts are those of another file (`max_utilization`, `no_overlap`,
-`tensor_parallel`), that give other texts (`rejection_sampling`), or that run the user's code.
+`tensor_parallel`, `*_onnxruntime`), that give other texts (`rejection_sampling`), or that run the
+user's code.
 Goals: 0.97 of the best file that has the same weights or none, and 0.99 of plain decoding.
 
 heads: 8B shape, bf16, random weights, greedy, scripted acceptance (harness/forced_rounds.py). AUTO

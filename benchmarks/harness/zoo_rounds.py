@@ -38,7 +38,7 @@ from tllm_spec.text.tokenizer import load_tokenizer
 
 LEFT_OUT = (
     *("max_utilization", "no_overlap", "tensor_parallel", "rejection_sampling"),
-    *("plain", "user_provided"),
+    *("draft_target_onnxruntime", "eagle3_onnxruntime", "plain", "user_provided"),
 )
 OPTIONS = {
     "device": "cpu",
@@ -192,7 +192,8 @@ class ZooTimes:
 
     def add(self, found: Sequence[Config], turns: int, each: Each) -> None:
         """Measures those that it does not have."""
-        lacking = [config for config in found if config.name not in self.ratios]
+        # AUTO comes last and takes longest: it begins first.
+        lacking = [config for config in reversed(found) if config.name not in self.ratios]
         measured = dict(zip(lacking, each(partial(ratios, turns=turns), lacking), strict=True))
         for target in {config.target for config in lacking} - self.plain_ms.keys():
             rows = [ms for config, (ms, _) in measured.items() if config.target == target]
