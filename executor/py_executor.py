@@ -215,6 +215,7 @@ class PyExecutor:
         self._made_shape = batch.new_shape
         if batch.generation_requests:
             batch.is_transition = made != batch.shape
+            batch.cuts_copies = made.is_copied and batch.shape.depth < made.depth
             batch.verified_tier = shapes.lower(made, batch.shape) if batch.made_draft_len else 0
 
     def _complete_before(self, batch: ScheduledBatch) -> bool:

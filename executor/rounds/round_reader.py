@@ -142,6 +142,7 @@ class RoundOutcome:
             expected=self.expected,
             context_len=batch.context_len,
             look=look,
+            is_cut=batch.cuts_copies,
         )
         controller.observe(observed)
 

@@ -86,7 +86,7 @@ class CostModelSlot:
         if observed.seconds is not None:
             self._times.observe(batch_size, tier, observed.seconds)
         is_own = tier in self._estimate.ladder or tier not in self._shapes.further_tiers
-        if observed.num_alive and is_own:
+        if observed.num_alive and is_own and not observed.is_cut:
             self._estimate.observe(observed, tier)
             if tier:
                 self._has_drafted = True

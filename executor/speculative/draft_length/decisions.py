@@ -36,6 +36,7 @@ class ObservedRound(NamedTuple):
     expected: Sequence[float] = ()  # see `RoundOutcome`
     context_len: int = 0  # of the controller when the round was chosen
     look: LookBack | None = None  # at a request of the round
+    is_cut: bool = False  # copied drafts had too short windows, so they say nothing
 
     @property
     def num_alive(self) -> int:
