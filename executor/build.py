@@ -127,9 +127,8 @@ def _build(
 
     queue, kv = queue_of(communicator), engines.kv
     events, adapters = _kv_events(plan, kv), engines.target.adapters
-    others = engines.target, adapters, events
     resources: list[ResourceManager] = [*drafter.resources, kv, plan.slots]
-    resources += [each for each in others if isinstance(each, ResourceManager)]
+    resources += [m for m in (engines.target, adapters, events) if isinstance(m, ResourceManager)]
     scheduler = Scheduler(plan.limits, plan.slots, kv, resources, adapters)
     stats = IterationStats(args.max_stats_len, scheduler, kv.cache)
     parts = ExecutorParts(
