@@ -155,7 +155,7 @@ def _build(
         sleep=sleep_of(plan, engines),
         adapters=adapters,
         recorder=recorder,
-        hindsight=hindsight_of(plan.spec, plan.shapes, plan.slots.max_batch_size),
+        hindsight=hindsight_of(None if plan.mapping.rank else plan.spec, controller.tiers),
         ranks=_ranks(plan, engines),
     )
     limits = _limits(plan, tokenizer, _longest_sequence(plan, engines))

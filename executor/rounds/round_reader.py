@@ -127,9 +127,7 @@ class RoundOutcome:
         is_pure = batch.shape.depth == batch.made_draft_len and not batch.is_transition
         is_pure = is_pure and not batch.catches_up
         has_time = is_pure and not batch.context_requests
-        look = None
-        if hindsight is not None and not batch.shape.is_copied:
-            look = hindsight.look(batch.generation_requests)
+        look = {} if hindsight is None else hindsight.look(batch.generation_requests)
         observed = ObservedRound(
             len(batch.generation_requests),
             self.num_accepted,

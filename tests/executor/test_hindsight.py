@@ -6,6 +6,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.executor.draft_caches import one_model, write_heads
@@ -20,8 +21,9 @@ from tllm_spec.executor.speculative.draft_length.adaptive import (
     AdaptiveController,
     controller_for,
 )
-from tllm_spec.executor.speculative.draft_length.decisions import LookBack, ObservedRound
+from tllm_spec.executor.speculative.draft_length.decisions import ObservedRound
 from tllm_spec.executor.speculative.draft_length.hindsight import (
+    MAX_PLACES,
     TOKENS_A_ROUND,
     Hindsight,
     hindsight_of,
@@ -63,11 +65,11 @@ def test_a_look_back_sees_the_drafts_that_the_device_would_have_found(
     for _ in range(300):
         text = [chance.randrange(3) for _ in range(chance.randrange(DEPTH + 2, 40))]
         search = TextSearch(max_match, oldest)
-        look = Hindsight(search, DEPTH, min_match=min_match).look([request_of(text)])
+        look = Hindsight(search, {1: 2, 4: DEPTH}, min_match).look([request_of(text)])
         length, right = num_right(text, len(text) - DEPTH, max_match, oldest)
         run = 1 if length < min_match else length + right
-        assert look == LookBack(ceil(run / (1 + DEPTH)) / run)
-        found.add(look.num_rounds)
+        assert look == {1: ceil(run / 3) / run, 4: ceil(run / (1 + DEPTH)) / run}
+        found.add(look[4])
     assert len(found) > 4
 
 
@@ -85,33 +87,50 @@ def text_with_copies(chance: Random, share: float) -> list[int]:
 
 @pytest.mark.parametrize("share", [0.0, 0.05, 0.2, 0.6])
 def test_looks_at_some_tokens_tell_how_many_tokens_a_round_would_have(share: float) -> None:
-    text = text_with_copies(Random(8), share)
-    at, num_rounds = 300, 0
-    while at + DEPTH < len(text):
-        at, num_rounds = at + 1 + num_right(text, at, 64)[1], num_rounds + 1
-    hindsight, looks = Hindsight(TextSearch(64), DEPTH), []
+    text, depths = text_with_copies(Random(8), share), {1: 1, 2: DEPTH}
+    hindsight, looks = Hindsight(TextSearch(64), depths), []
     for end in range(300 + DEPTH, len(text), 3):
         request = request_of(text[:end])
-        while (look := hindsight.look([request])) is None:
+        while not (look := hindsight.look([request])):
             pass
-        looks.append(look.num_rounds)
-    tokens_a_round = len(looks) / sum(looks)
-    assert tokens_a_round == pytest.approx((at - 300) / num_rounds, rel=0.1)
+        looks.append(look)
+    for tier, depth in depths.items():
+        at, num_rounds = 300, 0
+        while at + DEPTH < len(text):
+            at += 1 + min(num_right(text, at, 64)[1], depth)
+            num_rounds += 1
+        tokens_a_round = len(looks) / sum(look[tier] for look in looks)
+        assert tokens_a_round == pytest.approx((at - 300) / num_rounds, rel=0.1)
 
 
 def test_a_long_text_is_read_as_seldom_as_it_is_long() -> None:
     request, rounds = request_of([1, 2] * 5 * TOKENS_A_ROUND), 200
-    hindsight = Hindsight(TextSearch(64), DEPTH)
+    hindsight = Hindsight(TextSearch(64), {1: DEPTH})
     looks = [hindsight.look([request]) for _ in range(rounds)]
-    assert rounds / 10 - 2 <= sum(look is not None for look in looks) <= rounds / 10
+    assert rounds / 10 - 2 <= sum(bool(look) for look in looks) <= rounds / 10
+
+
+def test_a_text_of_one_token_is_compared_at_few_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = list[int]()
+
+    class Counted(np.ndarray):  # type: ignore[type-arg] # it is only watched
+        def __getitem__(self, key: Any) -> Any:
+            found = super().__getitem__(key)
+            sizes.append(np.size(found))
+            return found
+
+    monkeypatch.setattr(np, "frombuffer", lambda *a, **k: np.array(a[0], k["dtype"]).view(Counted))
+    (rounds,) = Hindsight(TextSearch(64), {1: DEPTH}).look([request_of([7] * 1000)]).values()
+    assert rounds == ceil((64 + DEPTH) / (1 + DEPTH)) / (64 + DEPTH)
+    assert max(sizes) <= 64 * MAX_PLACES
 
 
 def test_a_request_shows_nothing_before_it_has_as_many_tokens_as_drafts() -> None:
-    hindsight = Hindsight(TextSearch(64), DEPTH)
+    hindsight = Hindsight(TextSearch(64), {1: DEPTH})
     texts = [request_of([1] * 20, prompt_len=20 - new) for new in (0, DEPTH, DEPTH + 1)]
-    assert [hindsight.look([each]) is not None for each in texts] == [False, False, True]
+    assert [bool(hindsight.look([each])) for each in texts] == [False, False, True]
     texts[-1].draft_limit = 0
-    assert hindsight.look([texts[-1]]) is None
+    assert not hindsight.look([texts[-1]])
 
 
 def options_of(kind: str, tiny_draft: Path, head: Path, **own: Any) -> dict[str, Any]:
@@ -160,7 +179,7 @@ def test_where_texts_do_not_repeat_themselves_no_probe_of_copied_drafts_is_paid(
         round_times=LinearTimes(3.0),
         shapes=DraftShapes.chains(3, copies=True),
     )
-    look, asked = LookBack(1.0, COPIED) if looks else None, list[int]()
+    look, asked = {COPIED: 1.0} if looks else {}, list[int]()
     for _ in range(4000):
         asked.append(tier := controls.tier_for(1))
         controls.observe(ObservedRound(1, [0] if tier else [], tier, look=look))
@@ -177,7 +196,7 @@ def test_probes_of_copied_drafts_come_back_when_texts_become_too_short_to_look_a
     asked = list[int]()
     for number in range(4000):
         asked.append(tier := controls.tier_for(1))
-        look = LookBack(1.0, COPIED) if number < 1000 else None
+        look = {COPIED: 1.0} if number < 1000 else {}
         controls.observe(ObservedRound(1, [0] if tier else [], tier, look=look))
     assert COPIED not in asked[100:1000] and COPIED in asked[1000:]
 
@@ -202,6 +221,4 @@ def test_texts_are_looked_at_where_their_own_copies_are_one_choice(
     spec: dict[str, Any], looks: bool
 ) -> None:
     args = LlmArgs.from_kwargs("zoo:llama", speculative_config=SA | spec)
-    assert args.speculative_config is not None
-    found = hindsight_of(args.speculative_config, args.speculative_config.shapes, 4)
-    assert (found is not None) == looks
+    assert (hindsight_of(args.speculative_config, (0, 3)) is not None) == looks

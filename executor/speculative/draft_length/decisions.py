@@ -4,20 +4,13 @@ A tier is one of `DraftShapes`: a draft length, or where trees may be chosen one
 
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 NUM_KEPT = 32  # switches
 
 logger = logging.getLogger(__name__)
-
-
-class LookBack(NamedTuple):
-    """What copied drafts would have saved (`Hindsight`): one token of a text would have taken
-    `num_rounds` rounds, 1 or less. tier: of these drafts; None: all chains are of copied drafts."""
-
-    num_rounds: float
-    tier: int | None = None
 
 
 class ObservedRound(NamedTuple):
@@ -35,7 +28,8 @@ class ObservedRound(NamedTuple):
     ranks: Sequence[Sequence[int]] = ()  # see `path_ranks`, where there are trees to choose from
     expected: Sequence[float] = ()  # see `RoundOutcome`
     context_len: int = 0  # of the controller when the round was chosen
-    look: LookBack | None = None  # at a request of the round
+    # By tier of copied drafts: the rounds, 1 or less, that a token of the text would have taken.
+    look: Mapping[int, float] = MappingProxyType({})
     is_cut: bool = False  # copied drafts had too short windows, so they say nothing
 
     @property

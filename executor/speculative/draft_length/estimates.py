@@ -3,6 +3,7 @@ by depth and rank, of rounds that share their rows from what the device expects.
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from heapq import heappop, heappush
 from itertools import accumulate, pairwise
@@ -13,7 +14,7 @@ from typing import Any
 
 from tllm_spec.config.adaptive_config import CostModelOptions
 from tllm_spec.config.draft_shape import END, NOTHING, OFF_CHAIN, DraftShape, DraftShapes
-from tllm_spec.executor.speculative.draft_length.decisions import LookBack, ObservedRound
+from tllm_spec.executor.speculative.draft_length.decisions import ObservedRound
 
 MIN_RATE, MAX_RATE = 0.001, 0.999  # an estimate never becomes certain
 PRIOR_TRIALS = 4.0  # drafts that the prior counts for, and that an old estimate fades to
@@ -66,6 +67,27 @@ def estimate_of(options: CostModelOptions, shapes: DraftShapes, *, shares_rows: 
     return AcceptanceEstimate(ladder, *memory, trees, copied)
 
 
+@dataclass
+class Copies:
+    """Rounds of copied drafts, and their tokens."""
+
+    rounds: float
+    tokens: float
+
+    def add(self, rounds: float, tokens: float, most: float) -> None:
+        """most: rounds that are remembered."""
+        self.fade(most / self.rounds)
+        self.rounds, self.tokens = self.rounds + rounds, self.tokens + tokens
+
+    def fade(self, factor: float) -> None:
+        self.rounds, self.tokens = (min(factor, 1.0) * n for n in (self.rounds, self.tokens))
+
+    @property
+    def num_accepted(self) -> float:
+        """Of a round."""
+        return self.tokens / self.rounds - 1
+
+
 class AcceptanceEstimate:
     """How likely a draft at each position of the window is accepted, given that all before it were;
     `rates`. Of trees they are those of first children.
@@ -80,9 +102,10 @@ class AcceptanceEstimate:
     means nothing. A dynamic tree adapts to each token, and paths of later children go on worse.
     `gain` is what trees had accepted over what depth and rank alone predict.
 
-    Copied drafts have tokens per round of their own, which begin as if they were the network's: so
-    they are tried in the first rounds. Where texts are looked back at (`LookBack`), no probes of
-    copied drafts are needed."""
+    Copied drafts have tokens per round of their own (`Copies`), by tier, which begin as if they
+    were the network's: so they are tried in the first rounds. Where texts are looked back at
+    (`Hindsight`), a token counts as the rounds that it would have taken, and no probes of copied
+    drafts are needed."""
 
     def __init__(
         self,
@@ -113,7 +136,7 @@ class AcceptanceEstimate:
         self.expected += [0.0] * (1 + max(ladder) - len(self.expected))
         if copied is not None:
             self.expected[copied] = self.expected[number]
-            self._copied_rounds, self._copied_tokens = 1.0, 1 + self.expected[number]
+        self._copies: dict[int, Copies] = {}
         self._looks_left = 0  # rounds in which the latest look back still counts
         topk = max((tree.topk for tree in trees.values()), default=0)
         self._rank_tried, self._rank_accepted = [0.0] * topk, [0.0] * topk
@@ -130,9 +153,7 @@ class AcceptanceEstimate:
         """What rounds of that tier may try in turn, because it would show more than they do: the
         next longer length, and copied drafts; next to these the largest of the network's."""
         probes = self._probes.get(tier, ())
-        if not self._looks_left:
-            return probes
-        return () if self._copied is None else tuple(p for p in probes if p != self._copied)
+        return tuple(p for p in probes if p not in self._copies) if self._looks_left else probes
 
     def at_best(self, tier: int, probed: int) -> float:
         """Tokens of a request in a round of `probed`, if all that it adds to `tier` were
@@ -145,16 +166,16 @@ class AcceptanceEstimate:
     def observe(self, observed: ObservedRound, tier: int) -> None:
         """tier: of the drafts that were verified."""
         number, is_tree = observed.num_alive, tier in self._trees
-        self._looks_left = max(self._looks_left - 1, 0)
-        if observed.look is not None:
-            self._observe_look(observed.look)
+        self._look(observed.look)
+        drafted = len(observed.num_accepted)
+        if tier == self._copied or tier in self._copies:
+            self._add_copies(tier, drafted, drafted + sum(observed.num_accepted))
         if tier == self._copied:
             self._age(max(number, IDLE_REQUESTS), PRIOR_TRIALS)
-            drafted = len(observed.num_accepted)
-            self._count_copied(drafted, drafted + sum(observed.num_accepted))
             return
-        if self._copied is not None:
-            self._fade_copied(max(1 - 1 / FADING_ROUNDS, PRIOR_TRIALS / self._copied_rounds))
+        if self._copied in self._copies:
+            own = self._copies[self._copied]
+            own.fade(max(1 - 1 / FADING_ROUNDS, PRIOR_TRIALS / own.rounds))
         if not is_tree:
             self._seen -= self._seen / FADING_ROUNDS
             self._predicted -= self._predicted / FADING_ROUNDS
@@ -164,40 +185,28 @@ class AcceptanceEstimate:
             if is_tree:
                 self._observe_ranks(number, columns)
                 self._compare(tier, observed.num_accepted)
-        elif not is_tree and (tier or observed.look is None or observed.look.tier is not None):
+        elif not is_tree:
             self.observe_lengths(number, observed.num_accepted, tier)
         if self._trees:
             self._rounds += 1
             if self._rounds % REFRESH_ROUNDS == 0:
                 self._predict()
             self._apply_gain()
+        for copied, own in self._copies.items():
+            self.expected[copied] = own.num_accepted
 
-    def _observe_look(self, look: LookBack) -> None:
-        """A token counts as the rounds that it would have taken: tokens of long runs are many."""
-        if look.tier is None:
-            num_accepted = round(1 / look.num_rounds) - 1
-            counts = length_counts([num_accepted], len(self.rates))
-            weight = look.num_rounds
-            self._observe_counts(
-                IDLE_REQUESTS * weight, [(weight * n, weight * right) for n, right in counts]
-            )
-        elif look.tier == self._copied:
-            self._count_copied(look.num_rounds, 1)
-        else:
-            return
-        self._looks_left = FADING_ROUNDS
+    def _look(self, look: Mapping[int, float]) -> None:
+        self._looks_left = FADING_ROUNDS if look else max(self._looks_left - 1, 0)
+        if not self._looks_left:
+            self._copies = {t: own for t, own in self._copies.items() if t == self._copied}
+        for tier in look.keys() & set(self.ladder):
+            self._add_copies(tier, look[tier], 1)
 
-    def _count_copied(self, num_rounds: float, num_tokens: float) -> None:
+    def _add_copies(self, tier: int, num_rounds: float, num_tokens: float) -> None:
         """Requests without a match have had none accepted."""
-        assert self._copied is not None
-        self._fade_copied(self._window / MIN_ROUNDS / self._copied_rounds)
-        self._copied_rounds += num_rounds
-        self._copied_tokens += num_tokens
-        self.expected[self._copied] = self._copied_tokens / self._copied_rounds - 1
-
-    def _fade_copied(self, factor: float) -> None:
-        self._copied_rounds *= min(factor, 1.0)
-        self._copied_tokens *= min(factor, 1.0)
+        own = self._copies.setdefault(tier, Copies(1.0, 1 + self.expected[tier]))
+        own.add(num_rounds, num_tokens, self._window / MIN_ROUNDS)
+        self.expected[tier] = own.num_accepted
 
     def observe_lengths(
         self, num_requests: int, num_accepted: Sequence[int], draft_len: int
@@ -208,7 +217,7 @@ class AcceptanceEstimate:
         else:
             self._age(max(num_requests, IDLE_REQUESTS), PRIOR_TRIALS)
 
-    def _observe_counts(self, num_requests: float, counts: Sequence[tuple[float, float]]) -> None:
+    def _observe_counts(self, num_requests: int, counts: Sequence[tuple[int, int]]) -> None:
         """counts: by position, requests that reached it and those whose draft was accepted."""
         self._age(num_requests, max(PRIOR_TRIALS, UNSEEN_SHARE * self._window))
         for position, (reached, accepted) in enumerate(counts[: len(self.rates)]):
@@ -216,7 +225,7 @@ class AcceptanceEstimate:
             self._accepted[position] += accepted
         self._combine()
 
-    def _age(self, num_requests: float, least: float) -> None:
+    def _age(self, num_requests: int, least: float) -> None:
         keep = 1 - 1 / max(self._window / num_requests, MIN_ROUNDS)
         for position, reached in enumerate(self._reached):
             if reached > least:
@@ -285,6 +294,8 @@ class AcceptanceEstimate:
         rates: dict[str, Any] = {"acceptance": [round(rate, 4) for rate in self.rates]}
         if self._copied is not None:
             rates["copied"] = round(self.expected[self._copied], 4)  # accepted drafts of a request
+        if self._looks_left:
+            rates["looks_back"] = True
         if not self._trees:
             return rates
         shares = [round(share, 4) for share in self.shares[1:]]
