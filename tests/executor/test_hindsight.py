@@ -11,7 +11,7 @@ import pytest
 
 from tests.executor.draft_caches import one_model, write_heads
 from tests.executor.harness import Harness, output_of
-from tests.executor.played_rounds import LADDER, LinearTimes
+from tests.executor.played_rounds import LADDER, LinearTimes, controller
 from tests.kernels.test_suffix_match import paths_of
 from tllm_spec.config.draft_shape import DraftShapes
 from tllm_spec.config.llm_args import LlmArgs
@@ -185,6 +185,15 @@ def test_where_texts_do_not_repeat_themselves_no_probe_of_copied_drafts_is_paid(
         controls.observe(ObservedRound(1, [0] if tier else [], tier, look=look))
     assert 1 in asked[100:]  # what the network's drafts would bring, looks do not show
     assert (COPIED in asked[100:]) == (not looks)
+
+
+def test_copied_drafts_that_rounds_refute_are_given_up() -> None:
+    controls = controller(draft_ms=2.0, prior_acceptance=0.05, probe_time_share=0.0)
+    look, asked = {tier: 1 / (1 + tier) for tier in LADDER if tier}, list[int]()
+    for _ in range(4000):
+        asked.append(tier := controls.tier_for(1))
+        controls.observe(ObservedRound(1, [0] if tier else [], tier, look=look))
+    assert 3 in asked[:100] and asked[100:].count(0) > 0.97 * 3900
 
 
 def test_probes_of_copied_drafts_come_back_when_texts_become_too_short_to_look_at() -> None:

@@ -34,6 +34,8 @@ GAIN_WINDOWS = 4.0  # memory of the gain, which changes less than acceptance doe
 SETTLING_TRIALS = 64  # requests in trees before predictions are compared: priors are far off
 FADING_ROUNDS = 256  # memory of what rounds do not show: of the gain those without trees
 MIN_GAIN, MAX_GAIN = 0.5, 2.0
+# Of copied drafts: what looks back predict is right, but for what keeps rounds from drafting.
+COPIES_GAIN_DRAFTS, LONG_FADING_ROUNDS = 16.0, 2048
 
 MAX_PROBE_WEIGHT = 0.5  # of a round that shows a tier that shares rows again
 MIN_EXPECTED = 0.01  # accepted drafts of a request
@@ -100,7 +102,8 @@ class AcceptanceEstimate:
     Trees next to chains also have `shares` `[K]`: by rank, how likely each of up to K children of a
     node is accepted, given that those before it were not; all depths share them, and that of rank 0
     means nothing. A dynamic tree adapts to each token, and paths of later children go on worse.
-    `gain` is what trees had accepted over what depth and rank alone predict.
+    `gain` is what trees had accepted over what depth and rank alone predict, and where all chains
+    are copied what these had over what looks back predict.
 
     Copied drafts have tokens per round of their own (`Copies`), by tier, which begin as if they
     were the network's: so they are tried in the first rounds. Where texts are looked back at
@@ -136,7 +139,7 @@ class AcceptanceEstimate:
         self.expected += [0.0] * (1 + max(ladder) - len(self.expected))
         if copied is not None:
             self.expected[copied] = self.expected[number]
-        self._copies: dict[int, Copies] = {}
+        self._copies: dict[int, Copies] = {}  # without a network, from looks back alone
         self._looks_left = 0  # rounds in which the latest look back still counts
         topk = max((tree.topk for tree in trees.values()), default=0)
         self._rank_tried, self._rank_accepted = [0.0] * topk, [0.0] * topk
@@ -167,18 +170,17 @@ class AcceptanceEstimate:
         """tier: of the drafts that were verified."""
         number, is_tree = observed.num_alive, tier in self._trees
         self._look(observed.look)
-        drafted = len(observed.num_accepted)
-        if tier == self._copied or tier in self._copies:
-            self._add_copies(tier, drafted, drafted + sum(observed.num_accepted))
         if tier == self._copied:
+            drafted = len(observed.num_accepted)
+            self._add_copies(tier, drafted, drafted + sum(observed.num_accepted))
             self._age(max(number, IDLE_REQUESTS), PRIOR_TRIALS)
             return
         if self._copied in self._copies:
             own = self._copies[self._copied]
             own.fade(max(1 - 1 / FADING_ROUNDS, PRIOR_TRIALS / own.rounds))
-        if not is_tree:
-            self._seen -= self._seen / FADING_ROUNDS
-            self._predicted -= self._predicted / FADING_ROUNDS
+        if not (is_tree or tier in self._copies):
+            keep = 1 - 1 / (FADING_ROUNDS if self._trees else LONG_FADING_ROUNDS)
+            self._seen, self._predicted = keep * self._seen, keep * self._predicted
         if observed.ranks:
             columns = columns_of(observed.ranks)
             self._observe_counts(number, chain_counts(columns))
@@ -187,26 +189,26 @@ class AcceptanceEstimate:
                 self._compare(tier, observed.num_accepted)
         elif not is_tree:
             self.observe_lengths(number, observed.num_accepted, tier)
-        if self._trees:
-            self._rounds += 1
-            if self._rounds % REFRESH_ROUNDS == 0:
-                self._predict()
-            self._apply_gain()
-        for copied, own in self._copies.items():
-            self.expected[copied] = own.num_accepted
+            if tier in self._copies:
+                self._compare(tier, observed.num_accepted)
+        self._rounds += 1
+        if self._rounds % REFRESH_ROUNDS == 0:
+            self._predict()
+        self._apply_gain()
 
     def _look(self, look: Mapping[int, float]) -> None:
         self._looks_left = FADING_ROUNDS if look else max(self._looks_left - 1, 0)
-        if not self._looks_left:
-            self._copies = {t: own for t, own in self._copies.items() if t == self._copied}
+        if not self._looks_left and self._copied is None:
+            self._copies.clear()
         for tier in look.keys() & set(self.ladder):
             self._add_copies(tier, look[tier], 1)
 
     def _add_copies(self, tier: int, num_rounds: float, num_tokens: float) -> None:
         """Requests without a match have had none accepted."""
         own = self._copies.setdefault(tier, Copies(1.0, 1 + self.expected[tier]))
-        own.add(num_rounds, num_tokens, self._window / MIN_ROUNDS)
-        self.expected[tier] = own.num_accepted
+        own.add(num_rounds, num_tokens, max(self._window / 4, MIN_ROUNDS * num_rounds))
+        if tier == self._copied:
+            self.expected[tier] = own.num_accepted
 
     def observe_lengths(
         self, num_requests: int, num_accepted: Sequence[int], draft_len: int
@@ -270,11 +272,13 @@ class AcceptanceEstimate:
 
     def _compare(self, tier: int, num_accepted: Sequence[int]) -> None:
         self._num_trials += len(num_accepted)
-        if self._num_trials <= SETTLING_TRIALS:
+        own = self._copies.get(tier)
+        if own is None and self._num_trials <= SETTLING_TRIALS:
             return
         keep = 1 - min(len(num_accepted) / (GAIN_WINDOWS * self._window), MAX_WEIGHT)
         self._seen = keep * self._seen + sum(num_accepted)
-        self._predicted = keep * self._predicted + len(num_accepted) * self._predictions[tier]
+        predicted = self._predictions[tier] if own is None else own.num_accepted
+        self._predicted = keep * self._predicted + len(num_accepted) * predicted
 
     def _predict(self) -> None:
         shares = self.shares
@@ -288,6 +292,10 @@ class AcceptanceEstimate:
         self.gain = min(max(gain, MIN_GAIN), MAX_GAIN)
         for tier, predicted in self._predictions.items():
             self.expected[tier] = self.gain * predicted
+        gain = (self._seen + COPIES_GAIN_DRAFTS) / (self._predicted + COPIES_GAIN_DRAFTS)
+        for tier, own in self._copies.items():
+            if tier != self._copied:
+                self.expected[tier] = min(gain, MAX_GAIN) * own.num_accepted
 
     def state(self) -> dict[str, Any]:
         """As plain values."""
