@@ -14,7 +14,8 @@ small operation that keeps what is read later counts, which a GPU hardly notices
 Adaptive configurations decide by the same times. Texts are those of plain decoding.
 
 --times: a file of round times to read, to which those that it lacks are added. Counts follow from
-them: `--times benchmarks/results/auto_times.json` plays what was recorded again. --processes: configurations are measured and played in so many.
+them: `--times benchmarks/results/auto_times.json` plays what was recorded again.
+--processes: configurations are measured and played in so many.
 
 code     held-out code as it is: drafts are seldom right
 edits    an edit of the code in the prompt (harness/edited_code.py)

@@ -86,7 +86,7 @@ class Copies:
 
     @property
     def num_accepted(self) -> float:
-        """Of a round."""
+        """Drafts of a round."""
         return self.tokens / self.rounds - 1
 
 
