@@ -33,6 +33,7 @@ class ScheduledBatch:
     # the drafts in them, and whether they differ.
     verified_tier: int | None = None
     is_transition: bool = False
+    cuts_copies: bool = False  # copied drafts are verified in windows that are too short for them
     # Average tokens of the requests that the shape was chosen for, if the choice depends on it.
     context_len: int = 0
     # Whether the round began with a draft model's reading of tokens that it had missed.

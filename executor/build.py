@@ -51,6 +51,7 @@ from tllm_spec.executor.sampling.sampler import Sampler
 from tllm_spec.executor.sampling.sharded_sampler import sampler_of
 from tllm_spec.executor.scheduler import Scheduler
 from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
+from tllm_spec.executor.speculative.draft_length.hindsight import hindsight_of
 from tllm_spec.executor.speculative.drafting.loaded_draft import check_draft
 from tllm_spec.executor.speculative.drafting.state_recorder import StateRecorder
 from tllm_spec.executor.speculative.modes import Surroundings, build_drafter, check_code
@@ -126,9 +127,8 @@ def _build(
 
     queue, kv = queue_of(communicator), engines.kv
     events, adapters = _kv_events(plan, kv), engines.target.adapters
-    others = engines.target, adapters, events
     resources: list[ResourceManager] = [*drafter.resources, kv, plan.slots]
-    resources += [each for each in others if isinstance(each, ResourceManager)]
+    resources += [m for m in (engines.target, adapters, events) if isinstance(m, ResourceManager)]
     scheduler = Scheduler(plan.limits, plan.slots, kv, resources, adapters)
     stats = IterationStats(args.max_stats_len, scheduler, kv.cache)
     parts = ExecutorParts(
@@ -155,6 +155,7 @@ def _build(
         sleep=sleep_of(plan, engines),
         adapters=adapters,
         recorder=recorder,
+        hindsight=hindsight_of(None if plan.mapping.rank else plan.spec, controller.tiers),
         ranks=_ranks(plan, engines),
     )
     limits = _limits(plan, tokenizer, _longest_sequence(plan, engines))

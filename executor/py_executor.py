@@ -45,6 +45,7 @@ from tllm_spec.executor.sampling.sampler import Sampler
 from tllm_spec.executor.scheduler import Scheduler
 from tllm_spec.executor.sleep import Sleep
 from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
+from tllm_spec.executor.speculative.draft_length.hindsight import Hindsight
 from tllm_spec.executor.speculative.drafting.drafter import Drafter, take_ready
 from tllm_spec.executor.target_weights import TargetWeights
 from tllm_spec.executor.totals import DraftWatch, IterationStats, RoundLog, Totals
@@ -85,6 +86,7 @@ class ExecutorParts:
     target_weights: TargetWeights | None = None  # likewise
     adapters: AdapterSlots | None = None  # with lora_config
     recorder: TrafficRecorder | None = None  # with record_traffic, on rank 0
+    hindsight: Hindsight | None = None  # where copied drafts are one choice of several
     ranks: Sequence[Mapping[str, Any]] = ()  # all of them, as `state` shows them
 
 
@@ -223,6 +225,7 @@ class PyExecutor:
         self._made_shape = batch.new_shape
         if batch.generation_requests:
             batch.is_transition = made != batch.shape
+            batch.cuts_copies = made.is_copied and batch.shape.depth < made.depth
             batch.verified_tier = shapes.lower(made, batch.shape) if batch.made_draft_len else 0
 
     def _complete_before(self, batch: ScheduledBatch) -> bool:
@@ -373,7 +376,7 @@ class PyExecutor:
         shapes = self.parts.slots.shapes
         self._latest_name = shapes.name(shapes.tier_of(batch.shape))
         if self._speculating and batch.generation_requests:
-            outcome.report_to(self.parts.controller, batch)
+            outcome.report_to(self.parts.controller, batch, self.parts.hindsight)
             self.totals.add_drafts(sum(launched.num_drafts), outcome.num_drafted)
             self.parts.draft_watch.add(outcome.num_drafted, sum(outcome.num_accepted))
         if self.parts.iteration_stats is not None:

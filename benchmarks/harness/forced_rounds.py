@@ -19,6 +19,8 @@ from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveControl
 from tllm_spec.executor.speculative.draft_length.decisions import ObservedRound
 from tllm_spec.executor.speculative.draft_length.estimates import expected_accepted
 from tllm_spec.executor.speculative.drafting import drafting_steps as tree_drafting
+from tllm_spec.executor.speculative.drafting.suffix_match import SuffixMatch
+from tllm_spec.kernels.drafts.suffix_match import Matches
 
 CHECKED_ROUNDS = 8  # rounds between two checks of the requests' room
 
@@ -140,7 +142,7 @@ class ForcedRounds(Rounds):
         bounds = torch.tensor([list(accumulate(each)) for each in rates])
         synthetic.bounds.copy_(bounds.to(synthetic.bounds.dtype))
         shapes = map(self.shapes.of, range(self.shapes.further_tiers.stop))
-        # Random text has no matches.
+        # Texts have no matches.
         self._expected_tokens = [
             1.0 if shape.is_copied else profile.expected(shape) for shape in shapes
         ]
@@ -201,12 +203,22 @@ class ForcedRounds(Rounds):
 def scripted_candidates(script: torch.Tensor) -> Iterator[None]:
     """Inside the block, candidates after d drafts have the probabilities `script[d]`, best first:
     trees have the nodes that are likeliest under it, as those of a trained network have. Graphs
-    read the tensor when they are replayed."""
+    read the tensor when they are replayed. And texts have no matches: random ones would have few,
+    but drafts that are accepted by chance repeat themselves."""
     growth, original = tree_drafting._Growth, tree_drafting._Growth.candidates
+    search = SuffixMatch.matches
 
     def candidates(self: Any, step: int, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         probs, tokens = original(self, step, state)
         return script[step, : probs.shape[1]].expand_as(probs).contiguous(), tokens
 
-    with mock.patch.object(growth, "candidates", candidates):
+    def matches(*args: Any) -> Matches:
+        found = search(*args)
+        none = torch.zeros_like(found.num_drafts), torch.zeros_like(found.lengths)
+        return found._replace(num_drafts=none[0], lengths=none[1])
+
+    with (
+        mock.patch.object(growth, "candidates", candidates),
+        mock.patch.object(SuffixMatch, "matches", matches),
+    ):
         yield

@@ -15,6 +15,7 @@ from tllm_spec.executor.request import NO_TOKEN, LlmRequest, RequestState
 from tllm_spec.executor.sampling.logits import LogprobRows
 from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
 from tllm_spec.executor.speculative.draft_length.decisions import ObservedRound
+from tllm_spec.executor.speculative.draft_length.hindsight import Hindsight
 from tllm_spec.kernels.slots.choose_rows import EXPECTED_SCALE
 from tllm_spec.outputs import Logprob
 from tllm_spec.request_errors import NO_TOKEN_ERROR, described
@@ -115,12 +116,18 @@ class RoundOutcome:
     num_requests: int = 0  # generating ones that had not ended before
     num_tokens: int = 0  # that these were given
 
-    def report_to(self, controller: AdaptiveController, batch: ScheduledBatch) -> None:
+    def report_to(
+        self,
+        controller: AdaptiveController,
+        batch: ScheduledBatch,
+        hindsight: Hindsight | None = None,
+    ) -> None:
         """The time counts only if the whole round belongs to one draft length: no context chunks,
         drafts made and verified of the same length, and no catching up of a draft model."""
         is_pure = batch.shape.depth == batch.made_draft_len and not batch.is_transition
         is_pure = is_pure and not batch.catches_up
         has_time = is_pure and not batch.context_requests
+        look = {} if hindsight is None else hindsight.look(batch.generation_requests)
         observed = ObservedRound(
             len(batch.generation_requests),
             self.num_accepted,
@@ -132,6 +139,8 @@ class RoundOutcome:
             ranks=self.ranks,
             expected=self.expected,
             context_len=batch.context_len,
+            look=look,
+            is_cut=batch.cuts_copies,
         )
         controller.observe(observed)
 

@@ -423,6 +423,21 @@ def test_a_probe_of_a_tree_that_takes_less_time_pays_for_the_tokens_that_it_lack
     assert asked[500:].count(4) < 0.2 * 1000
 
 
+def test_where_first_children_are_never_right_the_others_are_soon_given_up() -> None:
+    """In milliseconds of an H200, batch 1. A tree with eight children at its root would win if
+    these were as good as before any was seen; to see each of them often would take 16 rounds."""
+    tree, none = DraftShape(5, 31, 8), [END + 8, *[NOTHING] * 4]
+    shapes = DraftShapes([chain_of(length) for length in range(6)], [tree], tree)
+    times = MeasuredRoundTimes({1: {0: 3.82, 1: 4.09, 2: 4.32, 3: 4.54, 5: 5.03, 6: 5.97}})
+    config = {"1": {"candidate_steps": [0, 1, 2, 3, 5]}}
+    own, asked = AdaptiveController.from_config(config, round_times=times, shapes=shapes), []
+    for _ in range(2000):
+        asked.append(tier := own.tier_for(1))
+        ranks = [] if not tier else [none if tier == 6 else [END + 1, *[NOTHING] * 4]]
+        own.observe(ObservedRound(1, [0] if tier else [], tier, ranks=ranks))
+    assert 0 < asked.count(6) < 12 and 1 in asked[100:]
+
+
 # Log lines of the draft length: one a switch, none for probes.
 
 

@@ -254,6 +254,32 @@ def test_where_the_text_repeats_itself_copied_drafts_take_the_place_of_no_drafts
     assert request.counters.stats().acceptance_length > 1.5
 
 
+def test_copied_drafts_that_shorter_windows_cut_say_nothing_of_them(
+    tiny: Path, tiny_draft: Path, head: Path
+) -> None:
+    options = one_model(tiny_draft, head, "eagle3", adaptive={"candidate_steps": [0, 1, 3]})
+    options["speculative_config"] |= LEARNED
+    harness, known = Harness(tiny, **NO_OVERLAP, **options), list[tuple[float, float]]()
+    controller, copied = harness.parts.controller, harness.parts.slots.shapes.copied_tier
+    harness.parts.hindsight, observe = None, controller.observe
+
+    def listen(observed: ObservedRound) -> bool:
+        before = controller.state()["slots"]["1"]["copied"]
+        changed = observe(observed)
+        if observed.verified_tier == copied:
+            after = controller.state()["slots"]["1"]["copied"]
+            known.append((before, after))
+        return changed
+
+    controller.observe = listen  # type: ignore[method-assign] # the test listens
+    tiers = cycle([copied, 1, 1])
+    harness.parts.tier_for = lambda *_: next(tiers)
+    harness.submit([1, 2, 3], max_tokens=90)
+    harness.run()
+    assert len(known) > 20
+    assert all(before == after for before, after in known)
+
+
 COPIED = 4  # the tier after chains of up to 3
 
 

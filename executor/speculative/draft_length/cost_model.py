@@ -23,6 +23,8 @@ SPARE_ROUNDS = 3  # of a probe: the first has no such drafts yet, and results ar
 MAX_SAVED_ROUNDS = 40.0  # of the present length: time that quiet traffic may save up for probes
 MIN_DRAFTING = 32  # rounds with drafts that were no mere trial
 MAX_PROBE_WAIT = 4.0  # times as rare, where rounds have no drafts and probes change nothing
+# Relative gain that drafts must promise besides the margin, for each trial in vain, and at most.
+DOUBT, MAX_DOUBT = 0.02, 0.08
 SHARE_ROUNDS = 8  # memory of the share of requests that are drafted for
 
 
@@ -57,6 +59,7 @@ class CostModelSlot:
         self._saved_seconds = 0.0  # for probes
         self._wait = 1.0  # times as rare as the options say
         self._num_drafting = 0  # rounds since drafts were chosen
+        self._doubt = 0.0  # after trials of drafts that were given up soon
         self._num_probes = 0  # so that what may be probed takes turns
         # Before any drafts were made, a probe comes at once and is paid for afterwards.
         self._has_drafted = False
@@ -86,7 +89,7 @@ class CostModelSlot:
         if observed.seconds is not None:
             self._times.observe(batch_size, tier, observed.seconds)
         is_own = tier in self._estimate.ladder or tier not in self._shapes.further_tiers
-        if observed.num_alive and is_own:
+        if observed.num_alive and is_own and not observed.is_cut:
             self._estimate.observe(observed, tier)
             if tier:
                 self._has_drafted = True
@@ -129,7 +132,7 @@ class CostModelSlot:
         gain = "a limit"
         if present in allowed:
             rate = rates[allowed.index(present)]
-            if best_rate <= rate * self._margin:
+            if best_rate <= rate * (self._margin + (0.0 if present else self._doubt)):
                 return present
             gain = f"{best_rate / rate - 1:+.1%} tokens per second"
         return self._switched(batch_size, best, gain)
@@ -139,7 +142,9 @@ class CostModelSlot:
         present = self._tiers.get(batch_size)
         if present not in (None, tier):
             if not tier:  # drafts that were tried for a short time are a probe, too
-                self._end_trial(is_in_vain=self._num_drafting < MIN_DRAFTING)
+                is_in_vain = self._num_drafting < MIN_DRAFTING
+                self._end_trial(is_in_vain=is_in_vain)
+                self._doubt = min(self._doubt + DOUBT, MAX_DOUBT) if is_in_vain else 0.0
             rates = " ".join(f"{rate:.2f}" for rate in self._estimate.rates)
             reason = f"{why}; acceptance given the drafts before {rates}"
             names = self._shapes.name(present), self._shapes.name(tier)

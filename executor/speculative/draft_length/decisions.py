@@ -4,7 +4,8 @@ A tier is one of `DraftShapes`: a draft length, or where trees may be chosen one
 
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 NUM_KEPT = 32  # switches
@@ -27,6 +28,9 @@ class ObservedRound(NamedTuple):
     ranks: Sequence[Sequence[int]] = ()  # see `path_ranks`, where there are trees to choose from
     expected: Sequence[float] = ()  # see `RoundOutcome`
     context_len: int = 0  # of the controller when the round was chosen
+    # By tier of copied drafts: the rounds, 1 or less, that a token of the text would have taken.
+    look: Mapping[int, float] = MappingProxyType({})
+    is_cut: bool = False  # copied drafts had too short windows, so they say nothing
 
     @property
     def num_alive(self) -> int:

@@ -3,6 +3,7 @@ by depth and rank, of rounds that share their rows from what the device expects.
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from heapq import heappop, heappush
 from itertools import accumulate, pairwise
@@ -25,13 +26,16 @@ IDLE_REQUESTS = 8  # a round without drafts ages an estimate as so many requests
 MAX_WEIGHT = 0.125  # of a round
 
 RANK_TRIALS = 8.0  # nodes that the prior of a rank counts for
-FIRST_PRIOR = 0.7  # over the rank's number from 1 on, e.g. 0.35 for the second child
+FIRST_PRIOR = 0.7  # over the rank's number from 1 on, e.g. 0.35 for the second child, but
+LIKELIER = 2.0  # times the first child's rate at most: a network that is never right has no second
 REFRESH_ROUNDS = 8  # that predictions of trees may be old: they take long
 GAIN_DRAFTS = 128.0  # accepted drafts that the assumption of no gain counts for
 GAIN_WINDOWS = 4.0  # memory of the gain, which changes less than acceptance does
 SETTLING_TRIALS = 64  # requests in trees before predictions are compared: priors are far off
 FADING_ROUNDS = 256  # memory of what rounds do not show: of the gain those without trees
 MIN_GAIN, MAX_GAIN = 0.5, 2.0
+# Of copied drafts: what looks back predict is right, but for what keeps rounds from drafting.
+COPIES_GAIN_DRAFTS, LONG_FADING_ROUNDS = 16.0, 2048
 
 MAX_PROBE_WEIGHT = 0.5  # of a round that shows a tier that shares rows again
 MIN_EXPECTED = 0.01  # accepted drafts of a request
@@ -65,6 +69,27 @@ def estimate_of(options: CostModelOptions, shapes: DraftShapes, *, shares_rows: 
     return AcceptanceEstimate(ladder, *memory, trees, copied)
 
 
+@dataclass
+class Copies:
+    """Rounds of copied drafts, and their tokens."""
+
+    rounds: float
+    tokens: float
+
+    def add(self, rounds: float, tokens: float, most: float) -> None:
+        """most: rounds that are remembered."""
+        self.fade(most / self.rounds)
+        self.rounds, self.tokens = self.rounds + rounds, self.tokens + tokens
+
+    def fade(self, factor: float) -> None:
+        self.rounds, self.tokens = (min(factor, 1.0) * n for n in (self.rounds, self.tokens))
+
+    @property
+    def num_accepted(self) -> float:
+        """Drafts of a round."""
+        return self.tokens / self.rounds - 1
+
+
 class AcceptanceEstimate:
     """How likely a draft at each position of the window is accepted, given that all before it were;
     `rates`. Of trees they are those of first children.
@@ -77,10 +102,13 @@ class AcceptanceEstimate:
     Trees next to chains also have `shares` `[K]`: by rank, how likely each of up to K children of a
     node is accepted, given that those before it were not; all depths share them, and that of rank 0
     means nothing. A dynamic tree adapts to each token, and paths of later children go on worse.
-    `gain` is what trees had accepted over what depth and rank alone predict.
+    `gain` is what trees had accepted over what depth and rank alone predict, and where all chains
+    are copied what these had over what looks back predict.
 
-    Copied drafts have a mean of their own, which begins as if they were the network's: so they are
-    tried in the first rounds."""
+    Copied drafts have tokens per round of their own (`Copies`), by tier, which begin as if they
+    were the network's: so they are tried in the first rounds. Where texts are looked back at
+    (`Hindsight`), a token counts as the rounds that it would have taken, and no probes of copied
+    drafts are needed."""
 
     def __init__(
         self,
@@ -99,7 +127,7 @@ class AcceptanceEstimate:
         pairs = pairwise(lengths if len(lengths) > 1 else others)
         longer = {tier: (next_one,) for tier, next_one in pairs}
         next_to = () if copied is None else (copied,)
-        self._probes = {tier: (*next_to, *longer.get(tier, ())) for tier in ladder}
+        self._probes = {tier: (*longer.get(tier, ()), *next_to) for tier in ladder}
         if copied is not None:
             # What the network's drafts would bring, only rounds that have them show.
             self._probes[copied] = tuple(others[-1:])
@@ -111,7 +139,8 @@ class AcceptanceEstimate:
         self.expected += [0.0] * (1 + max(ladder) - len(self.expected))
         if copied is not None:
             self.expected[copied] = self.expected[number]
-        self._num_copied = PRIOR_TRIALS
+        self._copies: dict[int, Copies] = {}  # without a network, from looks back alone
+        self._looks_left = 0  # rounds in which the latest look back still counts
         topk = max((tree.topk for tree in trees.values()), default=0)
         self._rank_tried, self._rank_accepted = [0.0] * topk, [0.0] * topk
         self.gain, self._seen, self._predicted = 1.0, 0.0, 0.0
@@ -126,7 +155,8 @@ class AcceptanceEstimate:
     def probes_of(self, batch_size: int, tier: int) -> tuple[int, ...]:
         """What rounds of that tier may try in turn, because it would show more than they do: the
         next longer length, and copied drafts; next to these the largest of the network's."""
-        return self._probes.get(tier, ())
+        probes = self._probes.get(tier, ())
+        return tuple(p for p in probes if p not in self._copies) if self._looks_left else probes
 
     def at_best(self, tier: int, probed: int) -> float:
         """Tokens of a request in a round of `probed`, if all that it adds to `tier` were
@@ -139,13 +169,18 @@ class AcceptanceEstimate:
     def observe(self, observed: ObservedRound, tier: int) -> None:
         """tier: of the drafts that were verified."""
         number, is_tree = observed.num_alive, tier in self._trees
+        self._look(observed.look)
         if tier == self._copied:
-            self._observe_copied(number, observed.num_accepted)
+            drafted = len(observed.num_accepted)
+            self._add_copies(tier, drafted, drafted + sum(observed.num_accepted))
+            self._age(max(number, IDLE_REQUESTS), PRIOR_TRIALS)
             return
-        self._num_copied = max(self._num_copied * (1 - 1 / FADING_ROUNDS), PRIOR_TRIALS)
-        if not is_tree:
-            self._seen -= self._seen / FADING_ROUNDS
-            self._predicted -= self._predicted / FADING_ROUNDS
+        if self._copied in self._copies:
+            own = self._copies[self._copied]
+            own.fade(max(1 - 1 / FADING_ROUNDS, PRIOR_TRIALS / own.rounds))
+        if not (is_tree or tier in self._copies):
+            keep = 1 - 1 / (FADING_ROUNDS if self._trees else LONG_FADING_ROUNDS)
+            self._seen, self._predicted = keep * self._seen, keep * self._predicted
         if observed.ranks:
             columns = columns_of(observed.ranks)
             self._observe_counts(number, chain_counts(columns))
@@ -154,20 +189,26 @@ class AcceptanceEstimate:
                 self._compare(tier, observed.num_accepted)
         elif not is_tree:
             self.observe_lengths(number, observed.num_accepted, tier)
-        if self._trees:
-            self._rounds += 1
-            if self._rounds % REFRESH_ROUNDS == 0:
-                self._predict()
-            self._apply_gain()
+            if tier in self._copies:
+                self._compare(tier, observed.num_accepted)
+        self._rounds += 1
+        if self._rounds % REFRESH_ROUNDS == 0:
+            self._predict()
+        self._apply_gain()
 
-    def _observe_copied(self, num_requests: int, num_accepted: Sequence[int]) -> None:
+    def _look(self, look: Mapping[int, float]) -> None:
+        self._looks_left = FADING_ROUNDS if look else max(self._looks_left - 1, 0)
+        if not self._looks_left and self._copied is None:
+            self._copies.clear()
+        for tier in look.keys() & set(self.ladder):
+            self._add_copies(tier, look[tier], 1)
+
+    def _add_copies(self, tier: int, num_rounds: float, num_tokens: float) -> None:
         """Requests without a match have had none accepted."""
-        assert self._copied is not None
-        self._age(max(num_requests, IDLE_REQUESTS), PRIOR_TRIALS)
-        number = len(num_accepted)
-        self._num_copied = min(self._num_copied, self._window / MIN_ROUNDS) + number
-        error = sum(num_accepted) - number * self.expected[self._copied]
-        self.expected[self._copied] += error / self._num_copied
+        own = self._copies.setdefault(tier, Copies(1.0, 1 + self.expected[tier]))
+        own.add(num_rounds, num_tokens, max(self._window / 4, MIN_ROUNDS * num_rounds))
+        if tier == self._copied:
+            self.expected[tier] = own.num_accepted
 
     def observe_lengths(
         self, num_requests: int, num_accepted: Sequence[int], draft_len: int
@@ -223,18 +264,21 @@ class AcceptanceEstimate:
     @property
     def shares(self) -> list[float]:
         counts = enumerate(zip(self._rank_accepted, self._rank_tried, strict=True), 1)
+        prior = min([FIRST_PRIOR, *(LIKELIER * rate for rate in self.rates[:1])])
         return [
-            (accepted + RANK_TRIALS * (FIRST_PRIOR / number)) / (tried + RANK_TRIALS)
+            (accepted + RANK_TRIALS * (prior / number)) / (tried + RANK_TRIALS)
             for number, (accepted, tried) in counts
         ]
 
     def _compare(self, tier: int, num_accepted: Sequence[int]) -> None:
         self._num_trials += len(num_accepted)
-        if self._num_trials <= SETTLING_TRIALS:
+        own = self._copies.get(tier)
+        if own is None and self._num_trials <= SETTLING_TRIALS:
             return
         keep = 1 - min(len(num_accepted) / (GAIN_WINDOWS * self._window), MAX_WEIGHT)
         self._seen = keep * self._seen + sum(num_accepted)
-        self._predicted = keep * self._predicted + len(num_accepted) * self._predictions[tier]
+        predicted = self._predictions[tier] if own is None else own.num_accepted
+        self._predicted = keep * self._predicted + len(num_accepted) * predicted
 
     def _predict(self) -> None:
         shares = self.shares
@@ -248,12 +292,18 @@ class AcceptanceEstimate:
         self.gain = min(max(gain, MIN_GAIN), MAX_GAIN)
         for tier, predicted in self._predictions.items():
             self.expected[tier] = self.gain * predicted
+        gain = (self._seen + COPIES_GAIN_DRAFTS) / (self._predicted + COPIES_GAIN_DRAFTS)
+        for tier, own in self._copies.items():
+            if tier != self._copied:
+                self.expected[tier] = min(gain, MAX_GAIN) * own.num_accepted
 
     def state(self) -> dict[str, Any]:
         """As plain values."""
         rates: dict[str, Any] = {"acceptance": [round(rate, 4) for rate in self.rates]}
         if self._copied is not None:
             rates["copied"] = round(self.expected[self._copied], 4)  # accepted drafts of a request
+        if self._looks_left:
+            rates["looks_back"] = True
         if not self._trees:
             return rates
         shares = [round(share, 4) for share in self.shares[1:]]

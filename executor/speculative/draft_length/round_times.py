@@ -15,6 +15,8 @@ ASSUMED_DRAFT_COST = 0.06  # plain rounds that a draft takes, where nothing was 
 SMOOTHING = 0.05  # weight of a round's time in the correction
 TABLE = '{"token_counts": [1, 64], "step_time_ms": [4.7, 5.0]}'
 MAX_CORRECTION = 0.5  # of the measured time: further off is a hiccup of the machine
+MAX_ERROR = 0.1  # of the measured time: a tier's own
+FORGOTTEN = 1 / 128  # of a tier's own error in each of its rounds: contexts change, too
 
 
 class RoundTimes(Protocol):
@@ -169,15 +171,18 @@ ASSUMED_TIMES = MeasuredRoundTimes({1: {0: 1.0, 1: 1 + ASSUMED_DRAFT_COST}})
 
 class CorrectedRoundTimes:
     """Round times, corrected while serving. Contexts that differ from the measured ones add the
-    same time to all tiers of a batch size. It is learned from the rounds that are run. Without
-    contexts in the measured times there is no correction: a slower clock stretches all tiers alike,
-    and comparisons are between ratios."""
+    same time to all tiers of a batch size. It is learned from the rounds that are run; but what a
+    tier takes longer than the one before it is first its own error: a GPU's clock is lower after
+    seconds of full load than in the moment of a measurement. Without contexts in the measured times
+    there is no correction: a slower clock stretches all tiers alike, and comparisons are between
+    ratios."""
 
     def __init__(self, source: RoundTimes, tiers: Sequence[int]) -> None:
         self._source, self._tiers = source, tiers
         self._measured: dict[int, dict[int, float]] = {}
         self._rows: dict[int, dict[int, float]] = {}
         self._added: dict[int, float] = {}  # seconds, by batch size
+        self._errors: dict[int, dict[int, float]] = {}  # by batch size and tier
 
     def row(self, batch_size: int) -> dict[int, float]:
         """Seconds by tier."""
@@ -193,11 +198,17 @@ class CorrectedRoundTimes:
             return
         measured = self._measured[batch_size]
         most = MAX_CORRECTION * measured[tier]
-        error = max(-most, min(seconds - expected, most))
-        added = self._added.get(batch_size, 0.0) + SMOOTHING * error
+        step = SMOOTHING * max(-most, min(seconds - expected, most))
+        errors = self._errors.setdefault(batch_size, dict.fromkeys(measured, 0.0))
+        most, before = MAX_ERROR * measured[tier], errors[tier]
+        errors[tier] = max(-most, min((1 - FORGOTTEN) * before + step, most))
+        added = self._added.get(batch_size, 0.0) + before + step - errors[tier]
         least = -MAX_CORRECTION * min(measured.values())
         added = self._added[batch_size] = max(added, least)
-        self._rows[batch_size] = {tier: time + added for tier, time in measured.items()}
+        self._rows[batch_size] = {
+            t: max(time + added + errors[t], (1 - MAX_CORRECTION) * time)
+            for t, time in measured.items()
+        }
 
     def state(self, name: Callable[[int], object] = str) -> dict[str, Any]:
         """Milliseconds as now expected, by batch size and tier. name: of a tier."""
