@@ -3,16 +3,15 @@ each row's adapter, which lie in slots. Triton kernels if Triton is available, o
 plain-torch reference, which is the definition.
 
 Rows are sorted by slot, in blocks of one slot each. The first kernel shrinks: all parts of a fused
-layer, whose inputs are cut into chunks, with float32 sums. The second adds the chunks in order and
-expands, before SwiGLU if the layer has it. So a row's bits do not depend on the other rows, nor on
-how many there are. In a CUDA graph the first runs on a stream of its own, next to the layer's GEMM.
+layer, whose inputs are cut into chunks of CHUNK, with float32 sums. The second adds the chunks in
+order and expands, before SwiGLU if the layer has it. So a row's bits do not depend on the other
+rows, nor on how many there are.
 
-What at most 8 rows add, the GEMM itself expands (`small_m_gemm`): a layer has one launch more for
-each projection. These rows are shrunk one by one: a program takes a whole row, norms it and
-multiplies it with some rows of A. Neighbours with the same adapter read A from the L2 cache."""
+Where a layer's own GEMM has another order of sums for few rows, they may be shrunk `one_by_one`: a
+program takes a whole row, norms it and multiplies it with some rows of A. Neighbours with the same
+adapter then read A from the L2 cache. What at most 8 rows add, the GEMM itself expands
+(`small_m_gemm`): a layer has one launch more for each projection."""
 
-import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +22,7 @@ from tllm_spec.kernels.experts.grouped_gemm import hit_experts
 from tllm_spec.kernels.experts.permute import ExpertRows, moe_permute
 from tllm_spec.kernels.gemm.norms import NormWeight, normed_row, rms_norm, silu_and_mul
 from tllm_spec.kernels.launch import (
+    begin,
     launch_dependents,
     programmatic_launch,
     wait_for_previous,
@@ -30,13 +30,12 @@ from tllm_spec.kernels.launch import (
 
 RANK_STEP = 16  # of a slot's rank; tensor cores multiply as many at a time
 TILE_ROWS = 16
-# Inputs of a program, and those that its warps share at a time: GROUPS sums are added at the end.
-CHUNK, STEP_BYTES, GROUPS = 4096, 2048, 8
-BLOCK_OUT = 128
-# For each multiprocessor of an H200 3 that shrink and 8 that expand.
-MAX_SHRINKS, MAX_EXPANDS = 396, 1056
-# Of rows that are shrunk one by one: ranks and elements of one program.
-MAX_INPUTS, FEW_RANKS, ELEMENTS_PER_WARP = 32768, 2, 512
+CHUNK, BLOCK_IN = 1024, 128
+BLOCK_OUT = 256
+MAX_PROGRAMS = 1056  # that expand: 8 for each multiprocessor of an H200
+# Rows that are shrunk one by one; ranks and elements of one program.
+FEW_ROWS, MAX_INPUTS = 64, 32768
+RANKS, FEW_RANKS, MAX_FEW, ELEMENTS_PER_WARP = 4, 2, 8, 512
 
 
 @dataclass(frozen=True)
@@ -63,11 +62,6 @@ class AdapterWeights:
     def step(self) -> int:
         """R."""
         return self.b.shape[2]
-
-    @property
-    def num_chunks(self) -> int:
-        """Each part of the inputs has sums of its own."""
-        return -(-self.a.shape[2] // CHUNK)
 
     @property
     def fit_one_by_one(self) -> bool:
@@ -106,9 +100,11 @@ class Shrunk:
     weights: AdapterWeights
     rows: ExpertRows
     """`sorted_by_slot`."""
+    x: torch.Tensor
+    """`[T, K]`: what A was multiplied with."""
     sums: torch.Tensor
-    """`[T, P * R]` float32. Undefined for rows without a slot, and after a part's rank, padded to a
-    multiple of RANK_STEP."""
+    """`[C, T, P * R]` float32, of C chunks of the inputs. Undefined for rows without a slot, and
+    after a part's rank, padded to a multiple of RANK_STEP."""
 
     @property
     def slots(self) -> torch.Tensor:
@@ -116,162 +112,155 @@ class Shrunk:
         return self.rows.experts.flatten()
 
 
-@with_kernel("shrink_rows")
-def shrink(
-    x: torch.Tensor, weights: AdapterWeights, rows: ExpertRows, norm: NormWeight | None = None
-) -> Shrunk:
-    """`A norm(x)`, or of x, for the few rows whose GEMM expands; x, weights, rows: as of
-    `with_adapters`."""
-    if norm is not None:
-        x = rms_norm(x, norm.weight, norm.eps)
-    sums = x.new_empty(len(x), weights.a.shape[1], dtype=torch.float32)
-    for slot, begins, ends in hit_experts(rows):
-        mine = rows.order[begins:ends].long()
-        sums[mine] = x[mine].float().mm(weights.a[slot // weights.share_a].float().t())
-    return Shrunk(weights, rows, sums)
-
-
-@with_kernel("with_adapters_triton")
-def with_adapters(
-    x: torch.Tensor,
-    weights: AdapterWeights,
-    rows: ExpertRows,
-    gemm: Callable[[], torch.Tensor],
-    *,
-    gated: bool = False,
-) -> torch.Tensor:
-    """Add `B A x` to what the layer's GEMM returns, in place. `A x` is summed in float32 and
-    rounded to the type of x, the rest is rounded once. In a CUDA graph the GEMM and the shrink may
-    run at the same time.
+def add_adapters(
+    x: torch.Tensor, weights: AdapterWeights, rows: ExpertRows, total: torch.Tensor
+) -> None:
+    """Add `B A x` to `total` in place. `A x` is summed in float32 and rounded to the type of x, the
+    rest is rounded once.
 
     Args:
         x: `[T, K]`, any stride between rows.
         weights: of all slots.
         rows: `sorted_by_slot`. Those without a slot keep their bits.
-        gemm: returns the total `[T, N]`, any stride between rows.
-        gated: returns `silu_and_mul` of the sum, `[T, N / 2]`; the total may change.
+        total: `[T, N]`, any stride between rows.
     """
-    total = plain_expand(shrink.reference(x, weights, rows), gemm(), x.dtype)
-    return silu_and_mul.reference(total) if gated else total
+    expand(shrink(x, weights, rows), total)
 
 
-def plain_expand(shrunk: Shrunk, total: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Adds `B s` to total `[T, N]`, in place; s is rounded to the dtype."""
-    weights, rows = shrunk.weights, shrunk.rows
+@with_kernel("shrink_triton")
+def shrink(
+    x: torch.Tensor,
+    weights: AdapterWeights,
+    rows: ExpertRows,
+    norm: NormWeight | None = None,
+    *,
+    one_by_one: bool = False,
+    keeps_norm: bool = True,
+) -> Shrunk:
+    """`A norm(x)`, or of x.
+
+    Args:
+        x, weights, rows: as of `add_adapters`.
+        one_by_one: each of few rows may read a matrix for itself, which is faster. Then the order
+            of sums depends on the number of rows.
+        keeps_norm: otherwise the result's x may be that without the norm.
+    """
+    if norm is not None:
+        x = rms_norm(x, norm.weight, norm.eps)
+    sums = x.new_empty(1, len(x), weights.a.shape[1], dtype=torch.float32)
+    for slot, begins, ends in hit_experts(rows):
+        mine = rows.order[begins:ends].long()
+        sums[0, mine] = x[mine].float().mm(weights.a[slot // weights.share_a].float().t())
+    return Shrunk(weights, rows, x, sums)
+
+
+@with_kernel("expand_triton", 1)
+def expand(shrunk: Shrunk, total: torch.Tensor, *, gated: bool = False) -> torch.Tensor:
+    """Adds `B s` to total `[T, N]`, in place; gated: `silu_and_mul` of the sum, `[T, N / 2]`, and
+    total may change."""
+    weights, rows, x = shrunk.weights, shrunk.rows, shrunk.x
     step, number = weights.step, max(weights.share_a, weights.share_b)
     for slot, begins, ends in hit_experts(rows):
         mine, first = rows.order[begins:ends].long(), 0
-        ranks, sums = weights.ranks[slot // number].tolist(), shrunk.sums[mine].to(dtype)
+        ranks, sums = weights.ranks[slot // number].tolist(), shrunk.sums[0, mine].to(x.dtype)
         for part, (rank, size) in enumerate(zip(ranks, weights.sizes, strict=True)):
             outputs, first = slice(first, first + size), first + size
             if rank:
                 own = sums[:, part * step : part * step + rank].float()
                 delta = own.mm(weights.b[slot // weights.share_b, outputs, :rank].float().t())
                 total[mine, outputs] = (total[mine, outputs].float() + delta).to(total.dtype)
-    return total
+    return silu_and_mul.reference(total) if gated else total
 
 
-def shrink_rows(
-    x: torch.Tensor, weights: AdapterWeights, rows: ExpertRows, norm: NormWeight | None = None
+def shrink_triton(
+    x: torch.Tensor,
+    weights: AdapterWeights,
+    rows: ExpertRows,
+    norm: NormWeight | None = None,
+    *,
+    one_by_one: bool = False,
+    keeps_norm: bool = True,
 ) -> Shrunk:
-    """See `shrink`. Each row by itself."""
-    assert weights.a.is_contiguous() and weights.fit_one_by_one and x.stride(1) == 1
+    """See `shrink`."""
+    assert weights.a.is_contiguous() and x.stride(1) == 1
+    if one_by_one and 0 < len(x) <= FEW_ROWS and weights.fit_one_by_one:
+        return _shrink_rows(x, weights, rows, norm, keeps_norm)
+    if norm is not None:
+        x = rms_norm(x, norm.weight, norm.eps)
+    (num_rows, inputs), ranks = x.shape, weights.a.shape[1]
+    chunks, room = -(-inputs // CHUNK), rows.blocks.shape[1]
+    sums = x.new_empty(chunks, num_rows, ranks, dtype=torch.float32)
+    if num_rows:
+        shrink_kernel[(room, ranks // RANK_STEP, chunks)](
+            *(x, x.stride(0), weights.a, sums, weights.ranks),
+            *(rows.order, rows.blocks, rows.num_blocks, room, num_rows),
+            IN=inputs,
+            CHUNK=CHUNK,
+            BLOCK_IN=BLOCK_IN,
+            num_stages=4,
+            **_options(weights, x.device),
+            **programmatic_launch(x.device, 4),
+        )
+    return Shrunk(weights, rows, x, sums)
+
+
+def _shrink_rows(
+    x: torch.Tensor,
+    weights: AdapterWeights,
+    rows: ExpertRows,
+    norm: NormWeight | None,
+    keeps_norm: bool,
+) -> Shrunk:
+    """Each row by itself."""
     num_rows, inputs = x.shape
     ranks, block = weights.a.shape[1], triton.next_power_of_2(inputs)
-    sums = x.new_empty(num_rows, ranks, dtype=torch.float32)
-    shrink_rows_kernel[(ranks // FEW_RANKS, num_rows)](
+    own_ranks = FEW_RANKS if num_rows <= MAX_FEW else RANKS
+    sums = x.new_empty(1, num_rows, ranks, dtype=torch.float32)
+    normed = None if norm is None or not keeps_norm else x.new_empty(num_rows, inputs)
+    shrink_rows_kernel[(ranks // own_ranks, num_rows)](
         *(x, x.stride(0)),
         None if norm is None else norm.weight,
         0.0 if norm is None else norm.eps,
-        *(weights.a, weights.ranks, len(weights.ranks), rows.experts, sums),
+        *(normed, weights.a, weights.ranks, len(weights.ranks), rows.experts, sums),
         IN=inputs,
         BLOCK=block,
         PARTS=len(weights.sizes),
         STEP=weights.step,
-        RANKS=FEW_RANKS,
+        RANKS=own_ranks,
         RANK_STEP=RANK_STEP,
         **programmatic_launch(x.device, max(1, min(block // ELEMENTS_PER_WARP, 16))),
     )
-    return Shrunk(weights, rows, sums)
+    return Shrunk(weights, rows, x if normed is None else normed, sums)
 
 
-def with_adapters_triton(
-    x: torch.Tensor,
-    weights: AdapterWeights,
-    rows: ExpertRows,
-    gemm: Callable[[], torch.Tensor],
-    *,
-    gated: bool = False,
-) -> torch.Tensor:
-    """See `with_adapters`."""
-    width = len(weights.sizes) * weights.step
-    sums = x.new_empty(weights.num_chunks, len(x), width, dtype=torch.float32)
-    if x.is_cuda and torch.cuda.is_current_stream_capturing():
-        main, side = torch.cuda.current_stream(x.device), _side_stream(x.device)
-        side.wait_stream(main)
-        with torch.cuda.stream(side):
-            _shrink(x, weights, rows, sums)
-        total = gemm()
-        main.wait_stream(side)
-    else:
-        total = gemm()
-        _shrink(x, weights, rows, sums)
-    return _expand(sums, weights, rows, total, gated)
-
-
-@functools.cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
-
-
-def _shrink(x: torch.Tensor, weights: AdapterWeights, rows: ExpertRows, sums: torch.Tensor) -> None:
-    """Writes `A x` of each chunk of inputs to sums `[C, T, P * R]`."""
-    assert weights.a.is_contiguous() and x.stride(1) == 1
-    items = rows.blocks.shape[1] * (sums.shape[2] // RANK_STEP) * len(sums)
-    if len(x):
-        shrink_kernel[(min(items, MAX_SHRINKS),)](
-            *(x, x.stride(0), weights.a, sums, weights.ranks, *_places(rows)),
-            IN=x.shape[1],
-            CHUNK=CHUNK,
-            BLOCK_IN=STEP_BYTES // x.element_size(),
-            GROUPS=GROUPS,
-            **_options(weights, x.device),
-            num_warps=GROUPS,
-            enable_fp_fusion=True,
-        )
-
-
-def _expand(
-    sums: torch.Tensor, weights: AdapterWeights, rows: ExpertRows, total: torch.Tensor, gated: bool
-) -> torch.Tensor:
-    """Adds `B s` to the total; sums: as of `_shrink`."""
-    (num_rows, features), size = total.shape, total.shape[1] // 2 if gated else 0
+def expand_triton(shrunk: Shrunk, total: torch.Tensor, *, gated: bool = False) -> torch.Tensor:
+    """See `expand`."""
+    weights, rows, sums = shrunk.weights, shrunk.rows, shrunk.sums
+    features = weights.b.shape[1]
     assert weights.b[0].is_contiguous() and total.stride(1) == 1
-    assert (num_rows, features) == (sums.shape[1], weights.b.shape[1])
-    output = total.new_empty(num_rows, size) if gated else total
-    block_out = BLOCK_OUT // 2 if gated else BLOCK_OUT
-    num_outputs = -(-size // block_out) if gated else len(weights.blocks)
-    if num_rows:
-        expand_kernel[(min((rows.blocks.shape[1] + gated) * num_outputs, MAX_EXPANDS),)](
-            *(sums, weights.b, weights.b.stride(0), weights.blocks, num_outputs),
-            *(total, total.stride(0), output, weights.ranks, *_places(rows)),
+    assert total.shape == (sums.shape[1], features)
+    output, size = total, 0
+    num_blocks, room = len(weights.blocks), rows.blocks.shape[1]
+    if gated:
+        size = features // 2
+        output = total.new_empty(len(total), size)
+        num_blocks, room = -(-size // (BLOCK_OUT // 2)), room + 1
+    if len(total):
+        expand_kernel[(min(room * num_blocks, MAX_PROGRAMS),)](
+            *(sums, weights.b, weights.b.stride(0), weights.blocks, num_blocks),
+            *(total, total.stride(0), output, weights.ranks),
+            *(rows.order, rows.blocks, rows.num_blocks, rows.blocks.shape[1], len(total)),
             CHUNKS=len(sums),
             GATED=size,
-            BLOCK_OUT=block_out,
-            ALIGNED=16 if all(each % 16 == 0 for each in weights.sizes) else 1,
+            BLOCK_OUT=BLOCK_OUT // 2 if gated else BLOCK_OUT,
             **_options(weights, total.device),
-            num_warps=4,
-            enable_fp_fusion=True,
+            **programmatic_launch(total.device, 4),
         )
     return output
 
 
-def _places(rows: ExpertRows) -> tuple[Any, ...]:
-    return rows.order, rows.blocks, rows.num_blocks, rows.blocks.shape[1], len(rows.experts)
-
-
 def _options(weights: AdapterWeights, device: torch.device) -> dict[str, Any]:
-    """Constants of both kernels."""
+    """Constants of both kernels with tiles."""
     return {
         "PARTS": len(weights.sizes),
         "STEP": weights.step,
@@ -302,8 +291,8 @@ def _own_rows(
 
 @triton.jit(do_not_specialize=["num_slots"])
 def shrink_rows_kernel(
-    x: tl.tensor, x_stride: tl.tensor, norm: tl.tensor, eps: tl.tensor, a: tl.tensor,
-    ranks: tl.tensor, num_slots: tl.tensor, slots: tl.tensor, sums: tl.tensor,
+    x: tl.tensor, x_stride: tl.tensor, norm: tl.tensor, eps: tl.tensor, normed: tl.tensor,
+    a: tl.tensor, ranks: tl.tensor, num_slots: tl.tensor, slots: tl.tensor, sums: tl.tensor,
     IN: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, STEP: tl.constexpr,
     RANKS: tl.constexpr, RANK_STEP: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -326,22 +315,12 @@ def shrink_rows_kernel(
         )
     if norm is not None:
         values = normed_row(values, factors, eps, IN).to(values.dtype)
+        if normed is not None:
+            kept = real & (rank == 0)
+            tl.store(normed + row.to(tl.int64) * IN + columns, values, mask=kept)
     if has_rank:
         total = tl.sum(own.to(tl.float32) * values.to(tl.float32)[None, :], 1)
         tl.store(sums + row * (PARTS * STEP) + rank + tl.arange(0, RANKS), total)
-
-
-@triton.jit
-def _block_of(
-    blocks: tl.tensor, block: tl.tensor, room: tl.tensor
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Slot, first sorted row and end of a block; undefined after the last one."""
-    own = blocks + tl.minimum(block, room - 1)
-    return tl.load(own), tl.load(own + room), tl.load(own + 2 * room)
-
-
-# Most of a kernel's time is a chain of loads that depend on each other. So a program loads where
-# its first block is before it knows how many there are, and the next one while it multiplies.
 
 
 @triton.jit(do_not_specialize=["room", "num_rows"])
@@ -349,95 +328,55 @@ def shrink_kernel(
     x: tl.tensor, x_stride: tl.tensor, a: tl.tensor, sums: tl.tensor, ranks: tl.tensor,
     order: tl.tensor, blocks: tl.tensor, num_blocks: tl.tensor, room: tl.tensor,
     num_rows: tl.tensor, IN: tl.constexpr, CHUNK: tl.constexpr, BLOCK_IN: tl.constexpr,
-    GROUPS: tl.constexpr, PARTS: tl.constexpr, STEP: tl.constexpr, TILE_ROWS: tl.constexpr,
-    RANK_STEP: tl.constexpr, SHARE_A: tl.constexpr, SHARE_B: tl.constexpr, WIDEN: tl.constexpr,
+    PARTS: tl.constexpr, STEP: tl.constexpr, TILE_ROWS: tl.constexpr, RANK_STEP: tl.constexpr,
+    SHARE_A: tl.constexpr, SHARE_B: tl.constexpr, WIDEN: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Programs share the blocks of rows times RANK_STEP ranks of a part times chunks."""
-    dot_type: tl.constexpr = tl.float32 if WIDEN else x.dtype.element_ty
-    chunks: tl.constexpr = (IN + CHUNK - 1) // CHUNK
-    tiles: tl.constexpr = PARTS * STEP // RANK_STEP
-    within = tl.arange(0, GROUPS)[:, None, None] * (BLOCK_IN // GROUPS)
-    within += tl.arange(0, BLOCK_IN // GROUPS)[None, None, :]
-    number = tl.load(num_blocks)
-    slot, first, end = _block_of(blocks, tl.program_id(0) // (tiles * chunks), room)
-    items = number * (tiles * chunks)
-    for item in tl.range(tl.program_id(0), items, tl.num_programs(0), num_stages=1):
-        rank, chunk = item // chunks % tiles * RANK_STEP, item % chunks
-        used = STEP  # the first ranks of a part without an adapter are computed in vain
-        if rank % STEP > 0:
-            used = tl.load(ranks + slot // max(SHARE_A, SHARE_B) * PARTS + rank // STEP)
+    """Grid (blocks of rows, RANK_STEP ranks of a part, chunks of inputs)."""
+    begin(PDL)
+    block, rank, chunk = tl.program_id(0), tl.program_id(1) * RANK_STEP, tl.program_id(2)
+    if block < tl.load(num_blocks):
+        slot, end = tl.load(blocks + block), tl.load(blocks + 2 * room + block)
+        places = tl.load(blocks + room + block) + tl.arange(0, TILE_ROWS)
+        used = tl.load(ranks + slot // max(SHARE_A, SHARE_B) * PARTS + rank // STEP)
         if rank % STEP < used:
-            places = first + tl.arange(0, TILE_ROWS)
             real = places < end
             rows = tl.load(order + places, mask=real, other=0).to(tl.int64)
             columns = rank + tl.arange(0, RANK_STEP)
-            a_rows = ((slot // SHARE_A).to(tl.int64) * PARTS * STEP + columns) * IN
-            total = tl.zeros([GROUPS, TILE_ROWS, RANK_STEP], tl.float32)
-            last = tl.minimum((chunk + 1) * CHUNK, IN)
-            for start in tl.range(chunk * CHUNK, last, BLOCK_IN, num_stages=2):
-                k = start + within
-                weights = tl.load(a + a_rows[None, :, None] + k, mask=k < IN, other=0.0)
-                sources = x + rows[None, :, None] * x_stride + k
-                values = tl.load(sources, mask=real[None, :, None] & (k < IN), other=0.0)
-                weights = tl.permute(weights, (0, 2, 1)).to(dot_type)
-                total = tl.dot(values.to(dot_type), weights, total, input_precision="ieee")
-            targets = (chunk * num_rows + rows)[:, None] * (PARTS * STEP) + columns[None, :]
-            tl.store(sums + targets, tl.sum(total, 0), mask=real[:, None])
-        slot, first, end = _block_of(blocks, (item + tl.num_programs(0)) // (tiles * chunks), room)
-
-
-@triton.jit
-def _outputs_of(
-    outputs: tl.tensor, own: tl.tensor, GATED: tl.constexpr, BLOCK_OUT: tl.constexpr,
-    ALIGNED: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
-    """The part, and the outputs of an item, with which of them there are."""
-    columns = tl.arange(0, BLOCK_OUT)
-    if GATED > 0:
-        part, outs, end = 0, own * BLOCK_OUT + columns, GATED
-    else:
-        part = tl.load(outputs + own * 3)
-        outs = tl.multiple_of(tl.load(outputs + own * 3 + 1), ALIGNED) + columns
-        end = tl.multiple_of(tl.load(outputs + own * 3 + 2), ALIGNED)
-    return part, outs, outs < end
-
-
-@triton.jit
-def _factors(
-    sums: tl.tensor, b: tl.tensor, first: tl.tensor, rows: tl.tensor, outs: tl.tensor,
-    real: tl.tensor, inside: tl.tensor, num_rows: tl.tensor, CHUNKS: tl.constexpr,
-    WIDTH: tl.constexpr, STEP: tl.constexpr, RANK_STEP: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
-    """RANK_STEP ranks from `first` on: the rows' sums over all chunks, and `[ranks, outputs]` of B.
-    sums, b: of the part and slot."""
-    r = first + tl.arange(0, RANK_STEP)
-    weights = tl.load(b + outs[None, :] * STEP + r[:, None], mask=inside[None, :], other=0.0)
-    shrunk = tl.zeros([rows.shape[0], RANK_STEP], tl.float32)
-    for chunk in tl.static_range(CHUNKS):
-        sources = (chunk * num_rows + rows)[:, None] * WIDTH + r[None, :]
-        shrunk += tl.load(sums + sources, mask=real[:, None], other=0.0)
-    return shrunk, weights
+            a_rows = a + ((slot // SHARE_A).to(tl.int64) * PARTS * STEP + columns) * IN
+            dot_type: tl.constexpr = tl.float32 if WIDEN else x.dtype.element_ty
+            total = tl.zeros([TILE_ROWS, RANK_STEP], tl.float32)
+            for start in tl.range(chunk * CHUNK, tl.minimum((chunk + 1) * CHUNK, IN), BLOCK_IN):
+                k = start + tl.arange(0, BLOCK_IN)
+                x_mask = real[:, None] & (k < IN)[None, :]
+                values = tl.load(x + rows[:, None] * x_stride + k[None, :], mask=x_mask, other=0.0)
+                weights = tl.load(a_rows[None, :] + k[:, None], mask=(k < IN)[:, None], other=0.0)
+                total = tl.dot(
+                    values.to(dot_type), weights.to(dot_type), total, input_precision="ieee"
+                )
+            targets = (chunk * num_rows + rows)[:, None] * (PARTS * STEP)
+            tl.store(sums + targets + columns[None, :], total, mask=real[:, None])
 
 
 @triton.jit
 def _expanded(
-    values: tl.tensor, shrunk: tl.tensor, weights: tl.tensor, rank: tl.tensor, sums: tl.tensor,
-    b: tl.tensor, rows: tl.tensor, outs: tl.tensor, real: tl.tensor, inside: tl.tensor,
-    num_rows: tl.tensor, CHUNKS: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr,
-    RANK_STEP: tl.constexpr, WIDEN: tl.constexpr,
+    values: tl.tensor, sums: tl.tensor, b: tl.tensor, rank: tl.tensor, rows: tl.tensor,
+    outs: tl.tensor, real: tl.tensor, inside: tl.tensor, num_rows: tl.tensor,
+    CHUNKS: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr, RANK_STEP: tl.constexpr,
+    WIDEN: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """The values and B A x of the rows and outputs, rounded. shrunk, weights: the first ranks."""
+    """The values and B A x of the rows and outputs, rounded. sums, b: of the part and slot."""
     b_type: tl.constexpr = b.dtype.element_ty
     dot_type: tl.constexpr = tl.float32 if WIDEN else b_type
-    shrunk = shrunk.to(b_type).to(dot_type)
-    added = tl.dot(shrunk, weights.to(dot_type), input_precision="ieee")
-    if STEP > RANK_STEP:
-        for start in tl.range(RANK_STEP, rank, RANK_STEP):
-            shrunk, weights = _factors(
-                sums, b, start, rows, outs, real, inside, num_rows, CHUNKS, WIDTH, STEP, RANK_STEP
-            )
-            shrunk = shrunk.to(b_type).to(dot_type)
-            added = tl.dot(shrunk, weights.to(dot_type), added, input_precision="ieee")
+    added = tl.zeros(values.shape, tl.float32)
+    for start in tl.range(0, rank, RANK_STEP):
+        r = start + tl.arange(0, RANK_STEP)
+        weights = tl.load(b + outs[None, :] * STEP + r[:, None], mask=inside[None, :], other=0.0)
+        shrunk = tl.zeros([rows.shape[0], RANK_STEP], tl.float32)
+        for chunk in tl.static_range(CHUNKS):
+            sources = (chunk * num_rows + rows)[:, None] * WIDTH + r[None, :]
+            shrunk += tl.load(sums + sources, mask=real[:, None], other=0.0)
+        shrunk = shrunk.to(b_type).to(dot_type)
+        added = tl.dot(shrunk, weights.to(dot_type), added, input_precision="ieee")
     rounded = (values.to(tl.float32) + added).to(values.dtype)
     return tl.where(rank > 0, rounded, values)
 
@@ -448,53 +387,58 @@ def expand_kernel(
     total: tl.tensor, total_stride: tl.tensor, output: tl.tensor, ranks: tl.tensor,
     order: tl.tensor, blocks: tl.tensor, num_blocks: tl.tensor, room: tl.tensor,
     num_rows: tl.tensor, CHUNKS: tl.constexpr, GATED: tl.constexpr, BLOCK_OUT: tl.constexpr,
-    ALIGNED: tl.constexpr, PARTS: tl.constexpr, STEP: tl.constexpr, TILE_ROWS: tl.constexpr,
-    RANK_STEP: tl.constexpr, SHARE_A: tl.constexpr, SHARE_B: tl.constexpr, WIDEN: tl.constexpr,
+    PARTS: tl.constexpr, STEP: tl.constexpr, TILE_ROWS: tl.constexpr, RANK_STEP: tl.constexpr,
+    SHARE_A: tl.constexpr, SHARE_B: tl.constexpr, WIDEN: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """Programs share the blocks of rows times those of outputs. GATED: outputs of SwiGLU, or 0;
     with it rows without a slot, which are the last ones, follow in blocks of their own."""
-    number, width, num_adapted = tl.load(num_blocks), PARTS * STEP, 0
-    slot, first, end = _block_of(blocks, tl.program_id(0) // num_outputs, room)
-    items = number * num_outputs
+    begin(PDL)
+    number, columns = tl.load(num_blocks), tl.arange(0, BLOCK_OUT)
+    num_adapted, all_blocks = 0, number
     if GATED > 0:
-        num_adapted = tl.where(number > 0, _block_of(blocks, tl.maximum(number - 1, 0), room)[2], 0)
-        items += tl.cdiv(num_rows - num_adapted, TILE_ROWS) * num_outputs
-    for item in tl.range(tl.program_id(0), items, tl.num_programs(0), num_stages=1):
-        block = item // num_outputs
-        is_adapted = block < number
-        slot = tl.where(is_adapted, slot, 0)
-        places = tl.where(is_adapted, first, num_adapted + (block - number) * TILE_ROWS)
-        places += tl.arange(0, TILE_ROWS)
-        real = places < tl.where(is_adapted, end, num_rows)
+        num_adapted = tl.load(blocks + 2 * room + tl.maximum(number - 1, 0))
+        num_adapted = tl.where(number > 0, num_adapted, 0)
+        all_blocks += tl.cdiv(num_rows - num_adapted, TILE_ROWS)
+    for item in tl.range(tl.program_id(0), all_blocks * num_outputs, tl.num_programs(0)):
+        block, own = item // num_outputs, item % num_outputs
+        is_adapted, place = block < number, blocks + tl.minimum(block, room - 1)
+        slot = tl.where(is_adapted, tl.load(place), 0)
+        first = num_adapted + (block - number) * TILE_ROWS
+        places = tl.where(is_adapted, tl.load(place + room), first) + tl.arange(0, TILE_ROWS)
+        real = places < tl.where(is_adapted, tl.load(place + 2 * room), num_rows)
         rows = tl.load(order + places, mask=real, other=0).to(tl.int64)
-        part, outs, inside = _outputs_of(outputs, item % num_outputs, GATED, BLOCK_OUT, ALIGNED)
         own_ranks = ranks + slot // max(SHARE_A, SHARE_B) * PARTS
-        rank = tl.where(is_adapted, tl.load(own_ranks + part), 0)
         b_slot = b + (slot // SHARE_B).to(tl.int64) * b_stride
-        kept = real[:, None] & inside[None, :]
-        targets = total + rows[:, None] * total_stride + outs[None, :]
-        values, sums_part = tl.load(targets, mask=kept, other=0.0), sums + part * STEP
-        shrunk, weights = _factors(
-            sums_part, b_slot, 0, rows, outs, real, inside, num_rows, CHUNKS, width, STEP, RANK_STEP
-        )
-        if GATED > 0:  # everything is loaded before anything is multiplied
-            ups = tl.load(targets + GATED, mask=kept, other=0.0)
-            up_rank = tl.where(is_adapted, tl.load(own_ranks + PARTS - 1), 0)
-            b_up, sums_up = b_slot + GATED * STEP, sums + (PARTS - 1) * STEP
-            up_shrunk, up_weights = _factors(
-                sums_up, b_up, 0, rows, outs, real, inside, num_rows, CHUNKS, width, STEP, RANK_STEP
-            )
-        values = _expanded(
-            values, shrunk, weights, rank, sums_part, b_slot, rows, outs, real, inside, num_rows,
-            CHUNKS, width, STEP, RANK_STEP, WIDEN,
-        )  # fmt: skip
         if GATED > 0:
-            ups = _expanded(
-                ups, up_shrunk, up_weights, up_rank, sums_up, b_up, rows, outs, real, inside,
-                num_rows, CHUNKS, width, STEP, RANK_STEP, WIDEN,
+            outs, inside = own * BLOCK_OUT + columns, own * BLOCK_OUT + columns < GATED
+            kept = real[:, None] & inside[None, :]
+            targets = total + rows[:, None] * total_stride + outs[None, :]
+            gate = tl.load(targets, mask=kept, other=0.0)
+            up = tl.load(targets + GATED, mask=kept, other=0.0)
+            rank = tl.where(is_adapted, tl.load(own_ranks), 0)
+            gate = _expanded(
+                gate, sums, b_slot, rank, rows, outs, real, inside, num_rows, CHUNKS, PARTS * STEP,
+                STEP, RANK_STEP, WIDEN,
+            ).to(tl.float32)  # fmt: skip
+            rank = tl.where(is_adapted, tl.load(own_ranks + PARTS - 1), 0)
+            up = _expanded(
+                up, sums + (PARTS - 1) * STEP, b_slot + GATED * STEP, rank, rows, outs, real,
+                inside, num_rows, CHUNKS, PARTS * STEP, STEP, RANK_STEP, WIDEN,
             )  # fmt: skip
-            values = values.to(tl.float32)
-            values = (values / (1.0 + tl.exp(-values)) * ups.to(tl.float32)).to(ups.dtype)
+            gate = gate / (1.0 + tl.exp(-gate)) * up.to(tl.float32)
             targets = output + rows[:, None] * GATED + outs[None, :]
-        tl.store(targets, values, mask=kept)
-        slot, first, end = _block_of(blocks, (item + tl.num_programs(0)) // num_outputs, room)
+            tl.store(targets, gate.to(up.dtype), mask=kept)
+        else:
+            part = tl.load(outputs + own * 3)
+            outs = tl.load(outputs + own * 3 + 1) + columns
+            inside = outs < tl.load(outputs + own * 3 + 2)
+            rank = tl.load(own_ranks + part)
+            if rank > 0:
+                kept = real[:, None] & inside[None, :]
+                targets = total + rows[:, None] * total_stride + outs[None, :]
+                values = tl.load(targets, mask=kept, other=0.0)
+                values = _expanded(
+                    values, sums + part * STEP, b_slot, rank, rows, outs, real, inside, num_rows,
+                    CHUNKS, PARTS * STEP, STEP, RANK_STEP, WIDEN,
+                )  # fmt: skip
+                tl.store(targets, values, mask=kept)

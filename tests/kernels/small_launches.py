@@ -37,9 +37,10 @@ from tllm_spec.kernels.gemm import int4_weights
 from tllm_spec.kernels.gemm.adapter_gemm import (
     TILE_ROWS,
     AdapterWeights,
+    add_adapters,
+    expand,
     output_blocks,
     shrink,
-    with_adapters,
 )
 from tllm_spec.kernels.gemm.norms import (
     NormWeight,
@@ -297,11 +298,11 @@ def adapters() -> None:
         weights = AdapterWeights(a, b, ranks, output_blocks(sizes, META), sizes)
         x, total = (empty(num_rows, size, dtype=dtype) for size in (inputs, sum(sizes)))
         rows = moe_permute.moe_permute(int32(num_rows, 1), 4, TILE_ROWS, 0)
-        with_adapters(x, weights, rows, total.clone)
+        add_adapters(x, weights, rows, total)
         norm = NormWeight(empty(inputs, dtype=dtype), 1e-6)
-        shrink(x, weights, rows, norm)
+        shrunk = shrink(x, weights, rows, norm, one_by_one=True)
         if len(sizes) == 1:
-            with_adapters(x, weights, rows, total.clone, gated=True)
+            expand(shrunk, total, gated=True)
 
 
 CALLS: dict[str, Callable[[], None]] = {

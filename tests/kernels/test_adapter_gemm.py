@@ -9,15 +9,15 @@ import torch
 from tests.kernels.cuda_graphs import captured_graph
 from tests.kernels.interpreter import on_each_kernel_device
 from tllm_spec.kernels.experts.permute import ExpertRows
-from tllm_spec.kernels.gemm import adapter_gemm
 from tllm_spec.kernels.gemm.adapter_gemm import (
     MAX_INPUTS,
     AdapterWeights,
+    add_adapters,
+    expand,
     output_blocks,
     padded_rank,
     shrink,
     sorted_by_slot,
-    with_adapters,
 )
 from tllm_spec.kernels.gemm.norms import NormWeight, silu_and_mul
 from tllm_spec.kernels.gemm.small_m_gemm import plain_small_m_gemm, small_m_gemm, takes
@@ -55,7 +55,8 @@ def added(
     weights: AdapterWeights, x: torch.Tensor, slots: torch.Tensor, total: torch.Tensor
 ) -> torch.Tensor:
     result = total.clone()
-    return with_adapters(x, weights, by_slot(weights, slots), lambda: result)
+    add_adapters(x, weights, by_slot(weights, slots), result)
+    return result
 
 
 def by_slot(weights: AdapterWeights, slots: torch.Tensor) -> ExpertRows:
@@ -73,7 +74,7 @@ def test_the_kernels_add_what_the_reference_adds(
     x, total, slots = x[:num_rows], total[:num_rows], slots_of(num_rows, device)
     slots[0] = 0
     expected = total.clone()
-    with_adapters.reference(x, weights, by_slot(weights, slots), lambda: expected)
+    expand.reference(shrink.reference(x, weights, by_slot(weights, slots)), expected)
     found, rounding = added(weights, x, slots, total), torch.finfo(dtype).eps
     # The sums of A x may round to a neighbour.
     torch.testing.assert_close(found, expected, rtol=2 * rounding, atol=256 * rounding)
@@ -81,20 +82,6 @@ def test_the_kernels_add_what_the_reference_adds(
     assert torch.equal(found[none], total[none])
     assert torch.equal(found[:, 96:136][slots == 0], total[:, 96:136][slots == 0])
     assert ((found != total)[:, 136:].float().mean(1)[~none] > 0.5).all()
-
-
-@on_each_kernel_device
-def test_the_chunks_of_wide_inputs_are_added(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    weights, x, total = problem(device, torch.float32)
-    x, total, slots = x[:7], total[:7], slots_of(7, device)
-    expected = added(weights, x, slots, total)
-    monkeypatch.setattr(adapter_gemm, "CHUNK", 256)
-    monkeypatch.setattr(adapter_gemm, "STEP_BYTES", 512)
-    assert weights.num_chunks == 3
-    found = added(weights, x, slots, total)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-    alone = added(weights, x[4:5], slots[4:5], total[4:5])
-    assert torch.equal(alone, found[4:5]) and not torch.equal(found, total)
 
 
 @on_each_kernel_device
@@ -122,10 +109,8 @@ def test_swiglu_follows_the_expand_and_rows_without_an_adapter_have_the_bits_of_
     weights = AdapterWeights(a, weights.b, ranks, output_blocks(sizes, a.device), sizes)
     x, gate_up, slots = x[:num_rows], gate_up[:num_rows], slots_of(num_rows, device)
     by_slots, plain = by_slot(weights, slots), silu_and_mul(gate_up)
-    found, expected = (
-        add(x, weights, by_slots, gate_up.clone, gated=True)
-        for add in (with_adapters, with_adapters.reference)
-    )
+    found = expand(shrink(x, weights, by_slots), gate_up.clone(), gated=True)
+    expected = expand.reference(shrink.reference(x, weights, by_slots), gate_up.clone(), gated=True)
     rounding = torch.finfo(dtype).eps
     torch.testing.assert_close(found, expected, rtol=4 * rounding, atol=4096 * rounding)
     none = (slots < 0) | (slots == 2)
@@ -147,15 +132,18 @@ def test_few_rows_are_shrunk_as_by_the_reference_whatever_the_other_rows_are(
         for part, rank in enumerate(weights.ranks[slot].tolist() if slot >= 0 else ()):
             used[row, part, : padded_rank(rank)] = True
     used = used.flatten(1)
+    shrunk = shrink(x, weights, by_slot(weights, slots), norm, one_by_one=True)
     found, expected = (
-        run(x, weights, by_slot(weights, slots), norm).sums.where(used, 0)
-        for run in (shrink, shrink.reference)
+        shrunk.sums[0].where(used, 0),
+        shrink.reference(x, weights, by_slot(weights, slots), norm),
     )
     rounding = torch.finfo(dtype).eps
-    torch.testing.assert_close(found, expected, rtol=4 * rounding, atol=16 * rounding)
+    own = expected.sums[0].where(used, 0)
+    torch.testing.assert_close(found, own, rtol=4 * rounding, atol=16 * rounding)
+    torch.testing.assert_close(shrunk.x, expected.x, rtol=2 * rounding, atol=2 * rounding)
     assert (found != 0).any(1).tolist() == [True, False, True, False]
-    alone = shrink(x[2:3], weights, by_slot(weights, slots[2:3]), norm)
-    assert torch.equal(alone.sums.where(used[2:3], 0), found[2:3])
+    alone = shrink(x[2:3], weights, by_slot(weights, slots[2:3]), norm, one_by_one=True)
+    assert torch.equal(alone.sums[0].where(used[2:3], 0), found[2:3])
 
 
 @on_each_kernel_device
@@ -175,10 +163,11 @@ def test_neighbouring_slots_may_share_a_matrix(shared: str, device: str) -> None
 
 
 @on_each_kernel_device
-def test_no_rows_launch_nothing(device: str) -> None:
+@pytest.mark.parametrize("one_by_one", [False, True])
+def test_no_rows_launch_nothing(one_by_one: bool, device: str) -> None:
     weights, x, total = problem(device, torch.float32)
     before, rows = total.clone(), by_slot(weights, slots_of(3, device))
-    with_adapters(x[:0], weights, rows, lambda: total[:0])
+    expand(shrink(x[:0], weights, rows, one_by_one=one_by_one), total[:0])
     assert torch.equal(total, before)
 
 
@@ -222,7 +211,7 @@ def test_the_gemm_of_few_rows_expands(
     ) -> torch.Tensor:
         own = None
         if is_adapted:
-            own = shrink(x[rows], weights, by_slot(weights, slots[rows]), norm)
+            own = shrink(x[rows], weights, by_slot(weights, slots[rows]), norm, one_by_one=True)
         add_to = total[rows].clone() if adds else None
         return gemm(x[rows], base, norm=norm, gated=gated, add_to=add_to, adapters=own)
 

@@ -16,11 +16,13 @@ from tllm_spec.kernels.experts.grouped_gemm import swiglu
 from tllm_spec.kernels.experts.permute import ExpertRows
 from tllm_spec.kernels.gemm.adapter_gemm import (
     AdapterWeights,
+    Shrunk,
+    add_adapters,
+    expand,
     output_blocks,
     padded_rank,
     shrink,
     sorted_by_slot,
-    with_adapters,
 )
 from tllm_spec.kernels.gemm.norms import silu_and_mul
 from tllm_spec.kernels.gemm.small_m_gemm import takes
@@ -136,44 +138,34 @@ class AdaptedWeight(WeightFormat):
         return self._base.full_weight()
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
-        if not self.acts:
-            return self._base.multiply(x)
-        return self._with_adapters(x, lambda: self._base.multiply(x))
+        output = self._base.multiply(x)
+        return expand(self._shrunk(x), output) if self.acts else output
 
-    def forward(
-        self, x: torch.Tensor, norm: RMSNorm | None = None, *, gated: bool = False
-    ) -> torch.Tensor:
-        """gated: SwiGLU follows what adapters add."""
+    def forward(self, x: torch.Tensor, norm: RMSNorm | None = None) -> torch.Tensor:
         if not self.acts:
             return self._base.forward(x, norm)
         if self._fuses(x):
             return self._few_rows(x, norm)
-        if norm is None or self._base.fuses_norm(x):
-            own = x if norm is None else norm.forward(x)
-            return self._with_adapters(own, lambda: self._base.forward(x, norm), gated=gated)
-        x = norm.forward(x)
-        return self._with_adapters(x, lambda: self._base.forward(x), gated=gated)
+        output, shrunk = self._of_base(x, norm)
+        return expand(shrunk, output)
 
     def gated(self, x: torch.Tensor, norm: RMSNorm | None = None, **gates: Any) -> torch.Tensor:
         if not self.acts:
             return self._base.gated(x, norm, **gates)
         if self._fuses(x):
             return self._few_rows(x, norm, gated="ups" not in gates, **gates)
+        output, shrunk = self._of_base(x, norm)
         if gates:
-            return silu_and_mul(self.forward(x, norm), **gates)
-        return self.forward(x, norm, gated=True)
+            return silu_and_mul(expand(shrunk, output), **gates)
+        return expand(shrunk, output, gated=True)
 
     def add_to(self, total: torch.Tensor, x: torch.Tensor) -> None:
-        def gemm() -> torch.Tensor:
-            self._base.add_to(total, x)
-            return total
-
-        if not self.acts:
-            gemm()
-        elif self._fuses(x):
+        if self.acts and self._fuses(x):
             self._few_rows(x, add_to=total)
-        else:
-            self._with_adapters(x, gemm)
+            return
+        if self.acts:
+            expand(self._shrunk(x), total)
+        self._base.add_to(total, x)
 
     def _fuses(self, x: torch.Tensor) -> bool:
         """Whether the base's GEMM can expand."""
@@ -185,18 +177,28 @@ class AdaptedWeight(WeightFormat):
     ) -> torch.Tensor:
         """One launch more than without adapters."""
         assert isinstance(self._base, FewRowsFormat)
-        own, kernel_norm = x, None
-        if norm is not None and norm.scaled_weight is None:
-            kernel_norm = norm.kernel_weight
-        elif norm is not None:
-            own = norm.forward(x)
-        shrunk = shrink(own, self.weights, self.rows.of(len(x)), kernel_norm)
+        shrunk = self._shrunk(x, norm, keeps_norm=False)
         return self._base.few_rows(x, norm, adapters=shrunk, **options)
 
-    def _with_adapters(
-        self, x: torch.Tensor, gemm: Callable[[], torch.Tensor], *, gated: bool = False
-    ) -> torch.Tensor:
-        return with_adapters(x, self.weights, self.rows.of(len(x)), gemm, gated=gated)
+    def _of_base(self, x: torch.Tensor, norm: RMSNorm | None) -> tuple[torch.Tensor, Shrunk]:
+        """The base's output, and what is to be added. The norm is computed once, unless the base's
+        is another."""
+        shrunk = self._shrunk(x, norm)
+        if norm is None or self._base.fuses_norm(x):
+            return self._base.forward(x, norm), shrunk
+        return self._base.forward(shrunk.x), shrunk
+
+    def _shrunk(
+        self, x: torch.Tensor, norm: RMSNorm | None = None, *, keeps_norm: bool = True
+    ) -> Shrunk:
+        base, rows = self._base, self.rows.of(len(x))
+        one_by_one, kernel_norm = isinstance(base, FewRowsFormat) and not base.is_invariant, None
+        if norm is not None and one_by_one and norm.scaled_weight is None:
+            kernel_norm = norm.kernel_weight
+        elif norm is not None:
+            x = norm.forward(x)
+        options = {"one_by_one": one_by_one, "keeps_norm": keeps_norm}
+        return shrink(x, self.weights, rows, kernel_norm, **options)
 
     def add_gated_to(
         self, total: torch.Tensor, gate_up: WeightFormat, x: torch.Tensor, norm: RMSNorm | None
@@ -289,8 +291,7 @@ class AdaptedStack(StackedWeight):
         is_adapted = (experts >= 0) & (experts < number) & (slots >= 0)
         own = (slots * number + experts).where(is_adapted, -1)
         weights = self.form.weights
-        by_slot = sorted_by_slot(own.flatten(), len(weights.a))
-        with_adapters(x, weights, by_slot, lambda: total)
+        add_adapters(x, weights, sorted_by_slot(own.flatten(), len(weights.a)), total)
 
 
 class LatentAdapters:
@@ -332,8 +333,7 @@ class LatentAdapters:
     def expanded(self, latents: torch.Tensor, part: ExpandedPart, total: torch.Tensor) -> None:
         if self.form.acts:
             weights, slots = self.form.weights, self.form.rows.slots[part.owners]
-            by_slot = sorted_by_slot(slots, len(weights.a))
-            with_adapters(latents, weights, by_slot, lambda: total)
+            add_adapters(latents, weights, sorted_by_slot(slots, len(weights.a)), total)
 
     def queries(self, q: torch.Tensor, rows: slice, total: torch.Tensor) -> None:
         if self.form.acts:
@@ -352,7 +352,6 @@ class LatentAdapters:
         own = (slots * number + heads).where(slots >= 0, -1).flatten()
         sums = total.transpose(0, 1).contiguous()
         by_slot = sorted_by_slot(own, len(weights.ranks) * number)
-        own_x, own_sums = x.transpose(0, 1).flatten(0, 1), sums.flatten(0, 1)
-        with_adapters(own_x, weights, by_slot, lambda: own_sums)
+        add_adapters(x.transpose(0, 1).flatten(0, 1), weights, by_slot, sums.flatten(0, 1))
         if sums.data_ptr() != total.data_ptr():
             total.copy_(sums.transpose(0, 1))
