@@ -181,9 +181,7 @@ class PyExecutor:
         self.parts.sleep.check_writable()
         return self.parts.draft_weights.swap(staged, **options)
 
-    def replace_weights(
-        self, staged: StagedWeights, version: str | None, *, retract: bool
-    ) -> float:
+    def replace_weights(self, new: StagedWeights, version: str | None, *, retract: bool) -> float:
         """Replaces the target's weights. retract: as with `pause`; otherwise running requests go on
         with what the old weights have computed of them. Returns for how many seconds no round ran.
         Between rounds only."""
@@ -191,8 +189,8 @@ class PyExecutor:
         assert weights is not None
         self.parts.sleep.check_writable()
         self.pause(retract=retract)
-        weights.replace(staged, version)
-        if staged.part != "draft":
+        weights.replace(new, version)
+        if new.part != "draft":
             self.parts.sleep.note_target()
         self.parts.controller.forget()
         if self.parts.draft_weights is not None:
