@@ -11,11 +11,14 @@ import pytest
 
 from tests.executor import simulated_rounds as adaptive
 from tests.executor import simulated_trees as trees
+from tests.executor.played_rounds import controller
 from tests.executor.simulated_rounds import GRAPH_BATCH_SIZES, MAX_STEPS, Simulator, steady
 from tests.executor.simulated_trees import TreeSimulator, draw, expected, num_accepted
 from tllm_spec.config.draft_shape import NO_DRAFTS, DraftShape, chain_of
 from tllm_spec.config.speculative_config import Eagle3DecodingConfig
+from tllm_spec.executor.speculative.draft_length import cost_model
 from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController, controller_for
+from tllm_spec.executor.speculative.draft_length.decisions import ObservedRound
 from tllm_spec.executor.speculative.draft_length.estimates import expected_accepted
 from tllm_spec.executor.speculative.draft_length.round_times import MeasuredRoundTimes
 
@@ -158,3 +161,26 @@ def test_a_chain_and_a_static_tree_have_their_own_paths() -> None:
     assert expected_accepted(NO_DRAFTS, RATES) == 0.0
     choices = ((0,), (2,), (2, 1))
     assert expected_accepted(DraftShape(2, 3, 3, choices), RATES) == pytest.approx(0.725)
+
+
+@pytest.mark.parametrize(("draft_ms", "are_rarer"), [(3.0, False), (4.5, True)])
+def test_trials_in_vain_make_drafts_that_hardly_pay_rarer_and_good_ones_not(
+    monkeypatch: pytest.MonkeyPatch, draft_ms: float, are_rarer: bool
+) -> None:
+    """A plain round takes 10 ms, and 45% of the drafts are accepted: 4.5 ms are what one brings."""
+
+    def num_drafted(doubt: float) -> int:
+        monkeypatch.setattr(cost_model, "DOUBT", doubt)
+        controls = controller(
+            draft_ms, candidate_steps=[0, 1], window_trials=32.0, probe_time_share=0.05
+        )
+        draws, asked = Random(0), list[int]()
+        for _ in range(6000):
+            asked.append(controls.tier_for(1))
+            accepted = [int(draws.random() < 0.45)] if asked[-1] else []
+            controls.observe(ObservedRound(1, accepted, asked[-1]))
+        return sum(asked)
+
+    doubting, without = num_drafted(cost_model.DOUBT), num_drafted(0.0)
+    assert (doubting < 0.9 * without) is are_rarer
+    assert are_rarer or doubting > 0.98 * without
