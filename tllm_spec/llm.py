@@ -453,7 +453,8 @@ class LLM:
             return
         self._is_shut_down = True
         self._end()
-        del self._executor, self._swap, self._update, self._adapters, self._pausing
+        self._pausing.close()
+        del self._executor, self._swap, self._update, self._adapters
 
     def __enter__(self) -> "LLM":
         return self

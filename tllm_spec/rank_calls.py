@@ -126,6 +126,10 @@ class Pausing:
         self._set(None, Event())
         self._calls.announced("resume")
 
+    def close(self) -> None:
+        """Lets go of the models when no call comes any more. `mode` stays."""
+        del self._calls
+
     def _set(self, mode: str | None, over: Event) -> None:
         self._over.set()
         self.mode, self._over = mode, over

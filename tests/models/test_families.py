@@ -203,7 +203,7 @@ def test_ranks_norm_their_heads_together(num_kv_heads: int, tmp_path: Path) -> N
         placement = Placement(torch.float32, cpu, communicator.mapping, communicator=communicator)
         model = model_type(config)(config, MAX_POSITIONS, placement)
         load_weights(model, tmp_path)
-        heads: torch.Tensor = model.model.layers[1].self_attn._heads(hidden, None)[0]
+        heads: torch.Tensor = model.model.layers[1].self_attn._inputs(hidden, None)[0]
         return heads
 
     both = ThreadGroup().run(heads_of)
