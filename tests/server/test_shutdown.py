@@ -9,8 +9,9 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -31,9 +32,10 @@ from tests.server.raw_client import (
 from tests.server.served_process import OPTIONS
 from tllm_spec import LLM, SamplingParams
 from tllm_spec.executor.py_executor import Load
+from tllm_spec.server import engine_process
 from tllm_spec.server.app import OpenAIServer
 from tllm_spec.server.child import JsonFormatter, configure_logs
-from tllm_spec.server.engine_process import log_load
+from tllm_spec.server.engine_process import EngineLoop, log_load
 from tllm_spec.server.http_server import HttpServer
 from tllm_spec.server.options import ServerOptions
 
@@ -163,6 +165,37 @@ def test_the_load_is_what_happened_since_the_last_line(
         "125 tokens/s, 3 running, 4 waiting, acceptance length 2.5, draft length 2",
         "0 tokens/s, 3 running, 0 waiting, acceptance length -, draft length 2",
     ]
+
+
+def test_a_line_of_load_does_not_spread_tokens_over_idle_seconds(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Requests come in seconds 50 and 51, and in 90. A load is asked for at the end of a second in
+    which there were some, and of the next."""
+    busy, ends = {51: 40, 52: 100, 91: 130}, itertools.count(1)
+    port: Any = SimpleNamespace(num_unfinished=0, num_submitted=0, send_load=lambda: None)
+    clock, tokens = 0.0, 0
+
+    async def sleep(seconds: float) -> None:
+        nonlocal clock, tokens
+        clock = next(ends)
+        tokens = busy.get(int(clock), tokens)
+        port.num_unfinished = int(clock in busy)
+        if clock == 100:
+            raise TimeoutError
+
+    def ask() -> Future[Load]:
+        answer: Future[Load] = Future()
+        answer.set_result(Load(port.num_unfinished, 0, 3, tokens // 4, tokens))
+        return answer
+
+    caplog.set_level(logging.INFO, "tllm_spec.load")
+    monkeypatch.setattr(engine_process, "monotonic", lambda: clock)
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    with socket.socket() as listener, pytest.raises(TimeoutError):
+        asyncio.run(EngineLoop(port, listener, ask)._report_load())
+    rates = [line.partition(",")[0] for line in caplog.messages]
+    assert rates == ["40 tokens/s", "60 tokens/s", "30 tokens/s"]
 
 
 # The wall clock may jump while the server runs: only times that people read depend on it.

@@ -130,21 +130,24 @@ class EngineLoop:
         was asked for a second before."""
         last, time = Load(0, 0, None, 0, 0), monotonic()
         asked: Future[Load] | None = None
+        asked_at = time
         num_seen, was_busy = 0, False
         while True:
             await asyncio.sleep(TICK_SECONDS)
             if asked is not None and asked.done():
                 if asked.exception() is None:
-                    now, load = monotonic(), asked.result()
-                    log_load(last, load, now - time)
-                    last, time = load, now
+                    log_load(last, load := asked.result(), asked_at - time)
+                    last, time = load, asked_at
                 asked = None
             num_submitted = self._port.num_submitted
             is_busy = self._port.num_unfinished > 0 or num_submitted > num_seen
             if is_busy or was_busy:
                 self._port.send_load()
-                with suppress(RuntimeError):  # the executor has ended; `stop` follows
-                    asked = asked or self._load()
+                if asked is None:
+                    with suppress(RuntimeError):  # the executor has ended; `stop` follows
+                        asked, asked_at = self._load(), monotonic()
+            else:
+                time = monotonic()  # what comes next is not spread over the idle time
             num_seen, was_busy = num_submitted, is_busy
 
 
