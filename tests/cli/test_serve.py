@@ -7,12 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from click.testing import CliRunner, Result
 
 from tllm_spec.cli.llm_flags import LLM_FLAGS, LlmFlags, read_flags
 from tllm_spec.cli.serve import main, read_args, read_command_line
 from tllm_spec.cli.serve_options import COMMON
+from tllm_spec.config.adaptive_config import AdaptiveConfig
 from tllm_spec.config.llm_args import KvCacheConfig, LlmArgs
+from tllm_spec.models.automatic import with_drafter
 from tllm_spec.server.child import freeze_heap
 
 
@@ -181,6 +184,49 @@ def test_print_config_knows_the_other_names_of_options_and_names_the_model_once(
     lines = serve("a/folder", "--config", str(options), "--print_config").output.splitlines()
     assert "  max_draft_len: 3  # file" in lines
     assert [line for line in lines if line.startswith("model:")] == ["model: b/folder  # file"]
+
+
+def test_print_config_shows_what_auto_has_chosen_as_a_file_may_say_it() -> None:
+    lines = serve("zoo:llama", "--speculate", "--print_config").output.splitlines()
+    assert "  decoding_type: SA  # command line" in lines
+    assert "  max_draft_len: 15  # chosen" in lines
+    (adaptive,) = (line for line in lines if line.startswith("  adaptive:"))
+    assert adaptive.endswith("  # chosen")
+    given = yaml.safe_load(adaptive)["adaptive"]
+    chosen = with_drafter("zoo:llama", {"speculative_config": "auto"})["speculative_config"]
+    assert AdaptiveConfig.parse(given) == AdaptiveConfig.parse(chosen["adaptive"])
+    for steps, source in ((1, "default"), (2, "command line")):  # of a model with MTP modules
+        flags = "--speculative-algorithm", "EAGLE", "--speculative-num-steps", str(steps)
+        lines = serve("zoo:deepseek", *flags, "--print_config").output.splitlines()
+        assert f"  max_draft_len: {steps}  # {source}" in lines
+
+
+def test_flags_of_the_server_in_a_file_are_refused_in_one_sentence(tmp_path: Path) -> None:
+    options = tmp_path / "options.yaml"
+    options.write_text("port: 80\nlog-level: info\nmax_batch: 4\n")
+    result = serve("zoo:llama", "--config", str(options))
+    assert result.exit_code == 1
+    assert "port, log-level: flags of tllm-serve, not options of a YAML file\n" in result.output
+    assert "max_batch = 4 is not a known option" in result.output
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (
+            ("--speculative_model", "zoo:llama-eagle3"),
+            "max_draft_len is required by Eagle3DecodingConfig; --speculate, or decoding_type: "
+            "AUTO, chooses it",
+        ),
+        (
+            ("--speculate", "--speculative_config.decoding_type", "SA"),
+            "which is given as 'SA'; leave one of them out",
+        ),
+    ],
+)
+def test_a_refusal_of_speculation_says_what_to_do(flags: tuple[str, ...], sentence: str) -> None:
+    result = serve("zoo:llama", *flags, "--print_config")
+    assert result.exit_code == 1 and sentence in result.output
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from tllm_spec.cli.version import Decorator, flag, option, together
+from tllm_spec.config.adaptive_config import AdaptiveConfig
 from tllm_spec.config.config_base import ConfigError, ConfigModel
 from tllm_spec.config.llm_args import LlmArgs, overlay
 from tllm_spec.config.neighbours import SHORT_FLAGS
@@ -244,19 +245,27 @@ def server_lines(context: click.Context, names: list[str]) -> Iterator[str]:
 
 
 def llm_lines(
-    args: LlmArgs, flags: Mapping[str, Any], yaml_options: Mapping[str, Any]
+    args: LlmArgs,
+    flags: Mapping[str, Any],
+    yaml_options: Mapping[str, Any],
+    chosen: Mapping[str, Any],
 ) -> Iterator[str]:
     """LLM's arguments. flags: those of the command line, which has the model, too; yaml_options:
-    those of the file."""
+    those of the file; chosen: both, with what `AUTO` adds to them."""
     given = {"model": args.model, **flags}
-    return _lines(args, [("file", yaml_options), ("command line", given)], indent="")
+    sources = [("file", yaml_options), ("command line", given), ("chosen", chosen)]
+    return _lines(args, sources, indent="")
 
 
 def _lines(
     model: BaseModel, sources: list[tuple[str, Mapping[str, Any]]], indent: str
 ) -> Iterator[str]:
     if isinstance(model, ConfigModel):
-        sources = [(source, model.with_our_names(given)) for source, given in sources]
+        unasked = model.with_our_names({}).items()  # what is so without being given
+        named = [(source, model.with_our_names(given).items()) for source, given in sources]
+        sources = [
+            (source, dict(each for each in own if each not in unasked)) for source, own in named
+        ]
     for name in type(model).model_fields:
         value = getattr(model, name)
         if isinstance(value, BaseModel):
@@ -266,7 +275,8 @@ def _lines(
             yield from _lines(value, nested, indent + "  ")
         else:
             source = next((source for source, given in sources if name in given), "default")
-            yield indent + _line(name, plain(value), source)
+            shown = value.as_options() if isinstance(value, AdaptiveConfig) else plain(value)
+            yield indent + _line(name, shown, source)
 
 
 def _line(name: str, value: Any, source: str) -> str:

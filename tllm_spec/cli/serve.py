@@ -43,6 +43,7 @@ AUTO_LOADED = 4  # times max_loras: adapters in host memory where requests may l
 
 GIVEN = (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT)
 SERVE_NAMES = ("model", "host", "port", "served_model_name", "log_level")
+FLAGS_ONLY = {*SERVE_NAMES, *SERVER_NAMES} - LlmArgs.model_fields.keys()
 
 
 def _model_of(context: click.Context, parameter: click.Parameter, words: tuple[str, ...]) -> str:
@@ -262,9 +263,11 @@ def _print_config(
     context: click.Context, names: list[str], args: LlmArgs, flags: Mapping[str, Any]
 ) -> None:
     path = context.params["extra_llm_api_options"]
+    file = {} if path is None else read_yaml(path)
+    chosen = with_drafter(args.model, with_yaml(flags, path) if path else flags)
     lines = server_lines(context, names)
     click.echo("\n".join(["# tllm-serve", *lines, "# LLM"]))
-    click.echo("\n".join(llm_lines(args, flags, {} if path is None else read_yaml(path))))
+    click.echo("\n".join(llm_lines(args, flags, file, chosen)))
 
 
 def _bound(host: str, port: int) -> socket.socket:
@@ -287,12 +290,20 @@ def read_args(model: str, flags: LlmFlags, yaml_path: str | None) -> LlmArgs:
     with refused_together(flags.refusals):
         if yaml_path is not None:
             given = with_yaml(given, yaml_path)
-        args = LlmArgs(**with_drafter(given["model"], given))
+        own = [name for name in given if either_spelling(name) in FLAGS_ONLY]
+        with refused_together(_misplaced(own)):
+            given = {name: each for name, each in given.items() if name not in own}
+            args = LlmArgs(**with_drafter(given["model"], given))
         if args.skip_tokenizer_init:
             raise ConfigError(
                 ["skip_tokenizer_init = True cannot be served over HTTP: answers are text"]
             )
         return args
+
+
+def _misplaced(names: list[str]) -> list[str]:
+    """The sentence that refuses the server's flags in a YAML file."""
+    return [f"{', '.join(names)}: flags of tllm-serve, not options of a YAML file"] if names else []
 
 
 def _name_of(model: str) -> str:

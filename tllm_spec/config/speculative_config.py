@@ -327,6 +327,10 @@ def type_refusal(decoding_type: object) -> str:
     return f"decoding_type = {shown(decoding_type)} {problem}; {TYPES_SERVED}"
 
 
+REQUIRED_LENGTH = "max_draft_len is required"
+NO_LENGTH = "; --speculate, or decoding_type: AUTO, chooses it"
+
+
 def speculative_config_from(value: object) -> object:
     """Turns a mapping into the class that its `decoding_type` names, in any case, or vLLM's
     `method`. Raises ConfigError."""
@@ -335,7 +339,8 @@ def speculative_config_from(value: object) -> object:
     try:
         options = with_our_names(value, NAMES_OF_TYPE)
     except ValueError as error:
-        raise ConfigError([str(error)]) from None
+        lines = [f"{line}; leave one of them out" for line in str(error).splitlines()]
+        raise ConfigError(lines) from None
     if options.get("decoding_type") == "Draft_Target" and options.get("parallel_drafting") is True:
         options |= {"decoding_type": "PARD", "parallel_drafting": None}  # as vLLM calls it
     algorithm = value.get("speculative_algorithm", value.get("speculative_algo"))
@@ -355,7 +360,8 @@ def speculative_config_from(value: object) -> object:
     try:
         config = kind(**options)
     except ConfigError as error:
-        raise ConfigError([*lines, *error.lines]) from error
+        told = (line + NO_LENGTH * line.startswith(REQUIRED_LENGTH) for line in error.lines)
+        raise ConfigError([*lines, *told]) from error
     if lines:
         raise ConfigError(lines)
     return config
