@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from tllm_spec.progress import progress
+from tllm_spec.progress import LogLines, progress
 
 
 @pytest.fixture
@@ -30,6 +30,13 @@ def test_without_a_terminal_each_part_has_one_line(caplog: pytest.LogCaptureFixt
         "start, memory: 1/3",
         "start, round times: 2/3",
     ]
+
+
+@pytest.mark.usefixtures("lines")
+def test_a_line_has_times_once_there_are_some(caplog: pytest.LogCaptureFixture) -> None:
+    for text in ("start: 0/3 [00:00<?]\n", "run: 1/3 [00:02<00:04]\n"):
+        LogLines().write(text)
+    assert caplog.messages == ["start: 0/3", "run: 1/3 [00:02<00:04]"]
 
 
 @pytest.mark.usefixtures("lines")

@@ -13,6 +13,7 @@ from tqdm import tqdm
 logger = logging.getLogger(__name__)
 
 LINE = "{desc}: {n_fmt}/{total_fmt}{unit} [{elapsed}<{remaining}{postfix}]"
+NOTHING_YET = " [00:00<?]"
 LINE_WITH_BAR = "{l_bar}{bar}| {n_fmt}/{total_fmt}{unit} [{elapsed}<{remaining}{postfix}]"
 
 
@@ -25,7 +26,7 @@ class LogLines(io.TextIOBase):
 
     def write(self, text: str) -> int:
         if line := text.strip():
-            logger.info(line)
+            logger.info(line.removesuffix(NOTHING_YET))
         return len(text)
 
 

@@ -75,6 +75,7 @@ def test_name_device_and_dtype_choose_the_backend_and_one_line_is_logged(
         assert choose_backend(name, device, dtype) is kind
     (line,) = caplog.messages
     assert line.startswith(f"attention: {kind.__name__.removesuffix('Attention').upper()}")
+    assert ("plain torch" in line) == ("VANILLA" in line)
 
 
 @pytest.mark.usefixtures("no_flashinfer")

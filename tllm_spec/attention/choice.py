@@ -53,7 +53,7 @@ def choose_backend(
         if reason is not None:
             logger.warning("attention: TRITON; prefill is slower than with FLASHINFER: %s", reason)
             return BACKENDS[name]
-    logger.info("attention: %s", name)
+    logger.info("attention: %s%s", name, " (plain torch)" if name == "VANILLA" else "")
     return BACKENDS[name]
 
 
