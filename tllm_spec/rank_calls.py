@@ -100,6 +100,8 @@ class Pausing:
 
     def pause(self, mode: str) -> None:
         """As `LLM.pause`. It does nothing more once another pause or `resume` has begun."""
+        if mode == self.mode and self._over.is_set():  # nothing runs, perhaps since it sleeps
+            return
         self._check(mode)
         calls, over = self._calls, Event()
         calls.here(lambda: self._set(mode, over))
@@ -188,9 +190,9 @@ class WeightSteps(ABC):
         staged. Returns as `result` what replacing them does, if they are others."""
         weights, wanted = self.weights, (folder, version)
         try:
-            if (weights.folder, weights.version) == wanted:
-                return {}
             if wanted not in self._staged:
+                if (weights.folder, weights.version) == wanted:
+                    return {}
                 self._load(folder, version)
             return {"result": self._staged[wanted]()}
         finally:

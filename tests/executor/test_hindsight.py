@@ -110,6 +110,15 @@ def test_a_long_text_is_read_as_seldom_as_it_is_long() -> None:
     assert rounds / 10 - 2 <= sum(bool(look) for look in looks) <= rounds / 10
 
 
+def test_a_long_text_is_read_as_often_as_the_short_ones_next_to_it() -> None:
+    """The long one repeats itself, the short one does not."""
+    long, short = [1, 2] * 2 * TOKENS_A_ROUND, list(range(500))
+    requests = [request_of(long), request_of(short)]
+    hindsight = Hindsight(TextSearch(64), {1: DEPTH})
+    found = [look[1] for _ in range(400) if (look := hindsight.look(requests))]
+    assert abs(found.count(1.0) - len(found) / 2) <= 1 and len(found) > 100
+
+
 def test_a_text_of_one_token_is_compared_at_few_places(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = list[int]()
 

@@ -112,8 +112,8 @@ class FleetState(ABC, Generic[Value]):
         ended in the middle of a change. joined: called before the next change."""
         with ExitStack() as changes:
             try:
+                changes.enter_context(self.held())
                 if self.read() is not None:
-                    changes.enter_context(self.held())
                     self._bring([engine])
             except (OSError, RuntimeError) as error:
                 logger.error("an engine may be unlike the others (%s): %s", self.part, error)
@@ -357,7 +357,7 @@ class FleetAdapters(FleetState[ServedAdapters]):
         idle = [each.step(self.part, "idle")["names"] for each in self._running()]
         loaded = (name for name, each in served.items() if each.from_request)
         leaving = {name for name in loaded if all(name in other for other in idle)}
-        if (found := next((name for name in idle[0] if name in leaving), None)) is None:
+        if (found := next((name for own in idle[:1] for name in own if name in leaving), None)) is None:
             return served
         return {name: each for name, each in served.items() if name != found}
 

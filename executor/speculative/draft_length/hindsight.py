@@ -40,6 +40,7 @@ class Hindsight:
             return {}
         self._unread = min(self._unread + TOKENS_A_ROUND, max(request.num_tokens, TOKENS_A_ROUND))
         if self._unread < request.num_tokens:
+            self._next -= 1  # it stays this request's turn: long texts count as much as short ones
             return {}
         self._unread -= request.num_tokens
         # The token may be anywhere in its run. Of the run and the token that ends it, as many
