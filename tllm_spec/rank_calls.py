@@ -85,16 +85,16 @@ class RankCalls:
 
 
 class Pausing:
-    """cancel_all: cancels the requests that there are. tell: gets the mode of a pause that begins,
-    and None when it has ended, in the executor's thread."""
+    """cancel_all: cancels the requests that there are. report: gets the mode of a pause that
+    begins, and None when it has ended, in the executor's thread."""
 
     def __init__(
         self,
         calls: RankCalls,
         cancel_all: Callable[[], None],
-        tell: Callable[[str | None], None] = lambda mode: None,
+        report: Callable[[str | None], None] = lambda mode: None,
     ) -> None:
-        self._calls, self._cancel_all, self._tell = calls, cancel_all, tell
+        self._calls, self._cancel_all, self._report = calls, cancel_all, report
         self.mode: str | None = None
         self._over = Event()  # is set when the latest pause need not wait any more
 
@@ -129,13 +129,13 @@ class Pausing:
         self._calls.announced("resume")
 
     def close(self) -> None:
-        """Lets go of the models when no call comes any more. `mode` stays."""
+        """Releases the models when no call comes any more. `mode` stays."""
         del self._calls
 
     def _set(self, mode: str | None, over: Event) -> None:
         self._over.set()
         self.mode, self._over = mode, over
-        self._tell(mode)
+        self._report(mode)
 
     def _check(self, mode: str) -> None:
         """Raises ValueError for a mode that is not known, or that cannot be now."""
@@ -149,13 +149,11 @@ class Pausing:
 
     def sleep(self, level: int) -> dict[str, Any]:
         """As `LLM.sleep`."""
-        told: dict[str, Any] = self._calls("sleep", level=level)
-        return told
+        return dict(self._calls("sleep", level=level))
 
     def wake_up(self, tags: Sequence[str] | None) -> dict[str, Any]:
         """As `LLM.wake_up`."""
-        told: dict[str, Any] = self._calls("wake_up", tags=tags)
-        return told
+        return dict(self._calls("wake_up", tags=tags))
 
     @property
     def is_sleeping(self) -> bool:
@@ -163,7 +161,7 @@ class Pausing:
         return bool(self._calls.executor.parts.sleep.asleep)
 
     def keep(self, asleep: Sequence[str], lacks_weights: bool) -> dict[str, Any]:
-        """Sleeps as the other engines of a server do. Both are as `LLM.sleep` tells them."""
+        """Sleeps as the other engines of a server do. Both are as in the answer of `LLM.sleep`."""
         sleep = self._calls.executor.parts.sleep
         if {*asleep} - {*sleep.asleep} or (lacks_weights and not sleep.lacks_weights):
             self.sleep(2 if lacks_weights else 1)

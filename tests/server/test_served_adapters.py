@@ -129,6 +129,7 @@ def test_an_engine_does_not_serve_a_folder_that_has_changed_since_others_loaded_
     other = [type(infos[0])("x", "0" * 64, 4, "folder")]
     with pytest.raises(ValueError, match="folder has changed since it was loaded"):
         FleetAdapters(fleet.paths[0]).publish(other)
+    assert fleet.served() == [{"x": "a"}] * 2
 
 
 KEY = "a" * 20
