@@ -29,8 +29,8 @@ class DraftSwap(WeightSteps):
         Raises ValueError for weights that do not fit, and without `force` for those that are worse
         in the replay. Then nothing has changed."""
         replace = self._replacing(folder, keep_cache=keep_cache)
-        told = self._tried(folder, force)
-        return {"version": replace(), "folder": folder} | told
+        tried = self._tried(folder, force)
+        return {"version": replace(), "folder": folder} | tried
 
     def forced(self, folder: str) -> dict[str, Any]:
         """A whole swap, without a replay."""
@@ -64,17 +64,16 @@ def _replayed(args: LlmArgs, old: str, new: str) -> dict[str, Any]:
             f"{len(records)} requests are recorded, and {MIN_REPLAYED} are needed; with several "
             "API keys or a cache_salt, only requests with store: true are recorded"
         )
-    lengths = [
+    before, after = (
         replay(records, with_draft_weights(args, folder), states).total.acceptance_length
         for folder in (old, new)
-    ]
-    if lengths[1] < lengths[0]:
+    )
+    if after < before:
         raise ValueError(
-            f"{new}: on {len(records)} recorded requests it has {lengths[1]:.3f} tokens a round, "
-            f"and {old} has {lengths[0]:.3f}; force = true takes it all the same"
+            f"{new}: on {len(records)} recorded requests it has {after:.3f} tokens a round, "
+            f"and {old} has {before:.3f}; force = true takes it all the same"
         )
-    lengths_told = {"before": lengths[0], "after": lengths[1]}
-    return {"replayed": len(records), "tokens_per_round": lengths_told}
+    return {"replayed": len(records), "tokens_per_round": {"before": before, "after": after}}
 
 
 def _not_replayed(reason: str) -> dict[str, Any]:

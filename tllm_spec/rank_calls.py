@@ -85,21 +85,23 @@ class RankCalls:
 
 
 class Pausing:
-    """cancel_all: cancels the requests that there are. tell: gets the mode of a pause that begins,
-    and None when it has ended, in the executor's thread."""
+    """cancel_all: cancels the requests that there are. report: gets the mode of a pause that
+    begins, and None when it has ended, in the executor's thread."""
 
     def __init__(
         self,
         calls: RankCalls,
         cancel_all: Callable[[], None],
-        tell: Callable[[str | None], None] = lambda mode: None,
+        report: Callable[[str | None], None] = lambda mode: None,
     ) -> None:
-        self._calls, self._cancel_all, self._tell = calls, cancel_all, tell
+        self._calls, self._cancel_all, self._report = calls, cancel_all, report
         self.mode: str | None = None
         self._over = Event()  # is set when the latest pause need not wait any more
 
     def pause(self, mode: str) -> None:
         """As `LLM.pause`. It does nothing more once another pause or `resume` has begun."""
+        if mode == self.mode and self._over.is_set():  # nothing runs, perhaps since it sleeps
+            return
         self._check(mode)
         calls, over = self._calls, Event()
         calls.here(lambda: self._set(mode, over))
@@ -127,13 +129,13 @@ class Pausing:
         self._calls.announced("resume")
 
     def close(self) -> None:
-        """Lets go of the models when no call comes any more. `mode` stays."""
+        """Releases the models when no call comes any more. `mode` stays."""
         del self._calls
 
     def _set(self, mode: str | None, over: Event) -> None:
         self._over.set()
         self.mode, self._over = mode, over
-        self._tell(mode)
+        self._report(mode)
 
     def _check(self, mode: str) -> None:
         """Raises ValueError for a mode that is not known, or that cannot be now."""
@@ -147,13 +149,11 @@ class Pausing:
 
     def sleep(self, level: int) -> dict[str, Any]:
         """As `LLM.sleep`."""
-        told: dict[str, Any] = self._calls("sleep", level=level)
-        return told
+        return dict(self._calls("sleep", level=level))
 
     def wake_up(self, tags: Sequence[str] | None) -> dict[str, Any]:
         """As `LLM.wake_up`."""
-        told: dict[str, Any] = self._calls("wake_up", tags=tags)
-        return told
+        return dict(self._calls("wake_up", tags=tags))
 
     @property
     def is_sleeping(self) -> bool:
@@ -161,7 +161,7 @@ class Pausing:
         return bool(self._calls.executor.parts.sleep.asleep)
 
     def keep(self, asleep: Sequence[str], lacks_weights: bool) -> dict[str, Any]:
-        """Sleeps as the other engines of a server do. Both are as `LLM.sleep` tells them."""
+        """Sleeps as the other engines of a server do. Both are as in the answer of `LLM.sleep`."""
         sleep = self._calls.executor.parts.sleep
         if {*asleep} - {*sleep.asleep} or (lacks_weights and not sleep.lacks_weights):
             self.sleep(2 if lacks_weights else 1)
@@ -188,9 +188,9 @@ class WeightSteps(ABC):
         staged. Returns as `result` what replacing them does, if they are others."""
         weights, wanted = self.weights, (folder, version)
         try:
-            if (weights.folder, weights.version) == wanted:
-                return {}
             if wanted not in self._staged:
+                if (weights.folder, weights.version) == wanted:
+                    return {}
                 self._load(folder, version)
             return {"result": self._staged[wanted]()}
         finally:

@@ -77,7 +77,7 @@ class TargetUpdate(WeightSteps):
         return {}
 
     def _load(self, folder: str, version: str) -> None:
-        """If that cannot be, the engine serves no more."""
+        """Ends the engine if these weights cannot be staged."""
         try:
             self.stage(folder, version, "target", "retract")
         except (ValueError, OSError, MemoryError) as error:

@@ -127,7 +127,7 @@ class RoundOutcome:
         is_pure = batch.shape.depth == batch.made_draft_len and not batch.is_transition
         is_pure = is_pure and not batch.catches_up
         has_time = is_pure and not batch.context_requests
-        look = {} if hindsight is None else hindsight.look(batch.generation_requests)
+        measured = {} if hindsight is None else hindsight.measure(batch.generation_requests)
         observed = ObservedRound(
             len(batch.generation_requests),
             self.num_accepted,
@@ -139,7 +139,7 @@ class RoundOutcome:
             ranks=self.ranks,
             expected=self.expected,
             context_len=batch.context_len,
-            look=look,
+            hindsight=measured,
             is_cut=batch.cuts_copies,
         )
         controller.observe(observed)

@@ -65,7 +65,7 @@ def test_a_look_back_sees_the_drafts_that_the_device_would_have_found(
     for _ in range(300):
         text = [chance.randrange(3) for _ in range(chance.randrange(DEPTH + 2, 40))]
         search = TextSearch(max_match, oldest)
-        look = Hindsight(search, {1: 2, 4: DEPTH}, min_match).look([request_of(text)])
+        look = Hindsight(search, {1: 2, 4: DEPTH}, min_match).measure([request_of(text)])
         length, right = num_right(text, len(text) - DEPTH, max_match, oldest)
         run = 1 if length < min_match else length + right
         assert look == {1: ceil(run / 3) / run, 4: ceil(run / (1 + DEPTH)) / run}
@@ -91,7 +91,7 @@ def test_looks_at_some_tokens_tell_how_many_tokens_a_round_would_have(share: flo
     hindsight, looks = Hindsight(TextSearch(64), depths), []
     for end in range(300 + DEPTH, len(text), 3):
         request = request_of(text[:end])
-        while not (look := hindsight.look([request])):
+        while not (look := hindsight.measure([request])):
             pass
         looks.append(look)
     for tier, depth in depths.items():
@@ -106,8 +106,17 @@ def test_looks_at_some_tokens_tell_how_many_tokens_a_round_would_have(share: flo
 def test_a_long_text_is_read_as_seldom_as_it_is_long() -> None:
     request, rounds = request_of([1, 2] * 5 * TOKENS_A_ROUND), 200
     hindsight = Hindsight(TextSearch(64), {1: DEPTH})
-    looks = [hindsight.look([request]) for _ in range(rounds)]
+    looks = [hindsight.measure([request]) for _ in range(rounds)]
     assert rounds / 10 - 2 <= sum(bool(look) for look in looks) <= rounds / 10
+
+
+def test_a_long_text_is_read_as_often_as_the_short_ones_next_to_it() -> None:
+    """The long one repeats itself, the short one does not."""
+    long, short = [1, 2] * 2 * TOKENS_A_ROUND, list(range(500))
+    requests = [request_of(long), request_of(short)]
+    hindsight = Hindsight(TextSearch(64), {1: DEPTH})
+    found = [look[1] for _ in range(400) if (look := hindsight.measure(requests))]
+    assert abs(found.count(1.0) - len(found) / 2) <= 1 and len(found) > 100
 
 
 def test_a_text_of_one_token_is_compared_at_few_places(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,7 +129,7 @@ def test_a_text_of_one_token_is_compared_at_few_places(monkeypatch: pytest.Monke
             return found
 
     monkeypatch.setattr(np, "frombuffer", lambda *a, **k: np.array(a[0], k["dtype"]).view(Counted))
-    (rounds,) = Hindsight(TextSearch(64), {1: DEPTH}).look([request_of([7] * 1000)]).values()
+    (rounds,) = Hindsight(TextSearch(64), {1: DEPTH}).measure([request_of([7] * 1000)]).values()
     assert rounds == ceil((64 + DEPTH) / (1 + DEPTH)) / (64 + DEPTH)
     assert max(sizes) <= 64 * MAX_PLACES
 
@@ -128,9 +137,9 @@ def test_a_text_of_one_token_is_compared_at_few_places(monkeypatch: pytest.Monke
 def test_a_request_shows_nothing_before_it_has_as_many_tokens_as_drafts() -> None:
     hindsight = Hindsight(TextSearch(64), {1: DEPTH})
     texts = [request_of([1] * 20, prompt_len=20 - new) for new in (0, DEPTH, DEPTH + 1)]
-    assert [bool(hindsight.look([each])) for each in texts] == [False, False, True]
+    assert [bool(hindsight.measure([each])) for each in texts] == [False, False, True]
     texts[-1].draft_limit = 0
-    assert not hindsight.look([texts[-1]])
+    assert not hindsight.measure([texts[-1]])
 
 
 def options_of(kind: str, tiny_draft: Path, head: Path, **own: Any) -> dict[str, Any]:
@@ -182,7 +191,7 @@ def test_where_texts_do_not_repeat_themselves_no_probe_of_copied_drafts_is_paid(
     look, asked = {COPIED: 1.0} if looks else {}, list[int]()
     for _ in range(4000):
         asked.append(tier := controls.tier_for(1))
-        controls.observe(ObservedRound(1, [0] if tier else [], tier, look=look))
+        controls.observe(ObservedRound(1, [0] if tier else [], tier, hindsight=look))
     assert 1 in asked[100:]  # what the network's drafts would bring, looks do not show
     assert (COPIED in asked[100:]) == (not looks)
 
@@ -192,7 +201,7 @@ def test_copied_drafts_that_rounds_refute_are_given_up() -> None:
     look, asked = {tier: 1 / (1 + tier) for tier in LADDER if tier}, list[int]()
     for _ in range(4000):
         asked.append(tier := controls.tier_for(1))
-        controls.observe(ObservedRound(1, [0] if tier else [], tier, look=look))
+        controls.observe(ObservedRound(1, [0] if tier else [], tier, hindsight=look))
     assert 3 in asked[:100] and asked[100:].count(0) > 0.97 * 3900
 
 
@@ -206,7 +215,7 @@ def test_probes_of_copied_drafts_come_back_when_texts_become_too_short_to_look_a
     for number in range(4000):
         asked.append(tier := controls.tier_for(1))
         look = {COPIED: 1.0} if number < 1000 else {}
-        controls.observe(ObservedRound(1, [0] if tier else [], tier, look=look))
+        controls.observe(ObservedRound(1, [0] if tier else [], tier, hindsight=look))
     assert COPIED not in asked[100:1000] and COPIED in asked[1000:]
 
 

@@ -1,4 +1,4 @@
-"""Whatever several engines have alike, all of them change it or none: a refusal, a failure and a
+"""Whatever several engines share, all of them change it or none: a refusal, a failure and a
 front that ends in the middle leave what was before."""
 
 from collections.abc import Callable, Iterator
@@ -116,9 +116,9 @@ def test_no_engine_changes_if_one_refuses_it_or_fails_when_another_has_changed(
 @pytest.mark.parametrize("name", KINDS)
 def test_a_front_that_connects_ends_what_a_killed_front_had_begun(name: str, fleet: Fleet) -> None:
     def begin(front: Replicas) -> None:
-        alike: Any = front.adapters if name == "adapters" else getattr(front, f"_{name}")
-        with alike.held() as served:
-            alike.write(served)
+        shared: Any = front.adapters if name == "adapters" else getattr(front, f"_{name}")
+        with shared.held() as served:
+            shared.write(served)
 
     kind = KINDS[name]
     before = states(kind, fleet)

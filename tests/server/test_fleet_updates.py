@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from tests.server.engine_thread import ARGS, PROMPT
 from tests.server.http_answers import wait_for
 from tllm_spec.server.engine_client import EngineClient
 from tllm_spec.server.engine_process import with_served_target
-from tllm_spec.server.fleet import FleetTarget, ServedWeights
+from tllm_spec.server.fleet import FleetSleep, FleetTarget, ServedWeights, SleepState
 from tllm_spec.server.replicas import Replicas
 
 
@@ -113,6 +114,54 @@ def test_an_engine_that_ends_while_it_joins_a_pause_is_connected_again(
     monkeypatch.setattr(Replicas, "pause_mode", property(lambda _: "keep" if errors else None))
     fleet.ask(Replicas.resume)  # of a front that connects to both
     assert not errors and len(set(fleet.texts())) == 1
+
+
+def test_a_front_that_connects_to_paused_engines_that_sleep_uses_all_of_them(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = fleet.texts()
+    fleet.ask(lambda front: front.pause("wait"))
+    fleet.ask(lambda front: front.sleep(1))
+    with monkeypatch.context() as patch:  # whichever engine this front meets first
+        patch.setattr(Replicas, "pause_mode", "wait")
+        fleet.ask(Replicas.resume)
+    fleet.ask(lambda front: front.wake_up(None))
+    assert fleet.texts() == before
+
+
+def test_dropped_weights_come_back_from_the_same_folder_under_the_same_version(
+    fleet: Fleet,
+) -> None:
+    update(fleet, fleet.target, "b")
+    before = fleet.texts()
+    fleet.ask(lambda front: front.sleep(2))
+    fleet.ask(lambda front: front.wake_up(None))
+    assert update(fleet, fleet.target, "b")["version"] == "b"
+    assert [each.sleep.lacks_weights for each in fleet.parts] == [False, False]
+    assert fleet.texts() == before
+
+
+def test_an_engine_that_connects_during_the_first_change_gets_it(tmp_path: Path) -> None:
+    kept = list[Any]()
+
+    class Engine:
+        is_running = True
+
+        def step(self, part: str, step: str, *arguments: Any) -> dict[str, Any]:
+            kept.append((part, step, *arguments))
+            return {}
+
+    class Changing(FleetSleep):
+        @contextmanager
+        def held(self) -> Iterator[SleepState]:
+            with super().held():  # of another front, which ends its first change
+                self.write(SleepState(["weights"], lacks_weights=False))
+            with super().held() as served:
+                yield served
+
+    engine: Any = Engine()
+    Changing(str(tmp_path / "engine")).settle(engine)
+    assert kept == [("sleep", "keep", ["weights"], False)]
 
 
 @pytest.mark.parametrize(

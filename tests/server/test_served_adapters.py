@@ -129,6 +129,12 @@ def test_an_engine_does_not_serve_a_folder_that_has_changed_since_others_loaded_
     other = [type(infos[0])("x", "0" * 64, 4, "folder")]
     with pytest.raises(ValueError, match="folder has changed since it was loaded"):
         FleetAdapters(fleet.paths[0]).publish(other)
+    assert fleet.served() == [{"x": "a"}] * 2
+
+
+def test_no_adapter_makes_room_when_all_engines_have_ended_meanwhile(tmp_path: Path) -> None:
+    served = {"x": ServedAdapter.of_folder("x", "folder", from_request=True)}
+    assert FleetAdapters(str(tmp_path / "engine"))._with_room(served, 1) == served
 
 
 KEY = "a" * 20

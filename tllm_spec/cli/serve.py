@@ -212,8 +212,8 @@ def serve(settings: ChildSettings, listener: socket.socket, num_fronts: int) -> 
 
 
 def _with_bounded_lora(args: LlmArgs, options: ServerOptions) -> LlmArgs:
-    """With a number of adapters that clients may have loaded. Raises ValueError for adapters of an
-    engine that has none."""
+    """The arguments with a limit on the adapters that clients have loaded. Raises ValueError for
+    adapters of an engine that has none."""
     given = {"--lora_root": options.lora_root, "--lora_clients": options.lora_clients}
     if (lora := args.lora_config) is None:
         if names := " and ".join(name for name, value in given.items() if value):

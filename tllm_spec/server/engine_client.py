@@ -295,13 +295,11 @@ class EngineClient:
 
     def step(self, part: str, step: str, *arguments: Any) -> dict[str, Any]:
         """As one of the engine process' `STEPS`. Not from the event loop."""
-        told: dict[str, Any] = self._ask("step", part, step, *arguments)
-        return told
+        return self._ask("step", part, step, *arguments) or {}
 
     def get_stats(self) -> list[dict[str, Any]]:
         """As `LLM.get_stats`. Not from the event loop."""
-        stats: list[dict[str, Any]] = self._ask("call", "stats")
-        return stats
+        return list(self._ask("call", "stats"))
 
     def shutdown(self) -> None:
         """Ends what still runs, with an error. May be called twice."""

@@ -1,4 +1,4 @@
-"""What all engines of a server have alike: draft weights, the target's weights, LoRA adapters and
+"""What all engines of a server share: draft weights, the target's weights, LoRA adapters and
 what sleeps. All engines change, or none, while requests run.
 
 What is in force is a file next to the engines' sockets: any front may write it, and an engine that
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 LOCK_SECONDS = 600.0  # that a change waits for another one
 Value = TypeVar("Value")
-Told = list[dict[str, Any]]  # what a step of each engine returns
+Answers = list[dict[str, Any]]  # what a step of each engine returns
 
 
 class FleetState(ABC, Generic[Value]):
@@ -50,7 +50,7 @@ class FleetState(ABC, Generic[Value]):
 
     @abstractmethod
     def made(self, plain: Any) -> Value:
-        """Makes what is in force of what JSON has of it."""
+        """What is in force, from its JSON."""
 
     def read(self) -> Value | None:
         """None before anything was written. The same file is not read twice."""
@@ -64,7 +64,7 @@ class FleetState(ABC, Generic[Value]):
         return self._known[1]
 
     def write(self, value: Value) -> None:
-        """Only while it is held."""
+        """Called only while it is held."""
         new = self._path.with_suffix(".new")
         new.write_text(json.dumps(value, default=asdict))
         os.replace(new, self._path)
@@ -87,12 +87,12 @@ class FleetState(ABC, Generic[Value]):
     def _change(
         self,
         stage: Callable[[EngineClient], dict[str, Any]],
-        values: Callable[[Told], tuple[Value, Value]],
-    ) -> tuple[Told, Told]:
-        """Only while it is held. stage: has an engine check and load what is new. values: what is
-        in force until all engines serve that, and then, by what they have told. Returns what both
-        steps of each engine have told. Raises, too, what a step raises, or RuntimeError if an
-        engine does not run, or ends before all have changed."""
+        values: Callable[[Answers], tuple[Value, Value]],
+    ) -> tuple[Answers, Answers]:
+        """Called only while it is held. stage: has an engine check and load what is new. values:
+        what is in force until all engines serve that, and then, by their answers to it. Returns the
+        answers of both steps. Raises, too, what a step raises, or RuntimeError if an engine does
+        not run, or ends before all have changed."""
         engines = self._running()
         if len(engines) < self._min_engines:
             raise RuntimeError(f"an engine is being started; {self.part}: all change, or none")
@@ -112,8 +112,8 @@ class FleetState(ABC, Generic[Value]):
         ended in the middle of a change. joined: called before the next change."""
         with ExitStack() as changes:
             try:
+                changes.enter_context(self.held())
                 if self.read() is not None:
-                    changes.enter_context(self.held())
                     self._bring([engine])
             except (OSError, RuntimeError) as error:
                 logger.error("an engine may be unlike the others (%s): %s", self.part, error)
@@ -174,8 +174,8 @@ class FleetWeights(FleetState[ServedWeights]):
 
     def _replace(
         self, served: ServedWeights, new: ServedWeights, stage: Callable[[EngineClient], Any]
-    ) -> tuple[Told, Told]:
-        return self._change(stage, lambda told: (replace(served, last=new.last), new))
+    ) -> tuple[Answers, Answers]:
+        return self._change(stage, lambda answers: (replace(served, last=new.last), new))
 
 
 class FleetDraft(FleetWeights):
@@ -215,8 +215,8 @@ class FleetDraft(FleetWeights):
             return engine.step(self.part, "stage", folder, version, keep_cache, is_forced)
 
         new = ServedWeights(folder, version, before, version)
-        (told, *_), _ = self._replace(served, new, stage)
-        return {"version": version, "folder": folder} | told
+        (tried, *_), _ = self._replace(served, new, stage)
+        return {"version": version, "folder": folder} | tried
 
 
 class FleetTarget(FleetWeights):
@@ -231,8 +231,8 @@ class FleetTarget(FleetWeights):
             number = served.last + 1
             new = ServedWeights(folder, version or str(number), served.folder, number)
             own = "stage", folder, new.version, part, running
-            _, told = self._replace(served, new, lambda engine: engine.step(self.part, *own))
-        stopped = max(each["result"] for each in told)
+            _, answers = self._replace(served, new, lambda engine: engine.step(self.part, *own))
+        stopped = max(each["result"] for each in answers)
         staged = monotonic() - begin - stopped
         return {"version": new.version, "staged_seconds": staged, "stopped_seconds": stopped}
 
@@ -240,7 +240,7 @@ class FleetTarget(FleetWeights):
 @dataclass(frozen=True)
 class SleepState:
     """What sleeps of each engine, and whether the target's weights were dropped and not updated
-    since: as `LLM.sleep` tells it."""
+    since: as in the answer of `LLM.sleep`."""
 
     asleep: list[str]
     lacks_weights: bool
@@ -254,18 +254,20 @@ class FleetSleep(FleetState[SleepState]):
     def made(self, plain: Any) -> SleepState:
         return SleepState(**plain)
 
-    def sleep(self, level: int) -> Told:
+    def sleep(self, level: int) -> Answers:
         """As `LLM.sleep`, of all engines."""
         return self._changed(lambda engine: engine.sleep(level))
 
-    def wake_up(self, tags: Sequence[str] | None) -> Told:
+    def wake_up(self, tags: Sequence[str] | None) -> Answers:
         """As `LLM.wake_up`."""
         return self._changed(lambda engine: engine.wake_up(tags))
 
-    def _changed(self, step: Callable[[EngineClient], dict[str, Any]]) -> Told:
-        """What an engine tells is known once it has done the step: there is nothing to stage."""
+    def _changed(self, step: Callable[[EngineClient], dict[str, Any]]) -> Answers:
+        """The step itself returns what is in force after it: there is nothing to stage."""
         with self.held():
-            return self._change(step, lambda told: (state_of(told[0]),) * 2)[0]
+            return self._change(
+                step, lambda own: (SleepState(own[0]["asleep"], own[0]["lacks_weights"]),) * 2
+            )[0]
 
     @contextmanager
     def updating(self) -> Iterator[None]:
@@ -277,10 +279,6 @@ class FleetSleep(FleetState[SleepState]):
 
     def _plain(self, served: SleepState) -> Sequence[Any]:
         return served.asleep, served.lacks_weights
-
-
-def state_of(told: Mapping[str, Any]) -> SleepState:
-    return SleepState(told["asleep"], told["lacks_weights"])
 
 
 @dataclass(frozen=True)
@@ -336,12 +334,12 @@ class FleetAdapters(FleetState[ServedAdapters]):
                     f"lora_name = {wanted.name!r} is in use; load_inplace = true replaces it"
                 )
 
-            def after(told: Told) -> tuple[ServedAdapters, ServedAdapters]:
-                if any(each != told[0] for each in told):
+            def after(answers: Answers) -> tuple[ServedAdapters, ServedAdapters]:
+                if any(each != answers[0] for each in answers):
                     raise RuntimeError("the engines have not read the same adapter")
                 client = wanted.client or (old.client if old else None)
                 room = self._with_room(served, most)  # from here on requests load it again
-                return room, {**room, wanted.name: replace(wanted, client=client, **told[0])}
+                return room, {**room, wanted.name: replace(wanted, client=client, **answers[0])}
 
             own = "stage", wanted.name, wanted.folder, root
             try:
@@ -357,7 +355,9 @@ class FleetAdapters(FleetState[ServedAdapters]):
         idle = [each.step(self.part, "idle")["names"] for each in self._running()]
         loaded = (name for name, each in served.items() if each.from_request)
         leaving = {name for name in loaded if all(name in other for other in idle)}
-        if (found := next((name for name in idle[0] if name in leaving), None)) is None:
+        if (
+            found := next((name for own in idle[:1] for name in own if name in leaving), None)
+        ) is None:
             return served
         return {name: each for name, each in served.items() if name != found}
 

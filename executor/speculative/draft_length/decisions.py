@@ -1,4 +1,4 @@
-"""What a policy is told of a round, and the log of what policies decide.
+"""What a policy observes of a round, and the log of what policies decide.
 
 A tier is one of `DraftShapes`: a draft length, or where trees may be chosen one of these."""
 
@@ -29,8 +29,8 @@ class ObservedRound(NamedTuple):
     expected: Sequence[float] = ()  # see `RoundOutcome`
     context_len: int = 0  # of the controller when the round was chosen
     # By tier of copied drafts: the rounds, 1 or less, that a token of the text would have taken.
-    look: Mapping[int, float] = MappingProxyType({})
-    is_cut: bool = False  # copied drafts had too short windows, so they say nothing
+    hindsight: Mapping[int, float] = MappingProxyType({})
+    is_cut: bool = False  # windows were shorter than the copied drafts, so they show nothing
 
     @property
     def num_alive(self) -> int:

@@ -34,7 +34,7 @@ GAIN_WINDOWS = 4.0  # memory of the gain, which changes less than acceptance doe
 SETTLING_TRIALS = 64  # requests in trees before predictions are compared: priors are far off
 FADING_ROUNDS = 256  # memory of what rounds do not show: of the gain those without trees
 MIN_GAIN, MAX_GAIN = 0.5, 2.0
-# Of copied drafts: what looks back predict is right, but for what keeps rounds from drafting.
+# Of copied drafts: hindsight predicts them well, but for rounds that do not draft.
 COPIES_GAIN_DRAFTS, LONG_FADING_ROUNDS = 16.0, 2048
 
 MAX_PROBE_WEIGHT = 0.5  # of a round that shows a tier that shares rows again
@@ -103,12 +103,12 @@ class AcceptanceEstimate:
     node is accepted, given that those before it were not; all depths share them, and that of rank 0
     means nothing. A dynamic tree adapts to each token, and paths of later children go on worse.
     `gain` is what trees had accepted over what depth and rank alone predict, and where all chains
-    are copied what these had over what looks back predict.
+    are copied what these had over what hindsight predicts.
 
     Copied drafts have tokens per round of their own (`Copies`), by tier, which begin as if they
-    were the network's: so they are tried in the first rounds. Where texts are looked back at
-    (`Hindsight`), a token counts as the rounds that it would have taken, and no probes of copied
-    drafts are needed."""
+    were the network's: so they are tried in the first rounds. Where `Hindsight` measures texts,
+    a token counts as the rounds that it would have taken, and no probes of copied drafts are
+    needed."""
 
     def __init__(
         self,
@@ -139,8 +139,8 @@ class AcceptanceEstimate:
         self.expected += [0.0] * (1 + max(ladder) - len(self.expected))
         if copied is not None:
             self.expected[copied] = self.expected[number]
-        self._copies: dict[int, Copies] = {}  # without a network, from looks back alone
-        self._looks_left = 0  # rounds in which the latest look back still counts
+        self._copies: dict[int, Copies] = {}  # without a network, from hindsight alone
+        self._rounds_left = 0  # rounds in which the latest measurement still counts
         topk = max((tree.topk for tree in trees.values()), default=0)
         self._rank_tried, self._rank_accepted = [0.0] * topk, [0.0] * topk
         self.gain, self._seen, self._predicted = 1.0, 0.0, 0.0
@@ -156,7 +156,7 @@ class AcceptanceEstimate:
         """What rounds of that tier may try in turn, because it would show more than they do: the
         next longer length, and copied drafts; next to these the largest of the network's."""
         probes = self._probes.get(tier, ())
-        return tuple(p for p in probes if p not in self._copies) if self._looks_left else probes
+        return tuple(p for p in probes if p not in self._copies) if self._rounds_left else probes
 
     def at_best(self, tier: int, probed: int) -> float:
         """Tokens of a request in a round of `probed`, if all that it adds to `tier` were
@@ -169,7 +169,7 @@ class AcceptanceEstimate:
     def observe(self, observed: ObservedRound, tier: int) -> None:
         """tier: of the drafts that were verified."""
         number, is_tree = observed.num_alive, tier in self._trees
-        self._look(observed.look)
+        self._observe_hindsight(observed.hindsight)
         if tier == self._copied:
             drafted = len(observed.num_accepted)
             self._add_copies(tier, drafted, drafted + sum(observed.num_accepted))
@@ -196,12 +196,12 @@ class AcceptanceEstimate:
             self._predict()
         self._apply_gain()
 
-    def _look(self, look: Mapping[int, float]) -> None:
-        self._looks_left = FADING_ROUNDS if look else max(self._looks_left - 1, 0)
-        if not self._looks_left and self._copied is None:
+    def _observe_hindsight(self, rounds: Mapping[int, float]) -> None:
+        self._rounds_left = FADING_ROUNDS if rounds else max(self._rounds_left - 1, 0)
+        if not self._rounds_left and self._copied is None:
             self._copies.clear()
-        for tier in look.keys() & set(self.ladder):
-            self._add_copies(tier, look[tier], 1)
+        for tier in rounds.keys() & set(self.ladder):
+            self._add_copies(tier, rounds[tier], 1)
 
     def _add_copies(self, tier: int, num_rounds: float, num_tokens: float) -> None:
         """Requests without a match have had none accepted."""
@@ -302,8 +302,8 @@ class AcceptanceEstimate:
         rates: dict[str, Any] = {"acceptance": [round(rate, 4) for rate in self.rates]}
         if self._copied is not None:
             rates["copied"] = round(self.expected[self._copied], 4)  # accepted drafts of a request
-        if self._looks_left:
-            rates["looks_back"] = True
+        if self._rounds_left:
+            rates["hindsight"] = True
         if not self._trees:
             return rates
         shares = [round(share, 4) for share in self.shares[1:]]

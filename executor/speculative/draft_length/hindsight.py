@@ -22,17 +22,17 @@ MAX_PLACES = 256  # where the last token was before, that are compared; a text m
 
 
 class Hindsight:
-    """Looks back at one request's text at a time. depths: drafts of a round at most, by tier.
-    min_match: a shorter match is not copied from."""
+    """Measures one request's text at a time. depths: drafts of a round at most, by tier. min_match:
+    drafts are copied from matches of so many tokens or more."""
 
     def __init__(self, search: TextSearch, depths: Mapping[int, int], min_match: int = 1) -> None:
         self._search, self._depths, self._min_match = search, depths, min_match
         self._deepest = max(depths.values())
         self._unread = self._next = 0
 
-    def look(self, requests: Sequence[LlmRequest]) -> dict[int, float]:
-        """Called once a round, after its tokens were read: see `ObservedRound`. Empty: nothing to
-        see, or it would be too much to read in this round."""
+    def measure(self, requests: Sequence[LlmRequest]) -> dict[int, float]:
+        """Called once a round, after its tokens were read. Returns `ObservedRound.hindsight`; empty
+        where the request shows nothing, or has too many tokens to read in this round."""
         self._next += 1
         request = requests[self._next % len(requests)]
         is_running = request.state is RequestState.GENERATION and request.draft_limit > 0
@@ -40,6 +40,7 @@ class Hindsight:
             return {}
         self._unread = min(self._unread + TOKENS_A_ROUND, max(request.num_tokens, TOKENS_A_ROUND))
         if self._unread < request.num_tokens:
+            self._next -= 1  # it stays this request's turn: long texts count as much as short ones
             return {}
         self._unread -= request.num_tokens
         # The token may be anywhere in its run. Of the run and the token that ends it, as many
@@ -71,8 +72,9 @@ class Hindsight:
 
 
 def hindsight_of(spec: DecodingBaseConfig | None, tiers: Sequence[int]) -> Hindsight | None:
-    """tiers: of all rounds. None where nothing compares copied drafts with others, texts of other
-    requests are searched, too, or drafts are accepted by chance."""
+    """Returns None where nothing compares copied drafts with others, texts of other
+    requests are searched, too, or drafts are accepted by chance.
+    tiers: of all rounds."""
     search = None if spec is None else spec.text_search(1)
     if spec is None or search is None or search.num_shared or search.corpus is not None:
         return None

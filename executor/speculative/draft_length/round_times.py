@@ -171,10 +171,10 @@ ASSUMED_TIMES = MeasuredRoundTimes({1: {0: 1.0, 1: 1 + ASSUMED_DRAFT_COST}})
 
 class CorrectedRoundTimes:
     """Round times, corrected while serving. Contexts that differ from the measured ones add the
-    same time to all tiers of a batch size. It is learned from the rounds that are run; but what a
-    tier takes longer than the one before it is first its own error: a GPU's clock is lower after
-    seconds of full load than in the moment of a measurement. Without contexts in the measured times
-    there is no correction: a slower clock stretches all tiers alike, and comparisons are between
+    same time to all tiers of a batch size. It is learned from the rounds that are run. A difference
+    between tiers is first an error of one tier's own measurement: a GPU's clock is lower after
+    seconds of full load than during a short measurement. Without contexts in the measured times
+    there is no correction: a slower clock stretches all tiers equally, and comparisons are between
     ratios."""
 
     def __init__(self, source: RoundTimes, tiers: Sequence[int]) -> None:
