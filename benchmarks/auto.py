@@ -5,8 +5,8 @@ of the same EAGLE-3 head on a GPU.
         [--acceptances 0,0.6] [--lengths 1,3,5,7] [--times times.json] [--processes 14]
         [--output result.json]
 
-zoo: on a CPU, speed is counts times times: the rounds that a configuration takes for given texts,
-by batch size and by what is drafted, times what such a round takes. Times are ratios to plain
+zoo: on a CPU, speed is the number of rounds that a configuration takes for given texts, by batch
+size and by what is drafted, times what such a round takes. Times are ratios to plain
 decoding's round of the same batch, which is timed before and after it: medians of 7 turns, in
 seconds of the process. So the figures do not depend on what else the machine does. Rounds without
 drafts count as plain decoding's in every configuration; what they took is shown, too: on a CPU each
@@ -258,7 +258,7 @@ def heads_table(rows: Sequence[Row]) -> list[str]:
 
 
 SUBJECTS = (
-    Subject("zoo", "AUTO and every example file, by counts times times", zoo, zoo_table),
+    Subject("zoo", "AUTO and every example file", zoo, zoo_table),
     Subject("heads", "AUTO and every length of the same head", heads, heads_table),
 )
 

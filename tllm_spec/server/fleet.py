@@ -36,7 +36,6 @@ class FleetState(ABC, Generic[Value]):
     run for a change. Methods wait for them, and raise RuntimeError if nothing can be changed."""
 
     part: ClassVar[str]  # of an engine, which has the steps
-    first: Value  # what is in force before any change
 
     def __init__(
         self,
@@ -50,7 +49,7 @@ class FleetState(ABC, Generic[Value]):
 
     @abstractmethod
     def made(self, plain: Any) -> Value:
-        """What is in force, from its JSON."""
+        """What is in force, from its JSON; None: before any change."""
 
     def read(self) -> Value | None:
         """None before anything was written. The same file is not read twice."""
@@ -72,7 +71,7 @@ class FleetState(ABC, Generic[Value]):
     def served(self) -> Value:
         """What is in force. Does not wait."""
         found = self.read()
-        return self.first if found is None else found
+        return self.made(None) if found is None else found
 
     @contextmanager
     def held(self) -> Iterator[Value]:
@@ -164,10 +163,11 @@ class FleetWeights(FleetState[ServedWeights]):
         running: Callable[[], Sequence[EngineClient]] = lambda: (),
     ) -> None:
         super().__init__(engine_paths[0], running, len(engine_paths))
-        self.first = ServedWeights(folder, self.first_version, None, 0)
+        self._folder = folder
 
     def made(self, plain: Any) -> ServedWeights:
-        return ServedWeights(**plain)
+        first = ServedWeights(self._folder, self.first_version, None, 0)
+        return first if plain is None else ServedWeights(**plain)
 
     def _plain(self, served: ServedWeights) -> Sequence[Any]:
         return served.folder, served.version
@@ -249,10 +249,10 @@ class SleepState:
 class FleetSleep(FleetState[SleepState]):
     """What sleeps of each engine."""
 
-    part, first = "sleep", SleepState([], lacks_weights=False)
+    part = "sleep"
 
     def made(self, plain: Any) -> SleepState:
-        return SleepState(**plain)
+        return SleepState(**(plain or {"asleep": [], "lacks_weights": False}))
 
     def sleep(self, level: int) -> Answers:
         """As `LLM.sleep`, of all engines."""
@@ -302,10 +302,9 @@ class FleetAdapters(FleetState[ServedAdapters]):
     """LoRA adapters, by name. A request keeps the version that it began with."""
 
     part = "adapters"
-    first: ServedAdapters = {}  # noqa: RUF012  # a Mapping, which nothing changes
 
     def made(self, plain: Any) -> ServedAdapters:
-        return {name: ServedAdapter(**each) for name, each in plain.items()}
+        return {name: ServedAdapter(**each) for name, each in (plain or {}).items()}
 
     def publish(self, infos: Sequence[AdapterInfo]) -> None:
         """Says what an engine has that is about to serve, if it is the first one. Raises ValueError
