@@ -24,7 +24,7 @@ MAX_FUNCTION_LINES = 60
 # Functions of the product, and their files, that one `LLM.generate` runs through.
 MAX_WALKS = {"plain": (301, 48), "EAGLE-3": (346, 56), "EAGLE-3 tree + SA": (384, 63)}
 # Of the product; lines of code are those without blank lines, comments and docstrings.
-MAX_COUNTS = {"files": 343, "classes": 765, "lines": 80_303, "lines of code": 56_971}
+MAX_COUNTS = {"files": 343, "classes": 765, "lines": 80_302, "lines of code": 56_971}
 MAX_TEST_LINES = 85300
 # Of the default run. Long grids are marked `thinned`, `covering` or `slow`.
 MAX_TESTS, MAX_COMBINATIONS = 7107, 80

@@ -104,9 +104,8 @@ def reject_tree(
     and depth.
 
     probs `[B, W, V]`: the target's distribution after each node; depths `[B, W]`: drafts on the
-    path to it. seeds `[B]`; positions `[B]`: of
-    the token after the root. A position's coin and noise are keyed by (seed, position): a path has
-    one node at each.
+    path to it. seeds `[B]`; positions `[B]`: of the token after the root. A position's coin and
+    noise are keyed by (seed, position): a path has one node at each.
 
     A child is taken if the coin is below the probabilities of it and the children tried before,
     divided by `threshold_acc`, or if its own probability is at least `threshold_single` (both 0 to
