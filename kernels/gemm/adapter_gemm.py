@@ -5,12 +5,12 @@ plain-torch reference, which is the definition.
 Rows are sorted by slot, in blocks of one slot each. The first kernel shrinks: all parts of a fused
 layer, whose inputs are cut into chunks of CHUNK, with float32 sums. The second adds the chunks in
 order and expands, before SwiGLU if the layer has it. So a row's bits do not depend on the other
-rows, nor on how many there are.
+rows, nor on how many there are. Both run after the layer's own GEMM, so that the second finds its
+rows and fetches B while the first still runs.
 
-Where a layer's own GEMM has another order of sums for few rows, they may be shrunk `one_by_one`: a
-program takes a whole row, norms it and multiplies it with some rows of A. Neighbours with the same
-adapter then read A from the L2 cache. What at most 8 rows add, the GEMM itself expands
-(`small_m_gemm`): a layer has one launch more for each projection."""
+What at most 8 rows add, the GEMM itself expands (`small_m_gemm`): a layer has one launch more for
+each projection. These rows are shrunk one by one: a program takes a whole row, norms it and
+multiplies it with some rows of A. Neighbours with the same adapter read A from the L2 cache."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +22,7 @@ from tllm_spec.kernels.experts.grouped_gemm import hit_experts
 from tllm_spec.kernels.experts.permute import ExpertRows, moe_permute
 from tllm_spec.kernels.gemm.norms import NormWeight, normed_row, rms_norm, silu_and_mul
 from tllm_spec.kernels.launch import (
-    begin,
+    fetch,
     launch_dependents,
     programmatic_launch,
     wait_for_previous,
@@ -30,12 +30,13 @@ from tllm_spec.kernels.launch import (
 
 RANK_STEP = 16  # of a slot's rank; tensor cores multiply as many at a time
 TILE_ROWS = 16
-CHUNK, BLOCK_IN = 1024, 128
+# Inputs of a program, which its warps share: GROUPS sums are added at the end.
+CHUNK, GROUPS = 1024, 8
 BLOCK_OUT = 256
-MAX_PROGRAMS = 1056  # that expand: 8 for each multiprocessor of an H200
-# Rows that are shrunk one by one; ranks and elements of one program.
-FEW_ROWS, MAX_INPUTS = 64, 32768
-RANKS, FEW_RANKS, MAX_FEW, ELEMENTS_PER_WARP = 4, 2, 8, 512
+# For each multiprocessor of an H200 3 that shrink and 8 that expand.
+MAX_SHRINKS, MAX_EXPANDS = 396, 1056
+# Of rows that are shrunk one by one: ranks and elements of one program.
+MAX_INPUTS, FEW_RANKS, ELEMENTS_PER_WARP = 32768, 2, 512
 
 
 @dataclass(frozen=True)
@@ -100,11 +101,9 @@ class Shrunk:
     weights: AdapterWeights
     rows: ExpertRows
     """`sorted_by_slot`."""
-    x: torch.Tensor
-    """`[T, K]`: what A was multiplied with."""
     sums: torch.Tensor
-    """`[C, T, P * R]` float32, of C chunks of the inputs. Undefined for rows without a slot, and
-    after a part's rank, padded to a multiple of RANK_STEP."""
+    """`[T, P * R]` float32. Undefined for rows without a slot, and after a part's rank, padded to a
+    multiple of RANK_STEP."""
 
     @property
     def slots(self) -> torch.Tensor:
@@ -112,9 +111,30 @@ class Shrunk:
         return self.rows.experts.flatten()
 
 
+@with_kernel("shrink_rows")
+def shrink(
+    x: torch.Tensor, weights: AdapterWeights, rows: ExpertRows, norm: NormWeight | None = None
+) -> Shrunk:
+    """`A norm(x)`, or of x, for the few rows whose GEMM expands; x, weights, rows: as of
+    `add_adapters`."""
+    if norm is not None:
+        x = rms_norm(x, norm.weight, norm.eps)
+    sums = x.new_empty(len(x), weights.a.shape[1], dtype=torch.float32)
+    for slot, begins, ends in hit_experts(rows):
+        mine = rows.order[begins:ends].long()
+        sums[mine] = x[mine].float().mm(weights.a[slot // weights.share_a].float().t())
+    return Shrunk(weights, rows, sums)
+
+
+@with_kernel("add_adapters_triton")
 def add_adapters(
-    x: torch.Tensor, weights: AdapterWeights, rows: ExpertRows, total: torch.Tensor
-) -> None:
+    x: torch.Tensor,
+    weights: AdapterWeights,
+    rows: ExpertRows,
+    total: torch.Tensor,
+    *,
+    gated: bool = False,
+) -> torch.Tensor:
     """Add `B A x` to `total` in place. `A x` is summed in float32 and rounded to the type of x, the
     rest is rounded once.
 
@@ -123,153 +143,103 @@ def add_adapters(
         weights: of all slots.
         rows: `sorted_by_slot`. Those without a slot keep their bits.
         total: `[T, N]`, any stride between rows.
+        gated: `silu_and_mul` of the sum is returned, `[T, N / 2]`, and `total` may change.
+            Otherwise it is returned.
     """
-    expand(shrink(x, weights, rows), total)
+    plain_expand(shrink.reference(x, weights, rows), total, x.dtype)
+    return silu_and_mul.reference(total) if gated else total
 
 
-@with_kernel("shrink_triton")
-def shrink(
-    x: torch.Tensor,
-    weights: AdapterWeights,
-    rows: ExpertRows,
-    norm: NormWeight | None = None,
-    *,
-    one_by_one: bool = False,
-    keeps_norm: bool = True,
-) -> Shrunk:
-    """`A norm(x)`, or of x.
-
-    Args:
-        x, weights, rows: as of `add_adapters`.
-        one_by_one: each of few rows may read a matrix for itself, which is faster. Then the order
-            of sums depends on the number of rows.
-        keeps_norm: otherwise the result's x may be that without the norm.
-    """
-    if norm is not None:
-        x = rms_norm(x, norm.weight, norm.eps)
-    sums = x.new_empty(1, len(x), weights.a.shape[1], dtype=torch.float32)
-    for slot, begins, ends in hit_experts(rows):
-        mine = rows.order[begins:ends].long()
-        sums[0, mine] = x[mine].float().mm(weights.a[slot // weights.share_a].float().t())
-    return Shrunk(weights, rows, x, sums)
-
-
-@with_kernel("expand_triton", 1)
-def expand(shrunk: Shrunk, total: torch.Tensor, *, gated: bool = False) -> torch.Tensor:
-    """Adds `B s` to total `[T, N]`, in place; gated: `silu_and_mul` of the sum, `[T, N / 2]`, and
-    total may change."""
-    weights, rows, x = shrunk.weights, shrunk.rows, shrunk.x
+def plain_expand(shrunk: Shrunk, total: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Adds `B s` to total `[T, N]`, in place; s is rounded to the dtype."""
+    weights, rows = shrunk.weights, shrunk.rows
     step, number = weights.step, max(weights.share_a, weights.share_b)
     for slot, begins, ends in hit_experts(rows):
         mine, first = rows.order[begins:ends].long(), 0
-        ranks, sums = weights.ranks[slot // number].tolist(), shrunk.sums[0, mine].to(x.dtype)
+        ranks, sums = weights.ranks[slot // number].tolist(), shrunk.sums[mine].to(dtype)
         for part, (rank, size) in enumerate(zip(ranks, weights.sizes, strict=True)):
             outputs, first = slice(first, first + size), first + size
             if rank:
                 own = sums[:, part * step : part * step + rank].float()
                 delta = own.mm(weights.b[slot // weights.share_b, outputs, :rank].float().t())
                 total[mine, outputs] = (total[mine, outputs].float() + delta).to(total.dtype)
-    return silu_and_mul.reference(total) if gated else total
+    return total
 
 
-def shrink_triton(
-    x: torch.Tensor,
-    weights: AdapterWeights,
-    rows: ExpertRows,
-    norm: NormWeight | None = None,
-    *,
-    one_by_one: bool = False,
-    keeps_norm: bool = True,
+def shrink_rows(
+    x: torch.Tensor, weights: AdapterWeights, rows: ExpertRows, norm: NormWeight | None = None
 ) -> Shrunk:
-    """See `shrink`."""
-    assert weights.a.is_contiguous() and x.stride(1) == 1
-    if one_by_one and 0 < len(x) <= FEW_ROWS and weights.fit_one_by_one:
-        return _shrink_rows(x, weights, rows, norm, keeps_norm)
-    if norm is not None:
-        x = rms_norm(x, norm.weight, norm.eps)
-    (num_rows, inputs), ranks = x.shape, weights.a.shape[1]
-    chunks, room = -(-inputs // CHUNK), rows.blocks.shape[1]
-    sums = x.new_empty(chunks, num_rows, ranks, dtype=torch.float32)
-    if num_rows:
-        shrink_kernel[(room, ranks // RANK_STEP, chunks)](
-            *(x, x.stride(0), weights.a, sums, weights.ranks),
-            *(rows.order, rows.blocks, rows.num_blocks, room, num_rows),
-            IN=inputs,
-            CHUNK=CHUNK,
-            BLOCK_IN=BLOCK_IN,
-            num_stages=4,
-            **_options(weights, x.device),
-            **programmatic_launch(x.device, 4),
-        )
-    return Shrunk(weights, rows, x, sums)
-
-
-def _shrink_rows(
-    x: torch.Tensor,
-    weights: AdapterWeights,
-    rows: ExpertRows,
-    norm: NormWeight | None,
-    keeps_norm: bool,
-) -> Shrunk:
-    """Each row by itself."""
+    """See `shrink`. Each row by itself."""
+    assert weights.a.is_contiguous() and weights.fit_one_by_one and x.stride(1) == 1
     num_rows, inputs = x.shape
     ranks, block = weights.a.shape[1], triton.next_power_of_2(inputs)
-    own_ranks = FEW_RANKS if num_rows <= MAX_FEW else RANKS
-    sums = x.new_empty(1, num_rows, ranks, dtype=torch.float32)
-    normed = None if norm is None or not keeps_norm else x.new_empty(num_rows, inputs)
-    shrink_rows_kernel[(ranks // own_ranks, num_rows)](
+    sums = x.new_empty(num_rows, ranks, dtype=torch.float32)
+    shrink_rows_kernel[(ranks // FEW_RANKS, num_rows)](
         *(x, x.stride(0)),
         None if norm is None else norm.weight,
         0.0 if norm is None else norm.eps,
-        *(normed, weights.a, weights.ranks, len(weights.ranks), rows.experts, sums),
+        *(weights.a, weights.ranks, len(weights.ranks), rows.experts, sums),
         IN=inputs,
         BLOCK=block,
         PARTS=len(weights.sizes),
         STEP=weights.step,
-        RANKS=own_ranks,
+        RANKS=FEW_RANKS,
         RANK_STEP=RANK_STEP,
         **programmatic_launch(x.device, max(1, min(block // ELEMENTS_PER_WARP, 16))),
     )
-    return Shrunk(weights, rows, x if normed is None else normed, sums)
+    return Shrunk(weights, rows, sums)
 
 
-def expand_triton(shrunk: Shrunk, total: torch.Tensor, *, gated: bool = False) -> torch.Tensor:
-    """See `expand`."""
-    weights, rows, sums = shrunk.weights, shrunk.rows, shrunk.sums
-    features = weights.b.shape[1]
-    assert weights.b[0].is_contiguous() and total.stride(1) == 1
-    assert total.shape == (sums.shape[1], features)
-    output, size = total, 0
-    num_blocks, room = len(weights.blocks), rows.blocks.shape[1]
-    if gated:
-        size = features // 2
-        output = total.new_empty(len(total), size)
-        num_blocks, room = -(-size // (BLOCK_OUT // 2)), room + 1
-    if len(total):
-        expand_kernel[(min(room * num_blocks, MAX_PROGRAMS),)](
-            *(sums, weights.b, weights.b.stride(0), weights.blocks, num_blocks),
-            *(total, total.stride(0), output, weights.ranks),
-            *(rows.order, rows.blocks, rows.num_blocks, rows.blocks.shape[1], len(total)),
-            CHUNKS=len(sums),
-            GATED=size,
-            BLOCK_OUT=BLOCK_OUT // 2 if gated else BLOCK_OUT,
-            **_options(weights, total.device),
-            **programmatic_launch(total.device, 4),
-        )
-    return output
-
-
-def _options(weights: AdapterWeights, device: torch.device) -> dict[str, Any]:
-    """Constants of both kernels with tiles."""
-    return {
+def add_adapters_triton(
+    x: torch.Tensor,
+    weights: AdapterWeights,
+    rows: ExpertRows,
+    total: torch.Tensor,
+    *,
+    gated: bool = False,
+) -> torch.Tensor:
+    """See `add_adapters`."""
+    (num_rows, inputs), (features, step) = x.shape, weights.b.shape[1:]
+    assert weights.a.is_contiguous() and weights.b[0].is_contiguous()
+    assert x.stride(1) == total.stride(1) == 1 and total.shape == (num_rows, features)
+    size = features // 2 if gated else 0
+    output = total.new_empty(num_rows, size) if gated else total
+    if not num_rows:
+        return output
+    tiles, chunks, room = weights.a.shape[1] // RANK_STEP, -(-inputs // CHUNK), rows.blocks.shape[1]
+    sums = x.new_empty(chunks, num_rows, len(weights.sizes) * step, dtype=torch.float32)
+    places = rows.order, rows.blocks, rows.num_blocks, room, num_rows
+    shared: dict[str, Any] = {
         "PARTS": len(weights.sizes),
-        "STEP": weights.step,
+        "STEP": step,
         "TILE_ROWS": TILE_ROWS,
         "RANK_STEP": RANK_STEP,
         "SHARE_A": weights.share_a,
         "SHARE_B": weights.share_b,
-        "WIDEN": device.type == "cpu",  # the interpreter cannot multiply bfloat16
+        "WIDEN": x.device.type == "cpu",  # the interpreter cannot multiply bfloat16
     }
+    shrink_kernel[(min(room * tiles * chunks, MAX_SHRINKS),)](
+        *(x, x.stride(0), weights.a, sums, weights.ranks, *places),
+        IN=inputs,
+        CHUNKS=chunks,
+        CHUNK=CHUNK,
+        GROUPS=GROUPS,
+        **shared,
+        **programmatic_launch(x.device, GROUPS),
+    )
+    block_out = BLOCK_OUT // 2 if gated else BLOCK_OUT
+    num_outputs = -(-size // block_out) if gated else len(weights.blocks)
+    expand_kernel[(min((room + gated) * num_outputs, MAX_EXPANDS),)](
+        *(sums, weights.b, weights.b.stride(0), weights.blocks, num_outputs),
+        *(total, total.stride(0), output, weights.ranks, *places),
+        CHUNKS=chunks,
+        GATED=size,
+        BLOCK_OUT=block_out,
+        ALIGNED=16 if all(each % 16 == 0 for each in weights.sizes) else 1,
+        **shared,
+        **programmatic_launch(x.device, 4),
+    )
+    return output
 
 
 @triton.jit
@@ -291,8 +261,8 @@ def _own_rows(
 
 @triton.jit(do_not_specialize=["num_slots"])
 def shrink_rows_kernel(
-    x: tl.tensor, x_stride: tl.tensor, norm: tl.tensor, eps: tl.tensor, normed: tl.tensor,
-    a: tl.tensor, ranks: tl.tensor, num_slots: tl.tensor, slots: tl.tensor, sums: tl.tensor,
+    x: tl.tensor, x_stride: tl.tensor, norm: tl.tensor, eps: tl.tensor, a: tl.tensor,
+    ranks: tl.tensor, num_slots: tl.tensor, slots: tl.tensor, sums: tl.tensor,
     IN: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, STEP: tl.constexpr,
     RANKS: tl.constexpr, RANK_STEP: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -315,9 +285,6 @@ def shrink_rows_kernel(
         )
     if norm is not None:
         values = normed_row(values, factors, eps, IN).to(values.dtype)
-        if normed is not None:
-            kept = real & (rank == 0)
-            tl.store(normed + row.to(tl.int64) * IN + columns, values, mask=kept)
     if has_rank:
         total = tl.sum(own.to(tl.float32) * values.to(tl.float32)[None, :], 1)
         tl.store(sums + row * (PARTS * STEP) + rank + tl.arange(0, RANKS), total)
@@ -327,14 +294,23 @@ def shrink_rows_kernel(
 def shrink_kernel(
     x: tl.tensor, x_stride: tl.tensor, a: tl.tensor, sums: tl.tensor, ranks: tl.tensor,
     order: tl.tensor, blocks: tl.tensor, num_blocks: tl.tensor, room: tl.tensor,
-    num_rows: tl.tensor, IN: tl.constexpr, CHUNK: tl.constexpr, BLOCK_IN: tl.constexpr,
-    PARTS: tl.constexpr, STEP: tl.constexpr, TILE_ROWS: tl.constexpr, RANK_STEP: tl.constexpr,
-    SHARE_A: tl.constexpr, SHARE_B: tl.constexpr, WIDEN: tl.constexpr, PDL: tl.constexpr,
+    num_rows: tl.tensor, IN: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr,
+    GROUPS: tl.constexpr, PARTS: tl.constexpr, STEP: tl.constexpr, TILE_ROWS: tl.constexpr,
+    RANK_STEP: tl.constexpr, SHARE_A: tl.constexpr, SHARE_B: tl.constexpr, WIDEN: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Grid (blocks of rows, RANK_STEP ranks of a part, chunks of inputs)."""
-    begin(PDL)
-    block, rank, chunk = tl.program_id(0), tl.program_id(1) * RANK_STEP, tl.program_id(2)
-    if block < tl.load(num_blocks):
+    """Programs share the blocks of rows times RANK_STEP ranks of a part times chunks of inputs. The
+    next kernel, which expands, may read what was written before this one."""
+    wait_for_previous(PDL)
+    launch_dependents(PDL)
+    dot_type: tl.constexpr = tl.float32 if WIDEN else x.dtype.element_ty
+    tiles: tl.constexpr = PARTS * STEP // RANK_STEP
+    within = tl.arange(0, GROUPS)[:, None, None] * (CHUNK // GROUPS)
+    within += tl.arange(0, CHUNK // GROUPS)[None, None, :]
+    num_items = tl.load(num_blocks) * (tiles * CHUNKS)
+    for item in tl.range(tl.program_id(0), num_items, tl.num_programs(0)):
+        block, chunk = item // (tiles * CHUNKS), item % CHUNKS
+        rank = item // CHUNKS % tiles * RANK_STEP
         slot, end = tl.load(blocks + block), tl.load(blocks + 2 * room + block)
         places = tl.load(blocks + room + block) + tl.arange(0, TILE_ROWS)
         used = tl.load(ranks + slot // max(SHARE_A, SHARE_B) * PARTS + rank // STEP)
@@ -342,19 +318,18 @@ def shrink_kernel(
             real = places < end
             rows = tl.load(order + places, mask=real, other=0).to(tl.int64)
             columns = rank + tl.arange(0, RANK_STEP)
-            a_rows = a + ((slot // SHARE_A).to(tl.int64) * PARTS * STEP + columns) * IN
-            dot_type: tl.constexpr = tl.float32 if WIDEN else x.dtype.element_ty
-            total = tl.zeros([TILE_ROWS, RANK_STEP], tl.float32)
-            for start in tl.range(chunk * CHUNK, tl.minimum((chunk + 1) * CHUNK, IN), BLOCK_IN):
-                k = start + tl.arange(0, BLOCK_IN)
-                x_mask = real[:, None] & (k < IN)[None, :]
-                values = tl.load(x + rows[:, None] * x_stride + k[None, :], mask=x_mask, other=0.0)
-                weights = tl.load(a_rows[None, :] + k[:, None], mask=(k < IN)[:, None], other=0.0)
-                total = tl.dot(
-                    values.to(dot_type), weights.to(dot_type), total, input_precision="ieee"
-                )
-            targets = (chunk * num_rows + rows)[:, None] * (PARTS * STEP)
-            tl.store(sums + targets + columns[None, :], total, mask=real[:, None])
+            k = chunk * CHUNK + within
+            a_rows = ((slot // SHARE_A).to(tl.int64) * PARTS * STEP + columns) * IN
+            weights = tl.load(a + a_rows[None, :, None] + k, mask=k < IN, other=0.0)
+            sources = x + rows[None, :, None] * x_stride + k
+            values = tl.load(sources, mask=real[None, :, None] & (k < IN), other=0.0)
+            total = tl.dot(
+                values.to(dot_type),
+                tl.permute(weights, (0, 2, 1)).to(dot_type),
+                input_precision="ieee",
+            )
+            targets = (chunk * num_rows + rows)[:, None] * (PARTS * STEP) + columns[None, :]
+            tl.store(sums + targets, tl.sum(total, 0), mask=real[:, None])
 
 
 @triton.jit
@@ -381,18 +356,45 @@ def _expanded(
     return tl.where(rank > 0, rounded, values)
 
 
+@triton.jit
+def _fetch_b(
+    b: tl.tensor, b_stride: tl.tensor, outputs: tl.tensor, num_outputs: tl.tensor,
+    blocks: tl.tensor, num_blocks: tl.tensor, GATED: tl.constexpr, BLOCK_OUT: tl.constexpr,
+    STEP: tl.constexpr, SHARE_B: tl.constexpr,
+) -> None:  # fmt: skip
+    """Fetches what the program's first item reads of B into the L2 cache. The shrink, which is the
+    previous kernel, has waited: blocks are those of this forward."""
+    block, own = tl.program_id(0) // num_outputs, tl.program_id(0) % num_outputs
+    columns = tl.arange(0, BLOCK_OUT)
+    if block < tl.load(num_blocks):
+        b_slot = b + (tl.load(blocks + block) // SHARE_B).to(tl.int64) * b_stride
+        if GATED > 0:
+            outs = tl.minimum(own * BLOCK_OUT + columns, GATED - 1)
+            fetch(b_slot + outs * STEP)
+            fetch(b_slot + (GATED + outs) * STEP)
+        else:
+            outs = tl.load(outputs + own * 3 + 1) + columns
+            fetch(b_slot + tl.minimum(outs, tl.load(outputs + own * 3 + 2) - 1) * STEP)
+
+
 @triton.jit(do_not_specialize=["room", "num_rows", "num_outputs"])
 def expand_kernel(
     sums: tl.tensor, b: tl.tensor, b_stride: tl.tensor, outputs: tl.tensor, num_outputs: tl.tensor,
     total: tl.tensor, total_stride: tl.tensor, output: tl.tensor, ranks: tl.tensor,
     order: tl.tensor, blocks: tl.tensor, num_blocks: tl.tensor, room: tl.tensor,
     num_rows: tl.tensor, CHUNKS: tl.constexpr, GATED: tl.constexpr, BLOCK_OUT: tl.constexpr,
-    PARTS: tl.constexpr, STEP: tl.constexpr, TILE_ROWS: tl.constexpr, RANK_STEP: tl.constexpr,
-    SHARE_A: tl.constexpr, SHARE_B: tl.constexpr, WIDEN: tl.constexpr, PDL: tl.constexpr,
+    ALIGNED: tl.constexpr, PARTS: tl.constexpr, STEP: tl.constexpr, TILE_ROWS: tl.constexpr,
+    RANK_STEP: tl.constexpr, SHARE_A: tl.constexpr, SHARE_B: tl.constexpr, WIDEN: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """Programs share the blocks of rows times those of outputs. GATED: outputs of SwiGLU, or 0;
     with it rows without a slot, which are the last ones, follow in blocks of their own."""
-    begin(PDL)
+    launch_dependents(PDL)
+    if PDL:
+        _fetch_b(
+            b, b_stride, outputs, num_outputs, blocks, num_blocks, GATED, BLOCK_OUT, STEP, SHARE_B
+        )
+    wait_for_previous(PDL)
     number, columns = tl.load(num_blocks), tl.arange(0, BLOCK_OUT)
     num_adapted, all_blocks = 0, number
     if GATED > 0:
@@ -430,8 +432,8 @@ def expand_kernel(
             tl.store(targets, gate.to(up.dtype), mask=kept)
         else:
             part = tl.load(outputs + own * 3)
-            outs = tl.load(outputs + own * 3 + 1) + columns
-            inside = outs < tl.load(outputs + own * 3 + 2)
+            outs = tl.multiple_of(tl.load(outputs + own * 3 + 1), ALIGNED) + columns
+            inside = outs < tl.multiple_of(tl.load(outputs + own * 3 + 2), ALIGNED)
             rank = tl.load(own_ranks + part)
             if rank > 0:
                 kept = real[:, None] & inside[None, :]

@@ -16,7 +16,7 @@ from itertools import accumulate
 import torch
 
 from tllm_spec.kernels import nvrtc
-from tllm_spec.kernels.gemm.adapter_gemm import AdapterWeights, Shrunk, expand
+from tllm_spec.kernels.gemm.adapter_gemm import AdapterWeights, Shrunk, plain_expand
 from tllm_spec.kernels.gemm.int4_weights import check_int4
 from tllm_spec.kernels.gemm.norms import Activation, NormWeight, rms_norm, silu_and_mul
 from tllm_spec.kernels.gemm.scaled_linear import BLOCK, check_scaled, scaled_linear
@@ -296,7 +296,6 @@ class _AdaptedArguments(ctypes.Structure):
 
 def _expansion(adapters: Shrunk) -> _Expansion:
     weights = adapters.weights
-    assert len(adapters.sums) == 1
     ends = [*accumulate(weights.sizes)] + [sum(weights.sizes)] * MAX_PARTS
     tensors = weights.b, adapters.sums, adapters.slots, weights.ranks
     addresses = (tensor.data_ptr() for tensor in tensors)
@@ -370,7 +369,7 @@ def plain_small_m_gemm(
     else:
         output = scaled_linear.reference(x, weight, scales, bias, group=group)
     if adapters is not None:
-        output = expand.reference(adapters, output)
+        output = plain_expand(adapters, output, x.dtype)
     if gated or ups is not None:
         output = silu_and_mul.reference(output, activation, ups)
     return output if add_to is None else add_to.add_(output)

@@ -38,7 +38,6 @@ from tllm_spec.kernels.gemm.adapter_gemm import (
     TILE_ROWS,
     AdapterWeights,
     add_adapters,
-    expand,
     output_blocks,
     shrink,
 )
@@ -300,9 +299,9 @@ def adapters() -> None:
         rows = moe_permute.moe_permute(int32(num_rows, 1), 4, TILE_ROWS, 0)
         add_adapters(x, weights, rows, total)
         norm = NormWeight(empty(inputs, dtype=dtype), 1e-6)
-        shrunk = shrink(x, weights, rows, norm, one_by_one=True)
+        shrink(x, weights, rows, norm)
         if len(sizes) == 1:
-            expand(shrunk, total, gated=True)
+            add_adapters(x, weights, rows, total, gated=True)
 
 
 CALLS: dict[str, Callable[[], None]] = {

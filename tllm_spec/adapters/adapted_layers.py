@@ -16,9 +16,7 @@ from tllm_spec.kernels.experts.grouped_gemm import swiglu
 from tllm_spec.kernels.experts.permute import ExpertRows
 from tllm_spec.kernels.gemm.adapter_gemm import (
     AdapterWeights,
-    Shrunk,
     add_adapters,
-    expand,
     output_blocks,
     padded_rank,
     shrink,
@@ -139,32 +137,31 @@ class AdaptedWeight(WeightFormat):
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         output = self._base.multiply(x)
-        return expand(self._shrunk(x), output) if self.acts else output
+        return self._added(output, x) if self.acts else output
 
     def forward(self, x: torch.Tensor, norm: RMSNorm | None = None) -> torch.Tensor:
         if not self.acts:
             return self._base.forward(x, norm)
         if self._fuses(x):
             return self._few_rows(x, norm)
-        output, shrunk = self._of_base(x, norm)
-        return expand(shrunk, output)
+        return self._added(*self._of_base(x, norm))
 
     def gated(self, x: torch.Tensor, norm: RMSNorm | None = None, **gates: Any) -> torch.Tensor:
         if not self.acts:
             return self._base.gated(x, norm, **gates)
         if self._fuses(x):
             return self._few_rows(x, norm, gated="ups" not in gates, **gates)
-        output, shrunk = self._of_base(x, norm)
+        output, x = self._of_base(x, norm)
         if gates:
-            return silu_and_mul(expand(shrunk, output), **gates)
-        return expand(shrunk, output, gated=True)
+            return silu_and_mul(self._added(output, x), **gates)
+        return self._added(output, x, gated=True)
 
     def add_to(self, total: torch.Tensor, x: torch.Tensor) -> None:
         if self.acts and self._fuses(x):
             self._few_rows(x, add_to=total)
             return
         if self.acts:
-            expand(self._shrunk(x), total)
+            self._added(total, x)
         self._base.add_to(total, x)
 
     def _fuses(self, x: torch.Tensor) -> bool:
@@ -177,28 +174,24 @@ class AdaptedWeight(WeightFormat):
     ) -> torch.Tensor:
         """One launch more than without adapters."""
         assert isinstance(self._base, FewRowsFormat)
-        shrunk = self._shrunk(x, norm, keeps_norm=False)
-        return self._base.few_rows(x, norm, adapters=shrunk, **options)
-
-    def _of_base(self, x: torch.Tensor, norm: RMSNorm | None) -> tuple[torch.Tensor, Shrunk]:
-        """The base's output, and what is to be added. The norm is computed once, unless the base's
-        is another."""
-        shrunk = self._shrunk(x, norm)
-        if norm is None or self._base.fuses_norm(x):
-            return self._base.forward(x, norm), shrunk
-        return self._base.forward(shrunk.x), shrunk
-
-    def _shrunk(
-        self, x: torch.Tensor, norm: RMSNorm | None = None, *, keeps_norm: bool = True
-    ) -> Shrunk:
-        base, rows = self._base, self.rows.of(len(x))
-        one_by_one, kernel_norm = isinstance(base, FewRowsFormat) and not base.is_invariant, None
-        if norm is not None and one_by_one and norm.scaled_weight is None:
+        own, kernel_norm = x, None
+        if norm is not None and norm.scaled_weight is None:
             kernel_norm = norm.kernel_weight
         elif norm is not None:
-            x = norm.forward(x)
-        options = {"one_by_one": one_by_one, "keeps_norm": keeps_norm}
-        return shrink(x, self.weights, rows, kernel_norm, **options)
+            own = norm.forward(x)
+        shrunk = shrink(own, self.weights, self.rows.of(len(x)), kernel_norm)
+        return self._base.few_rows(x, norm, adapters=shrunk, **options)
+
+    def _of_base(self, x: torch.Tensor, norm: RMSNorm | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """The base's output, and what it was multiplied with. The norm is computed once, unless the
+        base's is another."""
+        normed = x if norm is None else norm.forward(x)
+        if norm is not None and self._base.fuses_norm(x):
+            return self._base.forward(x, norm), normed
+        return self._base.forward(normed), normed
+
+    def _added(self, output: torch.Tensor, x: torch.Tensor, *, gated: bool = False) -> torch.Tensor:
+        return add_adapters(x, self.weights, self.rows.of(len(x)), output, gated=gated)
 
     def add_gated_to(
         self, total: torch.Tensor, gate_up: WeightFormat, x: torch.Tensor, norm: RMSNorm | None
