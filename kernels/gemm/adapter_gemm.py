@@ -3,10 +3,10 @@ each row's adapter, which lie in slots. Triton kernels if Triton is available, o
 plain-torch reference, which is the definition.
 
 Rows are sorted by slot, in blocks of one slot each. The first kernel shrinks: all parts of a fused
-layer, whose inputs are cut into chunks of CHUNK, with float32 sums. The second adds the chunks in
-order and expands, before SwiGLU if the layer has it. So a row's bits do not depend on the other
-rows, nor on how many there are. Both run after the layer's own GEMM, so that the second finds its
-rows and fetches B while the first still runs.
+layer, whose inputs are cut into chunks, with float32 sums. The second adds the chunks in order and
+expands, before SwiGLU if the layer has it. So a row's bits do not depend on the other rows, nor on
+how many there are. No kernel runs between the two: the second finds its rows and fetches B while
+the first still runs.
 
 What at most 8 rows add, the GEMM itself expands (`small_m_gemm`): a layer has one launch more for
 each projection. These rows are shrunk one by one: a program takes a whole row, norms it and
@@ -30,8 +30,8 @@ from tllm_spec.kernels.launch import (
 
 RANK_STEP = 16  # of a slot's rank; tensor cores multiply as many at a time
 TILE_ROWS = 16
-# Inputs of a program, which its warps share: GROUPS sums are added at the end.
-CHUNK, GROUPS = 1024, 8
+# Inputs of a program, whose warps share them: GROUPS sums are added at the end.
+CHUNK_BYTES, GROUPS = 2048, 8
 BLOCK_OUT = 256
 # For each multiprocessor of an H200 3 that shrink and 8 that expand.
 MAX_SHRINKS, MAX_EXPANDS = 396, 1056
@@ -63,6 +63,11 @@ class AdapterWeights:
     def step(self) -> int:
         """R."""
         return self.b.shape[2]
+
+    @property
+    def num_chunks(self) -> int:
+        """Of the inputs: each has sums of its own."""
+        return -(-self.a.shape[2] * self.a.element_size() // CHUNK_BYTES)
 
     @property
     def fit_one_by_one(self) -> bool:
@@ -206,7 +211,8 @@ def add_adapters_triton(
     output = total.new_empty(num_rows, size) if gated else total
     if not num_rows:
         return output
-    tiles, chunks, room = weights.a.shape[1] // RANK_STEP, -(-inputs // CHUNK), rows.blocks.shape[1]
+    tiles, chunks = weights.a.shape[1] // RANK_STEP, weights.num_chunks
+    room = rows.blocks.shape[1]
     sums = x.new_empty(chunks, num_rows, len(weights.sizes) * step, dtype=torch.float32)
     places = rows.order, rows.blocks, rows.num_blocks, room, num_rows
     shared: dict[str, Any] = {
@@ -222,7 +228,7 @@ def add_adapters_triton(
         *(x, x.stride(0), weights.a, sums, weights.ranks, *places),
         IN=inputs,
         CHUNKS=chunks,
-        CHUNK=CHUNK,
+        CHUNK=CHUNK_BYTES // x.element_size(),
         GROUPS=GROUPS,
         **shared,
         **programmatic_launch(x.device, GROUPS),

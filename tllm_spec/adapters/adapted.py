@@ -12,7 +12,7 @@ from tllm_spec.adapters.adapted_layers import (
     LatentAdapters,
 )
 from tllm_spec.adapters.adapter_folder import Adapter, LowRank
-from tllm_spec.kernels.gemm.adapter_gemm import CHUNK, AdapterWeights, padded_rank
+from tllm_spec.kernels.gemm.adapter_gemm import AdapterWeights, padded_rank
 from tllm_spec.models.checkpoint import listed
 from tllm_spec.models.deepseek import LatentUp
 from tllm_spec.models.draft_head import DraftHead
@@ -113,9 +113,10 @@ class AdapterTables:
         """What the adapters of one layer allocate at most in a forward of so many rows."""
         moe, found = self._model.config.moe, [0]
         for layer in self._layers:
-            _, ranks, inputs = layer.weights.a.shape
+            weights = layer.weights
             rows = num_rows if moe is None or len(layer.experts) == 1 else num_rows * moe.top_k
-            found.append(-(-inputs // CHUNK) * rows * ranks * torch.float32.itemsize)
+            ranks = weights.a.shape[1]
+            found.append(weights.num_chunks * rows * ranks * torch.float32.itemsize)
         return max(found)
 
     def check(self, adapter: Adapter) -> None:
