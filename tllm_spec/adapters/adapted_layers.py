@@ -185,9 +185,9 @@ class AdaptedWeight(WeightFormat):
     def _of_base(self, x: torch.Tensor, norm: RMSNorm | None) -> tuple[torch.Tensor, torch.Tensor]:
         """The base's output, and what it was multiplied with. The norm is computed once, unless the
         base's is another."""
-        normed = x if norm is None else norm.forward(x)
         if norm is not None and self._base.fuses_norm(x):
-            return self._base.forward(x, norm), normed
+            return self._base.forward(x, norm), norm.forward(x)
+        normed = x if norm is None else norm.forward(x)
         return self._base.forward(normed), normed
 
     def _added(self, output: torch.Tensor, x: torch.Tensor, *, gated: bool = False) -> torch.Tensor:
