@@ -12,8 +12,6 @@ Rules:
   first, too, but lets the next kernel be set up when its sums are done: programs of the next GEMM
   that came earlier would crowd on the few multiprocessors that have room by then, and the others
   would be idle while these multiply.
-- The shrink of adapters waits first, too, and then lets the expand be set up, which reads where
-  its rows are and fetches matrices before it waits.
 - `shrink_rows` reads matrices of adapters before it waits. The slot of a row, which says whose,
   it reads again when it has waited.
 - Every other PDL kernel starts with `begin` (programmatic_launch_triton.py). It waits before

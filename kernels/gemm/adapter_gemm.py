@@ -5,13 +5,14 @@ plain-torch reference, which is the definition.
 Rows are sorted by slot, in blocks of one slot each. The first kernel shrinks: all parts of a fused
 layer, whose inputs are cut into chunks, with float32 sums. The second adds the chunks in order and
 expands, before SwiGLU if the layer has it. So a row's bits do not depend on the other rows, nor on
-how many there are. No kernel runs between the two: the second finds its rows and fetches B while
-the first still runs.
+how many there are. In a CUDA graph the first runs on a stream of its own, next to the layer's GEMM.
 
 What at most 8 rows add, the GEMM itself expands (`small_m_gemm`): a layer has one launch more for
 each projection. These rows are shrunk one by one: a program takes a whole row, norms it and
 multiplies it with some rows of A. Neighbours with the same adapter read A from the L2 cache."""
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +23,6 @@ from tllm_spec.kernels.experts.grouped_gemm import hit_experts
 from tllm_spec.kernels.experts.permute import ExpertRows, moe_permute
 from tllm_spec.kernels.gemm.norms import NormWeight, normed_row, rms_norm, silu_and_mul
 from tllm_spec.kernels.launch import (
-    fetch,
     launch_dependents,
     programmatic_launch,
     wait_for_previous,
@@ -30,8 +30,8 @@ from tllm_spec.kernels.launch import (
 
 RANK_STEP = 16  # of a slot's rank; tensor cores multiply as many at a time
 TILE_ROWS = 16
-# Inputs of a program, whose warps share them: GROUPS sums are added at the end.
-CHUNK_BYTES, GROUPS = 2048, 8
+# Inputs of a program, and those that its warps share at a time: GROUPS sums are added at the end.
+CHUNK, STEP_BYTES, GROUPS = 4096, 2048, 8
 BLOCK_OUT = 256
 # For each multiprocessor of an H200 3 that shrink and 8 that expand.
 MAX_SHRINKS, MAX_EXPANDS = 396, 1056
@@ -67,7 +67,7 @@ class AdapterWeights:
     @property
     def num_chunks(self) -> int:
         """Of the inputs: each has sums of its own."""
-        return -(-self.a.shape[2] * self.a.element_size() // CHUNK_BYTES)
+        return -(-self.a.shape[2] // CHUNK)
 
     @property
     def fit_one_by_one(self) -> bool:
@@ -131,28 +131,36 @@ def shrink(
     return Shrunk(weights, rows, sums)
 
 
-@with_kernel("add_adapters_triton")
-def add_adapters(
+@with_kernel("with_adapters_triton")
+def with_adapters(
     x: torch.Tensor,
     weights: AdapterWeights,
     rows: ExpertRows,
-    total: torch.Tensor,
+    gemm: Callable[[], torch.Tensor],
     *,
     gated: bool = False,
 ) -> torch.Tensor:
-    """Add `B A x` to `total` in place. `A x` is summed in float32 and rounded to the type of x, the
-    rest is rounded once.
+    """Add `B A x` to what the layer's GEMM returns, in place. `A x` is summed in float32 and
+    rounded to the type of x, the rest is rounded once. In a CUDA graph the GEMM and the shrink may
+    run at the same time.
 
     Args:
         x: `[T, K]`, any stride between rows.
         weights: of all slots.
         rows: `sorted_by_slot`. Those without a slot keep their bits.
-        total: `[T, N]`, any stride between rows.
-        gated: `silu_and_mul` of the sum is returned, `[T, N / 2]`, and `total` may change.
+        gemm: returns the total `[T, N]`, any stride between rows.
+        gated: `silu_and_mul` of the sum is returned, `[T, N / 2]`, and the total may change.
             Otherwise it is returned.
     """
-    plain_expand(shrink.reference(x, weights, rows), total, x.dtype)
+    total = plain_expand(shrink.reference(x, weights, rows), gemm(), x.dtype)
     return silu_and_mul.reference(total) if gated else total
+
+
+def add_adapters(
+    x: torch.Tensor, weights: AdapterWeights, rows: ExpertRows, total: torch.Tensor
+) -> None:
+    """`with_adapters` of a total `[T, N]` that is there."""
+    with_adapters(x, weights, rows, lambda: total)
 
 
 def plain_expand(shrunk: Shrunk, total: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -195,57 +203,101 @@ def shrink_rows(
     return Shrunk(weights, rows, sums)
 
 
-def add_adapters_triton(
+def with_adapters_triton(
     x: torch.Tensor,
     weights: AdapterWeights,
     rows: ExpertRows,
-    total: torch.Tensor,
+    gemm: Callable[[], torch.Tensor],
     *,
     gated: bool = False,
 ) -> torch.Tensor:
-    """See `add_adapters`."""
-    (num_rows, inputs), (features, step) = x.shape, weights.b.shape[1:]
-    assert weights.a.is_contiguous() and weights.b[0].is_contiguous()
-    assert x.stride(1) == total.stride(1) == 1 and total.shape == (num_rows, features)
-    size = features // 2 if gated else 0
+    """See `with_adapters`."""
+    width = len(weights.sizes) * weights.step
+    sums = x.new_empty(weights.num_chunks, len(x), width, dtype=torch.float32)
+    if x.is_cuda and torch.cuda.is_current_stream_capturing():
+        main, side = torch.cuda.current_stream(x.device), _side_stream(x.device)
+        side.wait_stream(main)
+        with torch.cuda.stream(side):
+            _shrink(x, weights, rows, sums)
+        total = gemm()
+        main.wait_stream(side)
+    else:
+        total = gemm()
+        _shrink(x, weights, rows, sums)
+    return _expand(sums, weights, rows, total, gated)
+
+
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+def _shrink(
+    x: torch.Tensor,
+    weights: AdapterWeights,
+    rows: ExpertRows,
+    sums: torch.Tensor,
+) -> None:
+    """Writes `A x` of each chunk of inputs to sums `[C, T, P * R]`."""
+    assert weights.a.is_contiguous() and x.stride(1) == 1
+    items = rows.blocks.shape[1] * (sums.shape[2] // RANK_STEP) * len(sums)
+    if len(x):
+        shrink_kernel[(min(items, MAX_SHRINKS),)](
+            *(x, x.stride(0), weights.a, sums, weights.ranks, *_places(rows)),
+            IN=x.shape[1],
+            CHUNK=CHUNK,
+            BLOCK_IN=STEP_BYTES // x.element_size(),
+            GROUPS=GROUPS,
+            **_options(weights, x.device),
+            num_warps=GROUPS,
+            enable_fp_fusion=True,
+        )
+
+
+def _expand(
+    sums: torch.Tensor,
+    weights: AdapterWeights,
+    rows: ExpertRows,
+    total: torch.Tensor,
+    gated: bool,
+) -> torch.Tensor:
+    """Adds `B s` to the total; sums: as of `_shrink`."""
+    (num_rows, features), size = total.shape, total.shape[1] // 2 if gated else 0
+    assert weights.b[0].is_contiguous() and total.stride(1) == 1
+    assert (num_rows, features) == (sums.shape[1], weights.b.shape[1])
     output = total.new_empty(num_rows, size) if gated else total
-    if not num_rows:
-        return output
-    tiles, chunks = weights.a.shape[1] // RANK_STEP, weights.num_chunks
-    room = rows.blocks.shape[1]
-    sums = x.new_empty(chunks, num_rows, len(weights.sizes) * step, dtype=torch.float32)
-    places = rows.order, rows.blocks, rows.num_blocks, room, num_rows
-    shared: dict[str, Any] = {
+    block_out = BLOCK_OUT // 2 if gated else BLOCK_OUT
+    num_outputs = -(-size // block_out) if gated else len(weights.blocks)
+    if num_rows:
+        expand_kernel[(min((rows.blocks.shape[1] + gated) * num_outputs, MAX_EXPANDS),)](
+            *(sums, weights.b, weights.b.stride(0), weights.blocks, num_outputs),
+            *(total, total.stride(0), output, weights.ranks, *_places(rows)),
+            CHUNKS=len(sums),
+            GATED=size,
+            BLOCK_OUT=block_out,
+            ALIGNED=16 if all(each % 16 == 0 for each in weights.sizes) else 1,
+            **_options(weights, total.device),
+            num_warps=4,
+            enable_fp_fusion=True,
+        )
+    return output
+
+
+def _places(rows: ExpertRows) -> tuple[Any, ...]:
+    return rows.order, rows.blocks, rows.num_blocks, rows.blocks.shape[1], len(rows.experts)
+
+
+def _options(weights: AdapterWeights, device: torch.device) -> dict[str, Any]:
+    """Constants of both kernels."""
+    return {
         "PARTS": len(weights.sizes),
-        "STEP": step,
+        "STEP": weights.step,
         "TILE_ROWS": TILE_ROWS,
         "RANK_STEP": RANK_STEP,
         "SHARE_A": weights.share_a,
         "SHARE_B": weights.share_b,
-        "WIDEN": x.device.type == "cpu",  # the interpreter cannot multiply bfloat16
+        "WIDEN": device.type == "cpu",  # the interpreter cannot multiply bfloat16
     }
-    shrink_kernel[(min(room * tiles * chunks, MAX_SHRINKS),)](
-        *(x, x.stride(0), weights.a, sums, weights.ranks, *places),
-        IN=inputs,
-        CHUNKS=chunks,
-        CHUNK=CHUNK_BYTES // x.element_size(),
-        GROUPS=GROUPS,
-        **shared,
-        **programmatic_launch(x.device, GROUPS),
-    )
-    block_out = BLOCK_OUT // 2 if gated else BLOCK_OUT
-    num_outputs = -(-size // block_out) if gated else len(weights.blocks)
-    expand_kernel[(min((room + gated) * num_outputs, MAX_EXPANDS),)](
-        *(sums, weights.b, weights.b.stride(0), weights.blocks, num_outputs),
-        *(total, total.stride(0), output, weights.ranks, *places),
-        CHUNKS=chunks,
-        GATED=size,
-        BLOCK_OUT=block_out,
-        ALIGNED=16 if all(each % 16 == 0 for each in weights.sizes) else 1,
-        **shared,
-        **programmatic_launch(x.device, 4),
-    )
-    return output
 
 
 @triton.jit
@@ -296,91 +348,105 @@ def shrink_rows_kernel(
         tl.store(sums + row * (PARTS * STEP) + rank + tl.arange(0, RANKS), total)
 
 
+@triton.jit
+def _block_of(
+    blocks: tl.tensor, block: tl.tensor, room: tl.tensor
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Slot, first sorted row and end of a block; undefined after the last one."""
+    own = blocks + tl.minimum(block, room - 1)
+    return tl.load(own), tl.load(own + room), tl.load(own + 2 * room)
+
+
+# Most of a kernel's time is a chain of loads that depend on each other. So a program loads its
+# first block before it knows how many there are, and the next one's while it multiplies.
+
+
 @triton.jit(do_not_specialize=["room", "num_rows"])
 def shrink_kernel(
     x: tl.tensor, x_stride: tl.tensor, a: tl.tensor, sums: tl.tensor, ranks: tl.tensor,
     order: tl.tensor, blocks: tl.tensor, num_blocks: tl.tensor, room: tl.tensor,
-    num_rows: tl.tensor, IN: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr,
+    num_rows: tl.tensor, IN: tl.constexpr, CHUNK: tl.constexpr, BLOCK_IN: tl.constexpr,
     GROUPS: tl.constexpr, PARTS: tl.constexpr, STEP: tl.constexpr, TILE_ROWS: tl.constexpr,
     RANK_STEP: tl.constexpr, SHARE_A: tl.constexpr, SHARE_B: tl.constexpr, WIDEN: tl.constexpr,
-    PDL: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Programs share the blocks of rows times RANK_STEP ranks of a part times chunks of inputs. The
-    next kernel, which expands, may read what was written before this one."""
-    wait_for_previous(PDL)
-    launch_dependents(PDL)
+    """Programs share the blocks of rows times RANK_STEP ranks of a part times chunks of inputs."""
     dot_type: tl.constexpr = tl.float32 if WIDEN else x.dtype.element_ty
+    chunks: tl.constexpr = (IN + CHUNK - 1) // CHUNK
     tiles: tl.constexpr = PARTS * STEP // RANK_STEP
-    within = tl.arange(0, GROUPS)[:, None, None] * (CHUNK // GROUPS)
-    within += tl.arange(0, CHUNK // GROUPS)[None, None, :]
-    num_items = tl.load(num_blocks) * (tiles * CHUNKS)
-    for item in tl.range(tl.program_id(0), num_items, tl.num_programs(0)):
-        block, chunk = item // (tiles * CHUNKS), item % CHUNKS
-        rank = item // CHUNKS % tiles * RANK_STEP
-        slot, end = tl.load(blocks + block), tl.load(blocks + 2 * room + block)
-        places = tl.load(blocks + room + block) + tl.arange(0, TILE_ROWS)
-        used = tl.load(ranks + slot // max(SHARE_A, SHARE_B) * PARTS + rank // STEP)
+    within = tl.arange(0, GROUPS)[:, None, None] * (BLOCK_IN // GROUPS)
+    within += tl.arange(0, BLOCK_IN // GROUPS)[None, None, :]
+    number = tl.load(num_blocks)
+    slot, first, end = _block_of(blocks, tl.program_id(0) // (tiles * chunks), room)
+    items = number * (tiles * chunks)
+    for item in tl.range(tl.program_id(0), items, tl.num_programs(0), num_stages=1):
+        rank, chunk = item // chunks % tiles * RANK_STEP, item % chunks
+        used = STEP  # the first ranks of a part without an adapter are computed in vain
+        if rank % STEP > 0:
+            used = tl.load(ranks + slot // max(SHARE_A, SHARE_B) * PARTS + rank // STEP)
         if rank % STEP < used:
+            places = first + tl.arange(0, TILE_ROWS)
             real = places < end
             rows = tl.load(order + places, mask=real, other=0).to(tl.int64)
             columns = rank + tl.arange(0, RANK_STEP)
-            k = chunk * CHUNK + within
             a_rows = ((slot // SHARE_A).to(tl.int64) * PARTS * STEP + columns) * IN
-            weights = tl.load(a + a_rows[None, :, None] + k, mask=k < IN, other=0.0)
-            sources = x + rows[None, :, None] * x_stride + k
-            values = tl.load(sources, mask=real[None, :, None] & (k < IN), other=0.0)
-            total = tl.dot(
-                values.to(dot_type),
-                tl.permute(weights, (0, 2, 1)).to(dot_type),
-                input_precision="ieee",
-            )
+            total = tl.zeros([GROUPS, TILE_ROWS, RANK_STEP], tl.float32)
+            last = tl.minimum((chunk + 1) * CHUNK, IN)
+            for start in tl.range(chunk * CHUNK, last, BLOCK_IN, num_stages=2):
+                k = start + within
+                weights = tl.load(a + a_rows[None, :, None] + k, mask=k < IN, other=0.0)
+                sources = x + rows[None, :, None] * x_stride + k
+                values = tl.load(sources, mask=real[None, :, None] & (k < IN), other=0.0)
+                weights = tl.permute(weights, (0, 2, 1)).to(dot_type)
+                total = tl.dot(values.to(dot_type), weights, total, input_precision="ieee")
             targets = (chunk * num_rows + rows)[:, None] * (PARTS * STEP) + columns[None, :]
             tl.store(sums + targets, tl.sum(total, 0), mask=real[:, None])
+        slot, first, end = _block_of(blocks, (item + tl.num_programs(0)) // (tiles * chunks), room)
+
+
+@triton.jit
+def _tile_of_b(
+    b: tl.tensor, first: tl.tensor, outs: tl.tensor, inside: tl.tensor, STEP: tl.constexpr,
+    RANK_STEP: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """`[RANK_STEP, outputs]` of a slot's B, from the rank `first` on."""
+    r = first + tl.arange(0, RANK_STEP)
+    return tl.load(b + outs[None, :] * STEP + r[:, None], mask=inside[None, :], other=0.0)
+
+
+@triton.jit
+def _shrunk(
+    sums: tl.tensor, first: tl.tensor, rows: tl.tensor, real: tl.tensor, num_rows: tl.tensor,
+    CHUNKS: tl.constexpr, WIDTH: tl.constexpr, RANK_STEP: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """RANK_STEP of the rows' sums over all chunks."""
+    r = first + tl.arange(0, RANK_STEP)
+    total = tl.zeros([rows.shape[0], RANK_STEP], tl.float32)
+    for chunk in tl.static_range(CHUNKS):
+        sources = (chunk * num_rows + rows)[:, None] * WIDTH + r[None, :]
+        total += tl.load(sums + sources, mask=real[:, None], other=0.0)
+    return total
 
 
 @triton.jit
 def _expanded(
-    values: tl.tensor, sums: tl.tensor, b: tl.tensor, rank: tl.tensor, rows: tl.tensor,
-    outs: tl.tensor, real: tl.tensor, inside: tl.tensor, num_rows: tl.tensor,
-    CHUNKS: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr, RANK_STEP: tl.constexpr,
-    WIDEN: tl.constexpr,
+    values: tl.tensor, shrunk: tl.tensor, weights: tl.tensor, sums: tl.tensor, b: tl.tensor,
+    rank: tl.tensor, rows: tl.tensor, outs: tl.tensor, real: tl.tensor, inside: tl.tensor,
+    num_rows: tl.tensor, CHUNKS: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr,
+    RANK_STEP: tl.constexpr, WIDEN: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """The values and B A x of the rows and outputs, rounded. sums, b: of the part and slot."""
+    """The values and B A x of the rows and outputs, rounded. sums, b: of the part and slot; shrunk,
+    weights: their first ranks."""
     b_type: tl.constexpr = b.dtype.element_ty
     dot_type: tl.constexpr = tl.float32 if WIDEN else b_type
-    added = tl.zeros(values.shape, tl.float32)
-    for start in tl.range(0, rank, RANK_STEP):
-        r = start + tl.arange(0, RANK_STEP)
-        weights = tl.load(b + outs[None, :] * STEP + r[:, None], mask=inside[None, :], other=0.0)
-        shrunk = tl.zeros([rows.shape[0], RANK_STEP], tl.float32)
-        for chunk in tl.static_range(CHUNKS):
-            sources = (chunk * num_rows + rows)[:, None] * WIDTH + r[None, :]
-            shrunk += tl.load(sums + sources, mask=real[:, None], other=0.0)
-        shrunk = shrunk.to(b_type).to(dot_type)
-        added = tl.dot(shrunk, weights.to(dot_type), added, input_precision="ieee")
+    shrunk = shrunk.to(b_type).to(dot_type)
+    added = tl.dot(shrunk, weights.to(dot_type), input_precision="ieee")
+    if STEP > RANK_STEP:
+        for start in tl.range(RANK_STEP, rank, RANK_STEP):
+            more = _shrunk(sums, start, rows, real, num_rows, CHUNKS, WIDTH, RANK_STEP)
+            weights = _tile_of_b(b, start, outs, inside, STEP, RANK_STEP).to(dot_type)
+            added = tl.dot(more.to(b_type).to(dot_type), weights, added, input_precision="ieee")
     rounded = (values.to(tl.float32) + added).to(values.dtype)
     return tl.where(rank > 0, rounded, values)
-
-
-@triton.jit
-def _fetch_b(
-    b: tl.tensor, b_stride: tl.tensor, outputs: tl.tensor, num_outputs: tl.tensor,
-    blocks: tl.tensor, num_blocks: tl.tensor, GATED: tl.constexpr, BLOCK_OUT: tl.constexpr,
-    STEP: tl.constexpr, SHARE_B: tl.constexpr,
-) -> None:  # fmt: skip
-    """Fetches what the program's first item reads of B into the L2 cache. The shrink, which is the
-    previous kernel, has waited: blocks are those of this forward."""
-    block, own = tl.program_id(0) // num_outputs, tl.program_id(0) % num_outputs
-    columns = tl.arange(0, BLOCK_OUT)
-    if block < tl.load(num_blocks):
-        b_slot = b + (tl.load(blocks + block) // SHARE_B).to(tl.int64) * b_stride
-        if GATED > 0:
-            outs = tl.minimum(own * BLOCK_OUT + columns, GATED - 1)
-            fetch(b_slot + outs * STEP)
-            fetch(b_slot + (GATED + outs) * STEP)
-        else:
-            outs = tl.load(outputs + own * 3 + 1) + columns
-            fetch(b_slot + tl.minimum(outs, tl.load(outputs + own * 3 + 2) - 1) * STEP)
 
 
 @triton.jit(do_not_specialize=["room", "num_rows", "num_outputs"])
@@ -391,62 +457,64 @@ def expand_kernel(
     num_rows: tl.tensor, CHUNKS: tl.constexpr, GATED: tl.constexpr, BLOCK_OUT: tl.constexpr,
     ALIGNED: tl.constexpr, PARTS: tl.constexpr, STEP: tl.constexpr, TILE_ROWS: tl.constexpr,
     RANK_STEP: tl.constexpr, SHARE_A: tl.constexpr, SHARE_B: tl.constexpr, WIDEN: tl.constexpr,
-    PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """Programs share the blocks of rows times those of outputs. GATED: outputs of SwiGLU, or 0;
     with it rows without a slot, which are the last ones, follow in blocks of their own."""
-    launch_dependents(PDL)
-    if PDL:
-        _fetch_b(
-            b, b_stride, outputs, num_outputs, blocks, num_blocks, GATED, BLOCK_OUT, STEP, SHARE_B
-        )
-    wait_for_previous(PDL)
-    number, columns = tl.load(num_blocks), tl.arange(0, BLOCK_OUT)
+    number, columns, width = tl.load(num_blocks), tl.arange(0, BLOCK_OUT), PARTS * STEP
+    slot, first, end = _block_of(blocks, tl.program_id(0) // num_outputs, room)
     num_adapted, all_blocks = 0, number
     if GATED > 0:
-        num_adapted = tl.load(blocks + 2 * room + tl.maximum(number - 1, 0))
-        num_adapted = tl.where(number > 0, num_adapted, 0)
+        last = blocks + 2 * room + tl.maximum(number - 1, 0)
+        num_adapted = tl.where(number > 0, tl.load(last), 0)
         all_blocks += tl.cdiv(num_rows - num_adapted, TILE_ROWS)
-    for item in tl.range(tl.program_id(0), all_blocks * num_outputs, tl.num_programs(0)):
+    items = all_blocks * num_outputs
+    for item in tl.range(tl.program_id(0), items, tl.num_programs(0), num_stages=1):
         block, own = item // num_outputs, item % num_outputs
-        is_adapted, place = block < number, blocks + tl.minimum(block, room - 1)
-        slot = tl.where(is_adapted, tl.load(place), 0)
-        first = num_adapted + (block - number) * TILE_ROWS
-        places = tl.where(is_adapted, tl.load(place + room), first) + tl.arange(0, TILE_ROWS)
-        real = places < tl.where(is_adapted, tl.load(place + 2 * room), num_rows)
+        is_adapted = block < number
+        slot = tl.where(is_adapted, slot, 0)
+        places = tl.where(is_adapted, first, num_adapted + (block - number) * TILE_ROWS)
+        places += tl.arange(0, TILE_ROWS)
+        real = places < tl.where(is_adapted, end, num_rows)
         rows = tl.load(order + places, mask=real, other=0).to(tl.int64)
         own_ranks = ranks + slot // max(SHARE_A, SHARE_B) * PARTS
         b_slot = b + (slot // SHARE_B).to(tl.int64) * b_stride
         if GATED > 0:
             outs, inside = own * BLOCK_OUT + columns, own * BLOCK_OUT + columns < GATED
+            b_up, sums_part = b_slot + GATED * STEP, sums + (PARTS - 1) * STEP
+            weights = _tile_of_b(b_slot, 0, outs, inside, STEP, RANK_STEP)
+            up_weights = _tile_of_b(b_up, 0, outs, inside, STEP, RANK_STEP)
+            rank = tl.where(is_adapted, tl.load(own_ranks), 0)
+            up_rank = tl.where(is_adapted, tl.load(own_ranks + PARTS - 1), 0)
             kept = real[:, None] & inside[None, :]
             targets = total + rows[:, None] * total_stride + outs[None, :]
             gate = tl.load(targets, mask=kept, other=0.0)
             up = tl.load(targets + GATED, mask=kept, other=0.0)
-            rank = tl.where(is_adapted, tl.load(own_ranks), 0)
+            shrunk = _shrunk(sums, 0, rows, real, num_rows, CHUNKS, width, RANK_STEP)
+            up_shrunk = _shrunk(sums_part, 0, rows, real, num_rows, CHUNKS, width, RANK_STEP)
             gate = _expanded(
-                gate, sums, b_slot, rank, rows, outs, real, inside, num_rows, CHUNKS, PARTS * STEP,
-                STEP, RANK_STEP, WIDEN,
+                gate, shrunk, weights, sums, b_slot, rank, rows, outs, real, inside, num_rows,
+                CHUNKS, width, STEP, RANK_STEP, WIDEN,
             ).to(tl.float32)  # fmt: skip
-            rank = tl.where(is_adapted, tl.load(own_ranks + PARTS - 1), 0)
             up = _expanded(
-                up, sums + (PARTS - 1) * STEP, b_slot + GATED * STEP, rank, rows, outs, real,
-                inside, num_rows, CHUNKS, PARTS * STEP, STEP, RANK_STEP, WIDEN,
+                up, up_shrunk, up_weights, sums_part, b_up, up_rank, rows, outs, real, inside,
+                num_rows, CHUNKS, width, STEP, RANK_STEP, WIDEN,
             )  # fmt: skip
-            gate = gate / (1.0 + tl.exp(-gate)) * up.to(tl.float32)
-            targets = output + rows[:, None] * GATED + outs[None, :]
-            tl.store(targets, gate.to(up.dtype), mask=kept)
+            values = (gate / (1.0 + tl.exp(-gate)) * up.to(tl.float32)).to(up.dtype)
+            tl.store(output + rows[:, None] * GATED + outs[None, :], values, mask=kept)
         else:
             part = tl.load(outputs + own * 3)
             outs = tl.multiple_of(tl.load(outputs + own * 3 + 1), ALIGNED) + columns
             inside = outs < tl.multiple_of(tl.load(outputs + own * 3 + 2), ALIGNED)
+            weights = _tile_of_b(b_slot, 0, outs, inside, STEP, RANK_STEP)
             rank = tl.load(own_ranks + part)
-            if rank > 0:
-                kept = real[:, None] & inside[None, :]
-                targets = total + rows[:, None] * total_stride + outs[None, :]
-                values = tl.load(targets, mask=kept, other=0.0)
-                values = _expanded(
-                    values, sums + part * STEP, b_slot, rank, rows, outs, real, inside, num_rows,
-                    CHUNKS, PARTS * STEP, STEP, RANK_STEP, WIDEN,
-                )  # fmt: skip
-                tl.store(targets, values, mask=kept)
+            kept = (places < tl.where(rank > 0, end, 0))[:, None] & inside[None, :]
+            targets = total + rows[:, None] * total_stride + outs[None, :]
+            values = tl.load(targets, mask=kept, other=0.0)
+            sums_part = sums + part * STEP
+            shrunk = _shrunk(sums_part, 0, rows, real, num_rows, CHUNKS, width, RANK_STEP)
+            values = _expanded(
+                values, shrunk, weights, sums_part, b_slot, rank, rows, outs, real, inside,
+                num_rows, CHUNKS, width, STEP, RANK_STEP, WIDEN,
+            )  # fmt: skip
+            tl.store(targets, values, mask=kept)
+        slot, first, end = _block_of(blocks, (item + tl.num_programs(0)) // num_outputs, room)

@@ -40,6 +40,7 @@ from tllm_spec.kernels.gemm.adapter_gemm import (
     add_adapters,
     output_blocks,
     shrink,
+    with_adapters,
 )
 from tllm_spec.kernels.gemm.norms import (
     NormWeight,
@@ -301,7 +302,7 @@ def adapters() -> None:
         norm = NormWeight(empty(inputs, dtype=dtype), 1e-6)
         shrink(x, weights, rows, norm)
         if len(sizes) == 1:
-            add_adapters(x, weights, rows, total, gated=True)
+            with_adapters(x, weights, rows, total.clone, gated=True)
 
 
 CALLS: dict[str, Callable[[], None]] = {

@@ -12,7 +12,6 @@ KERNELS = Path(__file__).resolve().parents[2] / "kernels"
 # are read again after the wait.
 LENGTH = "tl.load(kv_lens + request, cache_modifier='.cg')"
 ALLOWED = {
-    "_fetch_b",
     "_fetch_weights",
     "_own_rows",
     "launch_dependents(PDL)",
@@ -97,7 +96,6 @@ def test_a_projection_waits_before_it_lets_the_next_kernel_be_set_up() -> None:
         "fp8_linear.fp8_linear_kernel",
         "few_tokens.route_few_kernel",
         "batch_invariant_linear.add_chunks_kernel",
-        "adapter_gemm.shrink_kernel",
     ):
         before, after = split_at_the_wait(kernels[name])
         assert "launch_dependents" not in "".join(map(ast.unparse, before)), name

@@ -21,6 +21,7 @@ from tllm_spec.kernels.gemm.adapter_gemm import (
     padded_rank,
     shrink,
     sorted_by_slot,
+    with_adapters,
 )
 from tllm_spec.kernels.gemm.norms import silu_and_mul
 from tllm_spec.kernels.gemm.small_m_gemm import takes
@@ -136,33 +137,44 @@ class AdaptedWeight(WeightFormat):
         return self._base.full_weight()
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
-        output = self._base.multiply(x)
-        return self._added(output, x) if self.acts else output
+        if not self.acts:
+            return self._base.multiply(x)
+        return self._with_adapters(x, lambda: self._base.multiply(x))
 
-    def forward(self, x: torch.Tensor, norm: RMSNorm | None = None) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, norm: RMSNorm | None = None, *, gated: bool = False
+    ) -> torch.Tensor:
+        """gated: SwiGLU follows what adapters add."""
         if not self.acts:
             return self._base.forward(x, norm)
         if self._fuses(x):
             return self._few_rows(x, norm)
-        return self._added(*self._of_base(x, norm))
+        if norm is None or self._base.fuses_norm(x):
+            own = x if norm is None else norm.forward(x)
+            return self._with_adapters(own, lambda: self._base.forward(x, norm), gated=gated)
+        x = norm.forward(x)
+        return self._with_adapters(x, lambda: self._base.forward(x), gated=gated)
 
     def gated(self, x: torch.Tensor, norm: RMSNorm | None = None, **gates: Any) -> torch.Tensor:
         if not self.acts:
             return self._base.gated(x, norm, **gates)
         if self._fuses(x):
             return self._few_rows(x, norm, gated="ups" not in gates, **gates)
-        output, x = self._of_base(x, norm)
         if gates:
-            return silu_and_mul(self._added(output, x), **gates)
-        return self._added(output, x, gated=True)
+            return silu_and_mul(self.forward(x, norm), **gates)
+        return self.forward(x, norm, gated=True)
 
     def add_to(self, total: torch.Tensor, x: torch.Tensor) -> None:
-        if self.acts and self._fuses(x):
+        def gemm() -> torch.Tensor:
+            self._base.add_to(total, x)
+            return total
+
+        if not self.acts:
+            gemm()
+        elif self._fuses(x):
             self._few_rows(x, add_to=total)
-            return
-        if self.acts:
-            self._added(total, x)
-        self._base.add_to(total, x)
+        else:
+            self._with_adapters(x, gemm)
 
     def _fuses(self, x: torch.Tensor) -> bool:
         """Whether the base's GEMM can expand."""
@@ -182,16 +194,10 @@ class AdaptedWeight(WeightFormat):
         shrunk = shrink(own, self.weights, self.rows.of(len(x)), kernel_norm)
         return self._base.few_rows(x, norm, adapters=shrunk, **options)
 
-    def _of_base(self, x: torch.Tensor, norm: RMSNorm | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """The base's output, and what it was multiplied with. The norm is computed once, unless the
-        base's is another."""
-        if norm is not None and self._base.fuses_norm(x):
-            return self._base.forward(x, norm), norm.forward(x)
-        normed = x if norm is None else norm.forward(x)
-        return self._base.forward(normed), normed
-
-    def _added(self, output: torch.Tensor, x: torch.Tensor, *, gated: bool = False) -> torch.Tensor:
-        return add_adapters(x, self.weights, self.rows.of(len(x)), output, gated=gated)
+    def _with_adapters(
+        self, x: torch.Tensor, gemm: Callable[[], torch.Tensor], *, gated: bool = False
+    ) -> torch.Tensor:
+        return with_adapters(x, self.weights, self.rows.of(len(x)), gemm, gated=gated)
 
     def add_gated_to(
         self, total: torch.Tensor, gate_up: WeightFormat, x: torch.Tensor, norm: RMSNorm | None
