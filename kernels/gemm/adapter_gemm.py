@@ -30,7 +30,8 @@ from tllm_spec.kernels.launch import (
 
 RANK_STEP = 16  # of a slot's rank; tensor cores multiply as many at a time
 TILE_ROWS = 16
-# Inputs of a program, and those that its warps share at a time: GROUPS sums are added at the end.
+# Inputs of a program, and how much of them its warps share at a time, which divides them: GROUPS
+# sums are added at the end.
 CHUNK, STEP_BYTES, GROUPS = 4096, 2048, 8
 BLOCK_OUT = 256
 # For each multiprocessor of an H200 3 that shrink and 8 that expand.

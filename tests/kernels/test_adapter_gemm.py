@@ -9,6 +9,7 @@ import torch
 from tests.kernels.cuda_graphs import captured_graph
 from tests.kernels.interpreter import on_each_kernel_device
 from tllm_spec.kernels.experts.permute import ExpertRows
+from tllm_spec.kernels.gemm import adapter_gemm
 from tllm_spec.kernels.gemm.adapter_gemm import (
     MAX_INPUTS,
     AdapterWeights,
@@ -82,6 +83,20 @@ def test_the_kernels_add_what_the_reference_adds(
     assert torch.equal(found[none], total[none])
     assert torch.equal(found[:, 96:136][slots == 0], total[:, 96:136][slots == 0])
     assert ((found != total)[:, 136:].float().mean(1)[~none] > 0.5).all()
+
+
+@on_each_kernel_device
+def test_the_chunks_of_wide_inputs_are_added(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights, x, total = problem(device, torch.float32)
+    x, total, slots = x[:7], total[:7], slots_of(7, device)
+    expected = added(weights, x, slots, total)
+    monkeypatch.setattr(adapter_gemm, "CHUNK", 256)
+    monkeypatch.setattr(adapter_gemm, "STEP_BYTES", 512)
+    assert weights.num_chunks == 3
+    found = added(weights, x, slots, total)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    alone = added(weights, x[4:5], slots[4:5], total[4:5])
+    assert torch.equal(alone, found[4:5]) and not torch.equal(found, total)
 
 
 @on_each_kernel_device
