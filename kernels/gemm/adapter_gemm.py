@@ -30,8 +30,7 @@ from tllm_spec.kernels.launch import (
 
 RANK_STEP = 16  # of a slot's rank; tensor cores multiply as many at a time
 TILE_ROWS = 16
-# Inputs of a program, and how much of them its warps share at a time, which divides them: GROUPS
-# sums are added at the end.
+# Inputs of a program, and those that its warps share at a time: GROUPS sums are added at the end.
 CHUNK, STEP_BYTES, GROUPS = 4096, 2048, 8
 BLOCK_OUT = 256
 # For each multiprocessor of an H200 3 that shrink and 8 that expand.
@@ -67,7 +66,7 @@ class AdapterWeights:
 
     @property
     def num_chunks(self) -> int:
-        """Of the inputs: each has sums of its own."""
+        """Each part of the inputs has sums of its own."""
         return -(-self.a.shape[2] // CHUNK)
 
     @property
@@ -122,7 +121,7 @@ def shrink(
     x: torch.Tensor, weights: AdapterWeights, rows: ExpertRows, norm: NormWeight | None = None
 ) -> Shrunk:
     """`A norm(x)`, or of x, for the few rows whose GEMM expands; x, weights, rows: as of
-    `add_adapters`."""
+    `with_adapters`."""
     if norm is not None:
         x = rms_norm(x, norm.weight, norm.eps)
     sums = x.new_empty(len(x), weights.a.shape[1], dtype=torch.float32)
@@ -150,18 +149,10 @@ def with_adapters(
         weights: of all slots.
         rows: `sorted_by_slot`. Those without a slot keep their bits.
         gemm: returns the total `[T, N]`, any stride between rows.
-        gated: `silu_and_mul` of the sum is returned, `[T, N / 2]`, and the total may change.
-            Otherwise it is returned.
+        gated: returns `silu_and_mul` of the sum, `[T, N / 2]`; the total may change.
     """
     total = plain_expand(shrink.reference(x, weights, rows), gemm(), x.dtype)
     return silu_and_mul.reference(total) if gated else total
-
-
-def add_adapters(
-    x: torch.Tensor, weights: AdapterWeights, rows: ExpertRows, total: torch.Tensor
-) -> None:
-    """`with_adapters` of a total `[T, N]` that is there."""
-    with_adapters(x, weights, rows, lambda: total)
 
 
 def plain_expand(shrunk: Shrunk, total: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -233,12 +224,7 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def _shrink(
-    x: torch.Tensor,
-    weights: AdapterWeights,
-    rows: ExpertRows,
-    sums: torch.Tensor,
-) -> None:
+def _shrink(x: torch.Tensor, weights: AdapterWeights, rows: ExpertRows, sums: torch.Tensor) -> None:
     """Writes `A x` of each chunk of inputs to sums `[C, T, P * R]`."""
     assert weights.a.is_contiguous() and x.stride(1) == 1
     items = rows.blocks.shape[1] * (sums.shape[2] // RANK_STEP) * len(sums)
@@ -256,11 +242,7 @@ def _shrink(
 
 
 def _expand(
-    sums: torch.Tensor,
-    weights: AdapterWeights,
-    rows: ExpertRows,
-    total: torch.Tensor,
-    gated: bool,
+    sums: torch.Tensor, weights: AdapterWeights, rows: ExpertRows, total: torch.Tensor, gated: bool
 ) -> torch.Tensor:
     """Adds `B s` to the total; sums: as of `_shrink`."""
     (num_rows, features), size = total.shape, total.shape[1] // 2 if gated else 0
@@ -358,8 +340,8 @@ def _block_of(
     return tl.load(own), tl.load(own + room), tl.load(own + 2 * room)
 
 
-# Most of a kernel's time is a chain of loads that depend on each other. So a program loads its
-# first block before it knows how many there are, and the next one's while it multiplies.
+# Most of a kernel's time is a chain of loads that depend on each other. So a program loads where
+# its first block is before it knows how many there are, and the next one while it multiplies.
 
 
 @triton.jit(do_not_specialize=["room", "num_rows"])
@@ -370,7 +352,7 @@ def shrink_kernel(
     GROUPS: tl.constexpr, PARTS: tl.constexpr, STEP: tl.constexpr, TILE_ROWS: tl.constexpr,
     RANK_STEP: tl.constexpr, SHARE_A: tl.constexpr, SHARE_B: tl.constexpr, WIDEN: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Programs share the blocks of rows times RANK_STEP ranks of a part times chunks of inputs."""
+    """Programs share the blocks of rows times RANK_STEP ranks of a part times chunks."""
     dot_type: tl.constexpr = tl.float32 if WIDEN else x.dtype.element_ty
     chunks: tl.constexpr = (IN + CHUNK - 1) // CHUNK
     tiles: tl.constexpr = PARTS * STEP // RANK_STEP
@@ -405,47 +387,57 @@ def shrink_kernel(
 
 
 @triton.jit
-def _tile_of_b(
-    b: tl.tensor, first: tl.tensor, outs: tl.tensor, inside: tl.tensor, STEP: tl.constexpr,
-    RANK_STEP: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
-    """`[RANK_STEP, outputs]` of a slot's B, from the rank `first` on."""
-    r = first + tl.arange(0, RANK_STEP)
-    return tl.load(b + outs[None, :] * STEP + r[:, None], mask=inside[None, :], other=0.0)
+def _outputs_of(
+    outputs: tl.tensor, own: tl.tensor, GATED: tl.constexpr, BLOCK_OUT: tl.constexpr,
+    ALIGNED: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
+    """The part, and the outputs of an item, with which of them there are."""
+    columns = tl.arange(0, BLOCK_OUT)
+    if GATED > 0:
+        part, outs, end = 0, own * BLOCK_OUT + columns, GATED
+    else:
+        part = tl.load(outputs + own * 3)
+        outs = tl.multiple_of(tl.load(outputs + own * 3 + 1), ALIGNED) + columns
+        end = tl.multiple_of(tl.load(outputs + own * 3 + 2), ALIGNED)
+    return part, outs, outs < end
 
 
 @triton.jit
-def _shrunk(
-    sums: tl.tensor, first: tl.tensor, rows: tl.tensor, real: tl.tensor, num_rows: tl.tensor,
-    CHUNKS: tl.constexpr, WIDTH: tl.constexpr, RANK_STEP: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
-    """RANK_STEP of the rows' sums over all chunks."""
+def _factors(
+    sums: tl.tensor, b: tl.tensor, first: tl.tensor, rows: tl.tensor, outs: tl.tensor,
+    real: tl.tensor, inside: tl.tensor, num_rows: tl.tensor, CHUNKS: tl.constexpr,
+    WIDTH: tl.constexpr, STEP: tl.constexpr, RANK_STEP: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
+    """RANK_STEP ranks from `first` on: the rows' sums over all chunks, and `[ranks, outputs]` of B.
+    sums, b: of the part and slot."""
     r = first + tl.arange(0, RANK_STEP)
-    total = tl.zeros([rows.shape[0], RANK_STEP], tl.float32)
+    weights = tl.load(b + outs[None, :] * STEP + r[:, None], mask=inside[None, :], other=0.0)
+    shrunk = tl.zeros([rows.shape[0], RANK_STEP], tl.float32)
     for chunk in tl.static_range(CHUNKS):
         sources = (chunk * num_rows + rows)[:, None] * WIDTH + r[None, :]
-        total += tl.load(sums + sources, mask=real[:, None], other=0.0)
-    return total
+        shrunk += tl.load(sums + sources, mask=real[:, None], other=0.0)
+    return shrunk, weights
 
 
 @triton.jit
 def _expanded(
-    values: tl.tensor, shrunk: tl.tensor, weights: tl.tensor, sums: tl.tensor, b: tl.tensor,
-    rank: tl.tensor, rows: tl.tensor, outs: tl.tensor, real: tl.tensor, inside: tl.tensor,
+    values: tl.tensor, shrunk: tl.tensor, weights: tl.tensor, rank: tl.tensor, sums: tl.tensor,
+    b: tl.tensor, rows: tl.tensor, outs: tl.tensor, real: tl.tensor, inside: tl.tensor,
     num_rows: tl.tensor, CHUNKS: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr,
     RANK_STEP: tl.constexpr, WIDEN: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """The values and B A x of the rows and outputs, rounded. sums, b: of the part and slot; shrunk,
-    weights: their first ranks."""
+    """The values and B A x of the rows and outputs, rounded. shrunk, weights: the first ranks."""
     b_type: tl.constexpr = b.dtype.element_ty
     dot_type: tl.constexpr = tl.float32 if WIDEN else b_type
     shrunk = shrunk.to(b_type).to(dot_type)
     added = tl.dot(shrunk, weights.to(dot_type), input_precision="ieee")
     if STEP > RANK_STEP:
         for start in tl.range(RANK_STEP, rank, RANK_STEP):
-            more = _shrunk(sums, start, rows, real, num_rows, CHUNKS, WIDTH, RANK_STEP)
-            weights = _tile_of_b(b, start, outs, inside, STEP, RANK_STEP).to(dot_type)
-            added = tl.dot(more.to(b_type).to(dot_type), weights, added, input_precision="ieee")
+            shrunk, weights = _factors(
+                sums, b, start, rows, outs, real, inside, num_rows, CHUNKS, WIDTH, STEP, RANK_STEP
+            )
+            shrunk = shrunk.to(b_type).to(dot_type)
+            added = tl.dot(shrunk, weights.to(dot_type), added, input_precision="ieee")
     rounded = (values.to(tl.float32) + added).to(values.dtype)
     return tl.where(rank > 0, rounded, values)
 
@@ -461,61 +453,48 @@ def expand_kernel(
 ) -> None:  # fmt: skip
     """Programs share the blocks of rows times those of outputs. GATED: outputs of SwiGLU, or 0;
     with it rows without a slot, which are the last ones, follow in blocks of their own."""
-    number, columns, width = tl.load(num_blocks), tl.arange(0, BLOCK_OUT), PARTS * STEP
+    number, width, num_adapted = tl.load(num_blocks), PARTS * STEP, 0
     slot, first, end = _block_of(blocks, tl.program_id(0) // num_outputs, room)
-    num_adapted, all_blocks = 0, number
+    items = number * num_outputs
     if GATED > 0:
-        last = blocks + 2 * room + tl.maximum(number - 1, 0)
-        num_adapted = tl.where(number > 0, tl.load(last), 0)
-        all_blocks += tl.cdiv(num_rows - num_adapted, TILE_ROWS)
-    items = all_blocks * num_outputs
+        num_adapted = tl.where(number > 0, _block_of(blocks, tl.maximum(number - 1, 0), room)[2], 0)
+        items += tl.cdiv(num_rows - num_adapted, TILE_ROWS) * num_outputs
     for item in tl.range(tl.program_id(0), items, tl.num_programs(0), num_stages=1):
-        block, own = item // num_outputs, item % num_outputs
+        block = item // num_outputs
         is_adapted = block < number
         slot = tl.where(is_adapted, slot, 0)
         places = tl.where(is_adapted, first, num_adapted + (block - number) * TILE_ROWS)
         places += tl.arange(0, TILE_ROWS)
         real = places < tl.where(is_adapted, end, num_rows)
         rows = tl.load(order + places, mask=real, other=0).to(tl.int64)
+        part, outs, inside = _outputs_of(outputs, item % num_outputs, GATED, BLOCK_OUT, ALIGNED)
         own_ranks = ranks + slot // max(SHARE_A, SHARE_B) * PARTS
+        rank = tl.where(is_adapted, tl.load(own_ranks + part), 0)
         b_slot = b + (slot // SHARE_B).to(tl.int64) * b_stride
-        if GATED > 0:
-            outs, inside = own * BLOCK_OUT + columns, own * BLOCK_OUT + columns < GATED
-            b_up, sums_part = b_slot + GATED * STEP, sums + (PARTS - 1) * STEP
-            weights = _tile_of_b(b_slot, 0, outs, inside, STEP, RANK_STEP)
-            up_weights = _tile_of_b(b_up, 0, outs, inside, STEP, RANK_STEP)
-            rank = tl.where(is_adapted, tl.load(own_ranks), 0)
+        kept = real[:, None] & inside[None, :]
+        targets = total + rows[:, None] * total_stride + outs[None, :]
+        values, sums_part = tl.load(targets, mask=kept, other=0.0), sums + part * STEP
+        shrunk, weights = _factors(
+            sums_part, b_slot, 0, rows, outs, real, inside, num_rows, CHUNKS, width, STEP, RANK_STEP
+        )
+        if GATED > 0:  # everything is loaded before anything is multiplied
+            ups = tl.load(targets + GATED, mask=kept, other=0.0)
             up_rank = tl.where(is_adapted, tl.load(own_ranks + PARTS - 1), 0)
-            kept = real[:, None] & inside[None, :]
-            targets = total + rows[:, None] * total_stride + outs[None, :]
-            gate = tl.load(targets, mask=kept, other=0.0)
-            up = tl.load(targets + GATED, mask=kept, other=0.0)
-            shrunk = _shrunk(sums, 0, rows, real, num_rows, CHUNKS, width, RANK_STEP)
-            up_shrunk = _shrunk(sums_part, 0, rows, real, num_rows, CHUNKS, width, RANK_STEP)
-            gate = _expanded(
-                gate, shrunk, weights, sums, b_slot, rank, rows, outs, real, inside, num_rows,
-                CHUNKS, width, STEP, RANK_STEP, WIDEN,
-            ).to(tl.float32)  # fmt: skip
-            up = _expanded(
-                up, up_shrunk, up_weights, sums_part, b_up, up_rank, rows, outs, real, inside,
+            b_up, sums_up = b_slot + GATED * STEP, sums + (PARTS - 1) * STEP
+            up_shrunk, up_weights = _factors(
+                sums_up, b_up, 0, rows, outs, real, inside, num_rows, CHUNKS, width, STEP, RANK_STEP
+            )
+        values = _expanded(
+            values, shrunk, weights, rank, sums_part, b_slot, rows, outs, real, inside, num_rows,
+            CHUNKS, width, STEP, RANK_STEP, WIDEN,
+        )  # fmt: skip
+        if GATED > 0:
+            ups = _expanded(
+                ups, up_shrunk, up_weights, up_rank, sums_up, b_up, rows, outs, real, inside,
                 num_rows, CHUNKS, width, STEP, RANK_STEP, WIDEN,
             )  # fmt: skip
-            values = (gate / (1.0 + tl.exp(-gate)) * up.to(tl.float32)).to(up.dtype)
-            tl.store(output + rows[:, None] * GATED + outs[None, :], values, mask=kept)
-        else:
-            part = tl.load(outputs + own * 3)
-            outs = tl.multiple_of(tl.load(outputs + own * 3 + 1), ALIGNED) + columns
-            inside = outs < tl.multiple_of(tl.load(outputs + own * 3 + 2), ALIGNED)
-            weights = _tile_of_b(b_slot, 0, outs, inside, STEP, RANK_STEP)
-            rank = tl.load(own_ranks + part)
-            kept = (places < tl.where(rank > 0, end, 0))[:, None] & inside[None, :]
-            targets = total + rows[:, None] * total_stride + outs[None, :]
-            values = tl.load(targets, mask=kept, other=0.0)
-            sums_part = sums + part * STEP
-            shrunk = _shrunk(sums_part, 0, rows, real, num_rows, CHUNKS, width, RANK_STEP)
-            values = _expanded(
-                values, shrunk, weights, sums_part, b_slot, rank, rows, outs, real, inside,
-                num_rows, CHUNKS, width, STEP, RANK_STEP, WIDEN,
-            )  # fmt: skip
-            tl.store(targets, values, mask=kept)
+            values = values.to(tl.float32)
+            values = (values / (1.0 + tl.exp(-values)) * ups.to(tl.float32)).to(ups.dtype)
+            targets = output + rows[:, None] * GATED + outs[None, :]
+        tl.store(targets, values, mask=kept)
         slot, first, end = _block_of(blocks, (item + tl.num_programs(0)) // num_outputs, room)

@@ -356,7 +356,7 @@ def test_a_layers_few_rows_take_one_launch_more_for_each_projection(
         monkeypatch.setattr(weight_format, "serves", lambda x, *weight: len(x) <= 8)
         gemm = counting("gemm", plain_small_m_gemm)
         monkeypatch.setattr(weight_format, "small_m_gemm", gemm)
-        for each in ("shrink", "add_adapters"):
+        for each in ("shrink", "with_adapters"):
             work = getattr(adapted_layers, each)
             monkeypatch.setattr(adapted_layers, each, counting(each, work))
         found = logits(model, tables, [0, -1], tokens=TOKENS[:4])

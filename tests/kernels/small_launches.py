@@ -37,7 +37,6 @@ from tllm_spec.kernels.gemm import int4_weights
 from tllm_spec.kernels.gemm.adapter_gemm import (
     TILE_ROWS,
     AdapterWeights,
-    add_adapters,
     output_blocks,
     shrink,
     with_adapters,
@@ -298,7 +297,7 @@ def adapters() -> None:
         weights = AdapterWeights(a, b, ranks, output_blocks(sizes, META), sizes)
         x, total = (empty(num_rows, size, dtype=dtype) for size in (inputs, sum(sizes)))
         rows = moe_permute.moe_permute(int32(num_rows, 1), 4, TILE_ROWS, 0)
-        add_adapters(x, weights, rows, total)
+        with_adapters(x, weights, rows, total.clone)
         norm = NormWeight(empty(inputs, dtype=dtype), 1e-6)
         shrink(x, weights, rows, norm)
         if len(sizes) == 1:

@@ -13,7 +13,6 @@ from tllm_spec.kernels.gemm import adapter_gemm
 from tllm_spec.kernels.gemm.adapter_gemm import (
     MAX_INPUTS,
     AdapterWeights,
-    add_adapters,
     output_blocks,
     padded_rank,
     shrink,
@@ -56,8 +55,7 @@ def added(
     weights: AdapterWeights, x: torch.Tensor, slots: torch.Tensor, total: torch.Tensor
 ) -> torch.Tensor:
     result = total.clone()
-    add_adapters(x, weights, by_slot(weights, slots), result)
-    return result
+    return with_adapters(x, weights, by_slot(weights, slots), lambda: result)
 
 
 def by_slot(weights: AdapterWeights, slots: torch.Tensor) -> ExpertRows:
@@ -180,7 +178,7 @@ def test_neighbouring_slots_may_share_a_matrix(shared: str, device: str) -> None
 def test_no_rows_launch_nothing(device: str) -> None:
     weights, x, total = problem(device, torch.float32)
     before, rows = total.clone(), by_slot(weights, slots_of(3, device))
-    add_adapters(x[:0], weights, rows, total[:0])
+    with_adapters(x[:0], weights, rows, lambda: total[:0])
     assert torch.equal(total, before)
 
 

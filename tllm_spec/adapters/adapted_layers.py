@@ -16,7 +16,6 @@ from tllm_spec.kernels.experts.grouped_gemm import swiglu
 from tllm_spec.kernels.experts.permute import ExpertRows
 from tllm_spec.kernels.gemm.adapter_gemm import (
     AdapterWeights,
-    add_adapters,
     output_blocks,
     padded_rank,
     shrink,
@@ -290,7 +289,8 @@ class AdaptedStack(StackedWeight):
         is_adapted = (experts >= 0) & (experts < number) & (slots >= 0)
         own = (slots * number + experts).where(is_adapted, -1)
         weights = self.form.weights
-        add_adapters(x, weights, sorted_by_slot(own.flatten(), len(weights.a)), total)
+        by_slot = sorted_by_slot(own.flatten(), len(weights.a))
+        with_adapters(x, weights, by_slot, lambda: total)
 
 
 class LatentAdapters:
@@ -332,7 +332,8 @@ class LatentAdapters:
     def expanded(self, latents: torch.Tensor, part: ExpandedPart, total: torch.Tensor) -> None:
         if self.form.acts:
             weights, slots = self.form.weights, self.form.rows.slots[part.owners]
-            add_adapters(latents, weights, sorted_by_slot(slots, len(weights.a)), total)
+            by_slot = sorted_by_slot(slots, len(weights.a))
+            with_adapters(latents, weights, by_slot, lambda: total)
 
     def queries(self, q: torch.Tensor, rows: slice, total: torch.Tensor) -> None:
         if self.form.acts:
@@ -351,6 +352,7 @@ class LatentAdapters:
         own = (slots * number + heads).where(slots >= 0, -1).flatten()
         sums = total.transpose(0, 1).contiguous()
         by_slot = sorted_by_slot(own, len(weights.ranks) * number)
-        add_adapters(x.transpose(0, 1).flatten(0, 1), weights, by_slot, sums.flatten(0, 1))
+        own_x, own_sums = x.transpose(0, 1).flatten(0, 1), sums.flatten(0, 1)
+        with_adapters(own_x, weights, by_slot, lambda: own_sums)
         if sums.data_ptr() != total.data_ptr():
             total.copy_(sums.transpose(0, 1))
