@@ -32,7 +32,7 @@ RANK_STEP = 16  # of a slot's rank; tensor cores multiply as many at a time
 TILE_ROWS = 16
 # Inputs of a program, and those that its warps share at a time: GROUPS sums are added at the end.
 CHUNK, STEP_BYTES, GROUPS = 4096, 2048, 8
-BLOCK_OUT = 256
+BLOCK_OUT = 128
 # For each multiprocessor of an H200 3 that shrink and 8 that expand.
 MAX_SHRINKS, MAX_EXPANDS = 396, 1056
 # Of rows that are shrunk one by one: ranks and elements of one program.
