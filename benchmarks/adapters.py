@@ -46,9 +46,9 @@ def load_adapters(engine: Rounds, number: int) -> list[str]:
     slots = engine.executor.parts.adapters
     assert slots is not None
     pairs, names = random_pairs(engine.executor.parts.runner.engine.model), list[str]()
+    slots.tables.check(Adapter("", RANK, pairs))
     for index in range(number):
         adapter = Adapter(f"{index:x}", RANK, pairs)
-        slots.tables.check(adapter)
         names.append(slots.add(f"a{index}", "", adapter).name)
     return names
 

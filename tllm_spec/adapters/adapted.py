@@ -140,7 +140,7 @@ class AdapterTables:
             expected, most = pair_slot.part.shape, torch.finfo(self._model.dtype).max
             if found != expected:
                 return f"is {found}, its layer {expected}"
-            is_large = max(pair.a.abs().max(), pair.b.abs().max()) > most
+            is_large = any(max(map(abs, each.aminmax())) > most for each in (pair.a, pair.b))
             return f"has values beyond {most:g}, of the model's type" if is_large else ""
         if name not in self._known or last in UNSERVED:
             return UNSERVED.get(last, "is no linear layer of the model")
