@@ -27,10 +27,11 @@ SMALLEST_ROWS = 16
 
 def rows_class(rows: int) -> int:
     """The class of a number of rows, as its largest number: 16, 24, 32, 48, 64, 96, ... All rows of
-    a class use the algorithm that is fastest for the largest one measured."""
+    a class use the algorithm that is fastest for the largest one measured. Between 256 and 512,
+    where torch's choice for one number can take twice as long as for another, steps are of 64."""
     power = max(SMALLEST_ROWS, 1 << max(rows - 1, 0).bit_length())
-    halfway = power * 3 // 4
-    return halfway if power > SMALLEST_ROWS and rows <= halfway else power
+    step = min(power // 4, 64) if power <= 512 else power // 4
+    return power if power == SMALLEST_ROWS else -(-rows // step) * step
 
 
 LinearTable = dict[str, bytes | None]

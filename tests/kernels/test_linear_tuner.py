@@ -28,9 +28,10 @@ SLOW = "48x4096x6144 bfloat16"
 ALGORITHM = bytes(range(64))
 
 
-def test_a_class_of_rows_ends_at_a_power_of_two_or_halfway_to_the_next() -> None:
+def test_a_class_of_rows_ends_at_a_power_of_two_or_halfway_and_in_steps_of_64_up_to_512() -> None:
     ends = sorted({rows_class(rows) for rows in range(1, 8193)})
     assert ends[:8] == [16, 24, 32, 48, 64, 96, 128, 192] and ends[-2:] == [6144, 8192]
+    assert ends[8:14] == [256, 320, 384, 448, 512, 768]
     for rows in range(1, 2000):
         assert rows_class(rows) == next(end for end in ends if end >= rows)
 
