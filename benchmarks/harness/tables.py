@@ -18,13 +18,14 @@ from benchmarks.harness.report import ROOT, Options, Row, load
 
 NAMES = (
     "performance.md", "../README.md", "guided-decoding.md", "scaling.md", "quantization.md",
-    "adaptive.md", "drafting.md", "auto.md",
+    "adaptive.md", "drafting.md", "auto.md", "lora.md",
 )  # fmt: skip
 DOCUMENTS = tuple((ROOT / "docs" / name).resolve() for name in NAMES)
 # A run with options has a result file of its own, such as several_devices_ranks_4.json.
 RUNS = (
-    "adaptive", "auto", "cpu", "experts", "fp8", "gpu_kernels", "guided", "rounds", "serving_load",
-    "several_devices", "several_devices --ranks 4", "several_devices --ranks 8", "verify_budget",
+    "adapters", "adaptive", "auto", "cpu", "experts", "fp8", "gpu_kernels", "guided", "rounds",
+    "serving_load", "several_devices", "several_devices --ranks 4", "several_devices --ranks 8",
+    "verify_budget",
 )  # fmt: skip
 
 

@@ -155,7 +155,7 @@ def test_a_subject_that_needs_a_gpu_is_refused_without_one(
 
 
 @pytest.mark.parametrize(
-    ("document", "num_tables"), list(zip(DOCUMENTS, (25, 1, 2, 14, 1, 1, 2, 2), strict=True))
+    ("document", "num_tables"), list(zip(DOCUMENTS, (25, 1, 2, 14, 1, 1, 2, 2, 1), strict=True))
 )
 def test_a_document_shows_the_tables_of_the_results(document: Path, num_tables: int) -> None:
     text = document.read_text(encoding="utf-8")

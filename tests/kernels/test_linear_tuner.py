@@ -225,9 +225,9 @@ def test_each_form_is_measured_once_per_class_of_rows_largest_first(clocked: Clo
     groups = [GemmGroup(WEIGHTS, False), GemmGroup(WEIGHTS, True)]
     table = LinearTable()
     assert tune_missing(table, NO_LIBRARY, groups, [1, 8, 12, 9, 40, 36, 300]) == 6
-    found = {str(key(rows, adds=adds)) for rows in (16, 48, 384) for adds in (False, True)}
+    found = {str(key(rows, adds=adds)) for rows in (16, 48, 320) for adds in (False, True)}
     assert table.keys() == found
-    assert [name.split("x")[0] for name in table] == ["384", "384", "48", "48", "16", "16"]
+    assert [name.split("x")[0] for name in table] == ["320", "320", "48", "48", "16", "16"]
     assert tune_missing(table, NO_LIBRARY, groups, [48, 13, 65]) == 2  # of 65 to 96 rows
 
 
