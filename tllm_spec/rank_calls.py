@@ -103,8 +103,7 @@ class Pausing:
         if mode == self.mode and self._over.is_set():  # nothing runs, perhaps since it sleeps
             return
         self._check(mode)
-        calls, over = self._calls, Event()
-        calls.here(lambda: self._set(mode, over))
+        calls, over = self._calls, self._begin(mode)
         if mode == "abort":
             self._cancel_all()
         if mode == "wait":
@@ -112,12 +111,19 @@ class Pausing:
         if mode in REFUSING_MODES:
             calls.worker.set_when_idle(over)
             over.wait()
+        self._stop(over)
 
+    def _begin(self, mode: str) -> Event:
+        over = Event()
+        self._calls.here(lambda: self._set(mode, over))
+        return over
+
+    def _stop(self, over: Event) -> None:
         def stop() -> None:
             if self._over is over:
-                calls.announced("pause", retract=mode == "retract")
+                self._calls.announced("pause", retract=self.mode == "retract")
 
-        calls.here(stop)
+        self._calls.here(stop)
 
     def resume(self) -> None:
         """As `LLM.resume`."""
@@ -160,8 +166,13 @@ class Pausing:
         """Whether something is asleep."""
         return bool(self._calls.executor.parts.sleep.asleep)
 
-    def keep(self, asleep: Sequence[str], lacks_weights: bool) -> dict[str, Any]:
-        """Sleeps as the other engines of a server do. Both are as in the answer of `LLM.sleep`."""
+    def keep(self, asleep: Sequence[str], lacks_weights: bool, mode: str | None) -> dict[str, Any]:
+        """Sleeps as the other engines of a server do, as in the answer of `LLM.sleep`, and is
+        paused if they are."""
+        if mode is not None and mode != self.mode:
+            over = self._begin(mode)
+            over.set()  # there are no requests, or they stand still
+            self._stop(over)
         sleep = self._calls.executor.parts.sleep
         if {*asleep} - {*sleep.asleep} or (lacks_weights and not sleep.lacks_weights):
             self.sleep(2 if lacks_weights else 1)

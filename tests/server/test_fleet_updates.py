@@ -13,7 +13,13 @@ from tests.server.engine_thread import ARGS, PROMPT
 from tests.server.http_answers import wait_for
 from tllm_spec.server.engine_client import EngineClient
 from tllm_spec.server.engine_process import with_served_target
-from tllm_spec.server.fleet import FleetSleep, FleetTarget, ServedWeights, SleepState
+from tllm_spec.server.fleet import (
+    FleetAdapters,
+    FleetSleep,
+    FleetTarget,
+    ServedWeights,
+    SleepState,
+)
 from tllm_spec.server.replicas import Replicas
 
 
@@ -101,30 +107,95 @@ def test_resume_ends_a_pause_of_several_engines_that_waits(
 def test_an_engine_that_ends_while_it_joins_a_pause_is_connected_again(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pause, errors = EngineClient.pause, [RuntimeError("the engine has ended")]
+    step, errors = EngineClient.step, [RuntimeError("the engine has ended")]
 
-    def fail_once(client: EngineClient, mode: str) -> None:
+    def end_once(client: EngineClient, *asked: Any) -> dict[str, Any]:
         if errors:
+            client._in_loop(client.shutdown)
             raise errors.pop()
-        pause(client, mode)
+        return step(client, *asked)
 
     fleet.ask(lambda front: front.pause("keep"))
-    monkeypatch.setattr(EngineClient, "pause", fail_once)
-    # Whichever engine this front meets first knows of a pause.
-    monkeypatch.setattr(Replicas, "pause_mode", property(lambda _: "keep" if errors else None))
+    monkeypatch.setattr(EngineClient, "step", end_once)
     fleet.ask(Replicas.resume)  # of a front that connects to both
     assert not errors and len(set(fleet.texts())) == 1
 
 
-def test_a_front_that_connects_to_paused_engines_that_sleep_uses_all_of_them(
+def test_no_engine_stays_paused_if_one_of_them_cannot_pause(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    first, second = (each.part("sleep") for each in fleet.engines)
+
+    def fail(mode: str) -> None:
+        wait_for(lambda: first.mode == mode)
+        raise RuntimeError("not in this engine")
+
+    monkeypatch.setattr(second, "_check", fail)
+    for mode in ("keep", "wait"):
+        with pytest.raises(RuntimeError, match="not in this engine"):
+            fleet.ask(lambda front, mode=mode: front.pause(mode))  # type: ignore[misc] # its own
+        assert (first.mode, second.mode) == (None, None)
+    monkeypatch.undo()
+    assert len(set(fleet.texts())) == 1
+    fleet.ask(lambda front: front.pause("keep"))
+    assert (first.mode, second.mode) == ("keep", "keep")
+
+
+@pytest.mark.parametrize("last_before", [None, FleetTarget, FleetSleep, FleetAdapters])
+def test_a_pause_that_begins_while_an_engine_is_started_again_is_one_of_this_engine_too(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, last_before: type[Any] | None
+) -> None:
+    """last_before: has brought the engine to what is in force; None: it has not been started."""
+
+    async def start_again(replicas: Replicas) -> None:
+        def pause() -> None:
+            while pauses:
+                wait_for(lambda: len(replicas.running_engines()) == 1)
+                replicas.pause(pauses.pop())
+
+        def settle_and_pause(state: Any, *own: Any) -> None:
+            settle(state, *own)
+            pause()
+
+        pauses = ["keep"]
+        if last_before is not None:
+            settle = last_before.settle
+            monkeypatch.setattr(last_before, "settle", settle_and_pause)
+        at_first = pause if last_before is None else lambda: None
+        await asyncio.to_thread(fleet.start_again, 1, at_first)
+        await asyncio.to_thread(wait_for, lambda: len(replicas.running_engines()) == 2)
+
+    fleet.use(start_again)
+    assert [each.part("sleep").mode for each in fleet.engines] == ["keep", "keep"]
+    assert all(each.process._executor.is_paused for each in fleet.engines)
+
+
+def test_an_engine_that_is_brought_to_a_pause_which_is_about_to_end_cancels_nothing(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = fleet.engines[1]
+
+    async def resume(replicas: Replicas) -> str | None:
+        client, own = replicas.running_engines()[1], engine.part("sleep")
+        await asyncio.to_thread(replicas.pause, "wait")
+        await asyncio.to_thread(own.resume)
+        await asyncio.to_thread(wait_for, lambda: client.pause_mode is None)
+        monkeypatch.setattr(engine.process._executor, "step", lambda: False)
+        handle = client.submit(PROMPT, PARAMS)
+        await asyncio.to_thread(replicas._sleep.settle, client)
+        assert own.mode == "wait"
+        monkeypatch.undo()
+        await asyncio.to_thread(replicas.resume)
+        return (await handle).outputs[0].finish_reason
+
+    assert fleet.use(resume) == "length"
+
+
+def test_a_front_that_connects_to_paused_engines_that_sleep_uses_all_of_them(fleet: Fleet) -> None:
     before = fleet.texts()
     fleet.ask(lambda front: front.pause("wait"))
     fleet.ask(lambda front: front.sleep(1))
-    with monkeypatch.context() as patch:  # whichever engine this front meets first
-        patch.setattr(Replicas, "pause_mode", "wait")
-        fleet.ask(Replicas.resume)
+    fleet.ask(Replicas.resume)
     fleet.ask(lambda front: front.wake_up(None))
     assert fleet.texts() == before
 
@@ -147,6 +218,9 @@ def test_an_engine_that_connects_during_the_first_change_gets_it(tmp_path: Path)
     class Engine:
         is_running = True
 
+        def resume(self) -> None:
+            kept.append("resume")
+
         def step(self, part: str, step: str, *arguments: Any) -> dict[str, Any]:
             kept.append((part, step, *arguments))
             return {}
@@ -161,7 +235,7 @@ def test_an_engine_that_connects_during_the_first_change_gets_it(tmp_path: Path)
 
     engine: Any = Engine()
     Changing(str(tmp_path / "engine")).settle(engine)
-    assert kept == [("sleep", "keep", ["weights"], False)]
+    assert kept == ["resume", ("sleep", "keep", ["weights"], False, None)]
 
 
 @pytest.mark.parametrize(
