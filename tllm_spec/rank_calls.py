@@ -86,15 +86,18 @@ class RankCalls:
 
 class Pausing:
     """cancel_all: cancels the requests that there are. report: gets the mode of a pause that
-    begins, and None when it has ended, in the executor's thread."""
+    begins, and None when it has ended, in the executor's thread. reload: loads the target's weights
+    again, which `keep` may need."""
 
     def __init__(
         self,
         calls: RankCalls,
         cancel_all: Callable[[], None],
         report: Callable[[str | None], None] = lambda mode: None,
+        reload: Callable[[], None] = lambda: None,
     ) -> None:
         self._calls, self._cancel_all, self._report = calls, cancel_all, report
+        self._reload = reload
         self.mode: str | None = None
         self._over = Event()  # is set when the latest pause need not wait any more
 
@@ -174,6 +177,9 @@ class Pausing:
             over.set()  # there are no requests, or they stand still
             self._stop(over)
         sleep = self._calls.executor.parts.sleep
+        if sleep.lacks_weights and not lacks_weights:  # requests wait while the cache sleeps
+            self.wake_up(["weights"])
+            self._reload()
         if {*asleep} - {*sleep.asleep} or (lacks_weights and not sleep.lacks_weights):
             self.sleep(2 if lacks_weights else 1)
         if tags := [tag for tag in sleep.asleep if tag not in asleep]:

@@ -212,6 +212,52 @@ def test_dropped_weights_come_back_from_the_same_folder_under_the_same_version(
     assert fleet.texts() == before
 
 
+def test_the_others_have_their_weights_again_if_an_engine_ends_in_a_sleep_that_drops_them(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def end(*_: object, **__: object) -> None:
+        wait_for(lambda: first.sleep.lacks_weights)
+        fleet.engines[1].process._worker.fail("the engine has ended")
+        raise RuntimeError
+
+    update(fleet, fleet.target, "b")
+    before, (first, second) = fleet.texts(), fleet.parts
+    monkeypatch.setattr(second.sleep, "begin", end)
+    with pytest.raises(RuntimeError, match="the engine has ended"):
+        fleet.ask(lambda front: front.sleep(2))
+    assert (first.sleep.asleep, first.sleep.lacks_weights) == ([], False)
+    fleet.start_again(1)
+    assert fleet.texts() == before
+    fleet.ask(lambda front: front.sleep(2))
+    fleet.ask(lambda front: front.wake_up(None))
+    update(fleet, fleet.target)
+    assert fleet.texts() == before
+
+
+def test_no_engine_serves_if_an_update_fails_that_comes_after_a_sleep_which_drops_weights(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        wait_for(lambda: not first.sleep.lacks_weights)
+        raise RuntimeError("not in this engine")
+
+    async def errors(replicas: Replicas) -> list[str | None]:
+        handles = [each.submit(PROMPT, PARAMS) for each in replicas.running_engines()]
+        return [(await each).error for each in handles]
+
+    first, _ = fleet.parts
+    fleet.ask(lambda front: front.sleep(2))
+    fleet.ask(lambda front: front.wake_up(None))
+    monkeypatch.setattr(fleet.engines[1].process._executor, "replace_weights", fail)
+    with pytest.raises(RuntimeError, match="not in this engine"):
+        update(fleet, fleet.target)
+    assert [each.sleep.lacks_weights for each in fleet.parts] == [True, True]
+    monkeypatch.undo()
+    assert all("has dropped the weights" in str(each) for each in fleet.use(errors))
+    update(fleet, fleet.target)
+    assert len(set(fleet.texts())) == 1
+
+
 def test_an_engine_that_connects_during_the_first_change_gets_it(tmp_path: Path) -> None:
     kept = list[Any]()
 

@@ -286,11 +286,14 @@ class FleetSleep(FleetState[SleepState]):
 
     @contextmanager
     def updating(self) -> Iterator[None]:
-        """Inside, the target's weights of all engines are replaced, and none begins to sleep."""
+        """Inside, the target's weights of all engines are replaced, and none begins to sleep. If
+        that fails, all engines lack weights that did so before."""
         with self.held() as served:
-            yield
-            if served.lacks_weights:
+            try:
+                yield
                 self.write(replace(served, lacks_weights=False))
+            finally:
+                self._bring(self._running())
 
     def _keep(self, served: SleepState, engine: EngineClient) -> dict[str, Any]:
         if served.pause_mode is None:
