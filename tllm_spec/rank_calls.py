@@ -86,15 +86,18 @@ class RankCalls:
 
 class Pausing:
     """cancel_all: cancels the requests that there are. report: gets the mode of a pause that
-    begins, and None when it has ended, in the executor's thread."""
+    begins, and None when it has ended, in the executor's thread. reload: loads the target's weights
+    again, which `keep` may need."""
 
     def __init__(
         self,
         calls: RankCalls,
         cancel_all: Callable[[], None],
         report: Callable[[str | None], None] = lambda mode: None,
+        reload: Callable[[], None] = lambda: None,
     ) -> None:
         self._calls, self._cancel_all, self._report = calls, cancel_all, report
+        self._reload = reload
         self.mode: str | None = None
         self._over = Event()  # is set when the latest pause need not wait any more
 
@@ -103,8 +106,7 @@ class Pausing:
         if mode == self.mode and self._over.is_set():  # nothing runs, perhaps since it sleeps
             return
         self._check(mode)
-        calls, over = self._calls, Event()
-        calls.here(lambda: self._set(mode, over))
+        calls, over = self._calls, self._begin(mode)
         if mode == "abort":
             self._cancel_all()
         if mode == "wait":
@@ -112,12 +114,19 @@ class Pausing:
         if mode in REFUSING_MODES:
             calls.worker.set_when_idle(over)
             over.wait()
+        self._stop(over)
 
+    def _begin(self, mode: str) -> Event:
+        over = Event()
+        self._calls.here(lambda: self._set(mode, over))
+        return over
+
+    def _stop(self, over: Event) -> None:
         def stop() -> None:
             if self._over is over:
-                calls.announced("pause", retract=mode == "retract")
+                self._calls.announced("pause", retract=self.mode == "retract")
 
-        calls.here(stop)
+        self._calls.here(stop)
 
     def resume(self) -> None:
         """As `LLM.resume`."""
@@ -160,9 +169,17 @@ class Pausing:
         """Whether something is asleep."""
         return bool(self._calls.executor.parts.sleep.asleep)
 
-    def keep(self, asleep: Sequence[str], lacks_weights: bool) -> dict[str, Any]:
-        """Sleeps as the other engines of a server do. Both are as in the answer of `LLM.sleep`."""
+    def keep(self, asleep: Sequence[str], lacks_weights: bool, mode: str | None) -> dict[str, Any]:
+        """Sleeps as the other engines of a server do, as in the answer of `LLM.sleep`, and is
+        paused if they are."""
+        if mode is not None and mode != self.mode:
+            over = self._begin(mode)
+            over.set()  # there are no requests, or they stand still
+            self._stop(over)
         sleep = self._calls.executor.parts.sleep
+        if sleep.lacks_weights and not lacks_weights:  # requests wait while the cache sleeps
+            self.wake_up(["weights"])
+            self._reload()
         if {*asleep} - {*sleep.asleep} or (lacks_weights and not sleep.lacks_weights):
             self.sleep(2 if lacks_weights else 1)
         if tags := [tag for tag in sleep.asleep if tag not in asleep]:

@@ -85,6 +85,12 @@ class TargetUpdate(WeightSteps):
             self._calls.worker.fail(reason)
             raise
 
+    def reload(self) -> None:
+        """Loads the weights again that a sleep has dropped."""
+        own = self.weights.folder, str(self.weights.version)
+        self._load(*own)
+        self._staged.pop(own)()
+
     def _update(self, folder: str, version: str | None, part: Part, running: str) -> Any:
         """As `_replacing`, which returns for how many seconds no round ran."""
         retract = running == "retract" and part != "draft"

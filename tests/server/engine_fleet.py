@@ -13,6 +13,7 @@ from tests.server.engine_thread import OPTIONS, PROMPT, Engine
 from tests.server.http_answers import SECONDS, wait_for
 from tllm_spec import SamplingParams
 from tllm_spec.config.llm_args import LlmArgs
+from tllm_spec.server.engine_process import with_served_target
 from tllm_spec.server.fleet import FleetAdapters
 from tllm_spec.server.replicas import Replicas
 from tllm_spec.text.tokenizer import load_tokenizer
@@ -82,6 +83,15 @@ class Fleet:
 
         found: list[str] = self.use(ask)
         return found
+
+    def start_again(self, number: int, meanwhile: Callable[[], None] = lambda: None) -> None:
+        """Ends an engine, if it has not, and starts one in its place."""
+        path = Path(self.paths[number])
+        self.engines[number].close()
+        meanwhile()
+        path.unlink()
+        args, _ = with_served_target(self.args, self.paths)
+        self.engines[number] = Engine(path.parent, path.name, 0, args)
 
     def close(self) -> None:
         for engine in self.engines:

@@ -59,6 +59,8 @@ class Engine:
         self.process.stop()
         self._thread.join()
         self._listener.close()
+        for link in self.process._loop._links:  # as the system does at the end of a process
+            link.close()
 
     def use(self, function: Use, timeout: float | None = None) -> Any:
         """The function's result with a client that is connected."""

@@ -263,9 +263,10 @@ class EngineClient:
         """As `LLM.load_draft_weights`. Not from the event loop."""
         return self.step("draft", "whole", folder, keep_cache, force)
 
-    def pause(self, mode: str) -> None:
-        """As `LLM.pause`. Not from the event loop."""
+    def pause(self, mode: str) -> dict[str, Any]:
+        """As `LLM.pause`. Returns the `pause_mode` after it. Not from the event loop."""
         self.step("sleep", "pause", mode)
+        return {"pause_mode": self.pause_mode}
 
     def resume(self) -> None:
         """As `LLM.resume`. Not from the event loop. Does not wait for the engine's steps."""

@@ -225,11 +225,14 @@ class EngineProcess:
 
         calls = RankCalls(self._executor, self._worker)
         draft, cancel_all = DraftSwap(args, calls), lambda: self._port.cancel_all()
+        target = TargetUpdate(args, calls, draft.forced)
         return {
             "draft": draft,
-            "target": TargetUpdate(args, calls, draft.forced),
+            "target": target,
             "adapters": AdapterLoading(calls),
-            "sleep": Pausing(calls, cancel_all, lambda mode: self._port.set_pause(mode)),
+            "sleep": Pausing(
+                calls, cancel_all, lambda mode: self._port.set_pause(mode), target.reload
+            ),
         }
 
     def run(self) -> str | None:

@@ -1,5 +1,5 @@
-"""What all engines of a server share: draft weights, the target's weights, LoRA adapters and
-what sleeps. All engines change, or none, while requests run.
+"""What all engines of a server share: draft weights, the target's weights, LoRA adapters, a pause
+and what sleeps. All engines change, or none, while requests run.
 
 What is in force is a file next to the engines' sockets: any front may write it, and an engine that
 is started again reads it. It is written before and after the engines change. So whatever ends in
@@ -12,8 +12,8 @@ import logging
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, replace
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from time import monotonic
@@ -32,8 +32,9 @@ Answers = list[dict[str, Any]]  # what a step of each engine returns
 
 
 class FleetState(ABC, Generic[Value]):
-    """engine_path: an engine's socket. running: the engines that run. min_engines: how many must
-    run for a change. Methods wait for them, and raise RuntimeError if nothing can be changed."""
+    """engine_path: an engine's socket. running: the engines that run, also those that do not serve
+    before `settle` has ended. min_engines: how many must run for a change. Methods wait for them,
+    and raise RuntimeError if nothing can be changed."""
 
     part: ClassVar[str]  # of an engine, which has the steps
 
@@ -106,17 +107,15 @@ class FleetState(ABC, Generic[Value]):
             raise
         return staged, kept
 
-    def settle(self, engine: EngineClient, joined: Callable[[], None] = lambda: None) -> None:
+    def settle(self, engine: EngineClient) -> None:
         """Brings an engine that has connected to what is in force: a front, or the engine, may have
-        ended in the middle of a change. joined: called before the next change."""
-        with ExitStack() as changes:
-            try:
-                changes.enter_context(self.held())
+        ended in the middle of a change. The next change is one of this engine, too."""
+        try:
+            with self.held():
                 if self.read() is not None:
                     self._bring([engine])
-            except (OSError, RuntimeError) as error:
-                logger.error("an engine may be unlike the others (%s): %s", self.part, error)
-            joined()
+        except (OSError, RuntimeError) as error:
+            logger.error("an engine may be unlike the others (%s): %s", self.part, error)
 
     def _bring(self, engines: Sequence[EngineClient]) -> None:
         """Brings engines to what is in force, if they can answer."""
@@ -239,20 +238,21 @@ class FleetTarget(FleetWeights):
 
 @dataclass(frozen=True)
 class SleepState:
-    """What sleeps of each engine, and whether the target's weights were dropped and not updated
-    since: as in the answer of `LLM.sleep`."""
+    """What sleeps of each engine, whether the target's weights were dropped and not updated since,
+    both as in the answer of `LLM.sleep`, and the mode of a pause."""
 
-    asleep: list[str]
-    lacks_weights: bool
+    asleep: list[str] = field(default_factory=list)
+    lacks_weights: bool = False
+    pause_mode: str | None = None
 
 
 class FleetSleep(FleetState[SleepState]):
-    """What sleeps of each engine."""
+    """What sleeps of each engine, and their pause."""
 
     part = "sleep"
 
     def made(self, plain: Any) -> SleepState:
-        return SleepState(**(plain or {"asleep": [], "lacks_weights": False}))
+        return SleepState(**(plain or {}))
 
     def sleep(self, level: int) -> Answers:
         """As `LLM.sleep`, of all engines."""
@@ -262,23 +262,46 @@ class FleetSleep(FleetState[SleepState]):
         """As `LLM.wake_up`."""
         return self._changed(lambda engine: engine.wake_up(tags))
 
+    def pause(self, mode: str) -> None:
+        """As `LLM.pause`."""
+        self._changed(lambda engine: engine.pause(mode))
+
+    def resume(self) -> None:
+        """As `LLM.resume`. First ends a pause that waits, since it holds what is in force."""
+        with suppress(RuntimeError):  # of an engine that has ended
+            in_all(self._running(), EngineClient.resume)
+        with self.held() as served:
+            self.write(replace(served, pause_mode=None))
+            self._bring(self._running())
+
     def _changed(self, step: Callable[[EngineClient], dict[str, Any]]) -> Answers:
         """The step itself returns what is in force after it: there is nothing to stage."""
-        with self.held():
-            return self._change(
-                step, lambda own: (SleepState(own[0]["asleep"], own[0]["lacks_weights"]),) * 2
-            )[0]
+        with self.held() as served:
+
+            def after(answers: Answers) -> tuple[SleepState, SleepState]:
+                own = {name: answers[0][name] for name in vars(served) if name in answers[0]}
+                return (replace(served, **own),) * 2
+
+            return self._change(step, after)[0]
 
     @contextmanager
     def updating(self) -> Iterator[None]:
-        """Inside, the target's weights of all engines are replaced, and none begins to sleep."""
+        """Inside, the target's weights of all engines are replaced, and none begins to sleep. If
+        that fails, all engines lack weights that did so before."""
         with self.held() as served:
-            yield
-            if served.lacks_weights:
+            try:
+                yield
                 self.write(replace(served, lacks_weights=False))
+            finally:
+                self._bring(self._running())
+
+    def _keep(self, served: SleepState, engine: EngineClient) -> dict[str, Any]:
+        if served.pause_mode is None:
+            engine.resume()  # a pause may wait for requests, and the next step for it
+        return super()._keep(served, engine)
 
     def _plain(self, served: SleepState) -> Sequence[Any]:
-        return served.asleep, served.lacks_weights
+        return served.asleep, served.lacks_weights, served.pause_mode
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -48,12 +48,13 @@ class Replicas:
         self._paths = paths
         self._timeout = timeout
         self._router = PrefixRouter(len(paths), args.kv_cache_config.tokens_per_block)
-        self._clients: dict[int, EngineClient] = {}
+        self._clients: dict[int, EngineClient] = {}  # which get requests
+        self._connected: dict[int, EngineClient] = {}  # and those that are about to get some
         draft = str(getattr(args.speculative_config, "speculative_model", ""))
-        self._draft = FleetDraft(paths, draft, self.running_engines)
-        self._target = FleetTarget(paths, args.model, self.running_engines)
-        self._sleep = FleetSleep(paths[0], self.running_engines)
-        self.adapters = FleetAdapters(paths[0], self.running_engines)
+        self._draft = FleetDraft(paths, draft, self._changing)
+        self._target = FleetTarget(paths, args.model, self._changing)
+        self._sleep = FleetSleep(paths[0], self._changing)
+        self.adapters = FleetAdapters(paths[0], self._changing)
         self._first = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._is_shut_down = False
@@ -138,11 +139,11 @@ class Replicas:
 
     def pause(self, mode: str) -> None:
         """As `LLM.pause`, of all engines."""
-        in_all(self.running_engines(), lambda engine: engine.pause(mode))
+        self._sleep.pause(mode)
 
     def resume(self) -> None:
         """As `LLM.resume`."""
-        in_all(self.running_engines(), EngineClient.resume)
+        self._sleep.resume()
 
     def sleep(self, level: int) -> list[dict[str, Any]]:
         """As `LLM.sleep`, of all engines."""
@@ -166,15 +167,20 @@ class Replicas:
         self._is_shut_down = True
         for task in self._tasks:
             task.cancel()
-        for client in self._clients.values():
+        for client in self._connected.values():
             client.shutdown()
 
     def running_engines(self) -> list[EngineClient]:
+        """Those that get requests."""
         return list(self._running().values())
 
     def _running(self) -> dict[int, EngineClient]:
         """By number, in order."""
-        return {number: each for number, each in sorted(self._clients.items()) if each.is_running}
+        return _that_run(self._clients)
+
+    def _changing(self) -> list[EngineClient]:
+        """Those that run and those that are about to get requests."""
+        return list(_that_run(self._connected).values())
 
     def _routable(self) -> dict[int, EngineClient]:
         """The engines that answer, or else those that run. Raises RuntimeError if there is none."""
@@ -205,7 +211,8 @@ class Replicas:
             await asyncio.sleep(RETRY_SECONDS)
 
     async def _use(self, number: int, connection: EngineConnection, limits: RequestLimits) -> None:
-        """An engine gets requests once it has the weights and adapters in force."""
+        """An engine gets requests once it has the weights and adapters in force, and sleeps or is
+        paused as the others."""
         if not hasattr(self, "_intake"):
             self.max_seq_len = limits.max_seq_len
             self._intake = Intake(self.args, self._tokenizer, limits)
@@ -223,14 +230,17 @@ class Replicas:
             partial(_in_thread, self._draft.swap_back),
             f"engine {number}",
         )
+        self._connected[number] = client
         await asyncio.to_thread(self._target.settle, client)
-        if (mode := self.pause_mode) is not None:
-            await asyncio.to_thread(client.pause, mode)
-        joins = partial(self._clients.__setitem__, number, client)
-        await asyncio.to_thread(self.adapters.settle, client, joins)
-        _in_thread(self._sleep.settle, client)
+        await asyncio.to_thread(self._sleep.settle, client)
+        await asyncio.to_thread(self.adapters.settle, client)
+        self._clients[number] = client
         _in_thread(self._draft.settle, client)
         self._first.set()
+
+
+def _that_run(clients: Mapping[int, EngineClient]) -> dict[int, EngineClient]:
+    return {number: each for number, each in sorted(clients.items()) if each.is_running}
 
 
 def _in_thread(function: Callable[..., None], *arguments: Any) -> None:
