@@ -33,7 +33,7 @@ for model, config, reason in {cases}:
 def loaded_after(code: str) -> list[str]:
     """Which of HEAVY a new interpreter has loaded after running `code`."""
     command = [sys.executable, "-c", code + "\n" + PRINT_LOADED]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stderr) == (0, "")
     return list(json.loads(done.stdout.splitlines()[-1]))
 
