@@ -1,6 +1,5 @@
 """Writes docs/options.md from the configuration models and the command lines (`make docs`)."""
 
-import ast
 import inspect
 import json
 import math
@@ -18,6 +17,7 @@ from pydantic.fields import FieldInfo
 from tllm_spec.cli import bench, serve
 from tllm_spec.cli.serve_options import COMMON
 from tllm_spec.config.adaptive_config import AdaptiveConfig, CostModelOptions, EmaOptions
+from tllm_spec.config.config_base import option_texts
 from tllm_spec.config.draft_tree_config import (
     DraftTreeDecodingConfig,
     SAEnhancerConfig,
@@ -143,27 +143,21 @@ def model_rows(model: type[BaseModel], *, own: bool = False) -> Iterable[Row]:
             continue
         default = "required" if field.is_required() else shown(field.default)
         values = kind_of(field.annotation, limits(field.annotation, *field.metadata))
-        yield f"`{name}`", values, default, one_line(field.description)
+        yield f"`{name}`", values, default, one_line(option_texts(model).get(name))
 
 
 def sampling_rows(kind: type) -> Iterable[Row]:
     """The fields of a dataclass, each described by the string that follows it."""
-    hints, texts = get_type_hints(kind), docstrings(kind)
+    hints, texts = get_type_hints(kind), option_texts(kind)
     for field in fields(kind):
         bounds = Limits(*(NUMBERS.get(field.name) or INTEGERS.get(field.name) or ()))
         default = "–" if field.default is MISSING else shown(field.default)
-        yield f"`{field.name}`", kind_of(hints[field.name], bounds), default, texts[field.name]
-
-
-def docstrings(kind: type) -> dict[str, str]:
-    """The strings that follow the fields of a class, each in one line."""
-    (tree,) = ast.parse(inspect.getsource(kind)).body
-    assert isinstance(tree, ast.ClassDef)
-    texts: dict[str, str] = {}
-    for node, after in zip(tree.body, tree.body[1:], strict=False):
-        if isinstance(node, ast.AnnAssign) and isinstance(after, ast.Expr):
-            texts[ast.unparse(node.target)] = one_line(ast.literal_eval(after.value))
-    return texts
+        yield (
+            f"`{field.name}`",
+            kind_of(hints[field.name], bounds),
+            default,
+            one_line(texts[field.name]),
+        )
 
 
 def command_parts(name: str, command: click.Command, level: int) -> Iterable[str]:

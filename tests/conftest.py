@@ -168,6 +168,18 @@ def quiet_progress() -> Iterator[None]:
     logging.getLogger("tllm_spec.progress").setLevel(logging.NOTSET)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def few_timed_rounds() -> Iterator[None]:
+    """No test depends on how long rounds take. Without CUDA graphs an adaptive engine would run
+    each of a hundred rounds four times at its start, which takes longer than most tests."""
+    import torch
+
+    with pytest.MonkeyPatch.context() as patch:
+        if not torch.cuda.is_available():
+            patch.setattr("tllm_spec.executor.graphs.slot_graphs.TIMED_RUNS", 1)
+        yield
+
+
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model with 64 tokens."""

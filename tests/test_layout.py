@@ -181,6 +181,7 @@ def imported_modules(path: Path) -> Iterator[str]:
         yield from (name for name in names if name.split(".")[0] == "tllm_spec")
 
 
+@cache
 def entry_and_floor(module: str) -> tuple[str, int]:
     """The entry of FLOORS that the module belongs to, and its floor (0 is the top); -1 = it has no
     place."""

@@ -85,6 +85,7 @@ def text_with_copies(chance: Random, share: float) -> list[int]:
     return text
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("share", [0.0, 0.05, 0.2, 0.6])
 def test_looks_at_some_tokens_tell_how_many_tokens_a_round_would_have(share: float) -> None:
     text, depths = text_with_copies(Random(8), share), {1: 1, 2: DEPTH}
@@ -149,6 +150,7 @@ def options_of(kind: str, tiny_draft: Path, head: Path, **own: Any) -> dict[str,
     return one_model(tiny_draft, head, kind, adaptive=adaptive, sa_config={}, **own)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("temperature", [None, 0.05])
 @pytest.mark.parametrize("kind", ["SA", "eagle3", "draft_target"])
 def test_where_texts_repeat_themselves_copied_drafts_start_without_a_probe(

@@ -1,7 +1,5 @@
 """How an executor ends, by a shutdown or a fault, and that no caller waits forever."""
 
-import subprocess
-import sys
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -375,16 +373,6 @@ def test_when_the_executor_dies_no_caller_waits_forever(model: Path) -> None:
         for question in (lambda: llm.generate_async(GOOD[0], PARAMS), llm.server_info):
             with pytest.raises(RuntimeError, match="has died: RuntimeError: not to be freed"):
                 question()
-
-
-def test_a_program_that_forgets_to_shut_down_still_ends_well(model: Path) -> None:
-    code = f"""
-from tllm_spec.llm import LLM
-llm = LLM({str(model)!r}, skip_tokenizer_init=True, max_batch_size=8)
-next(llm.generate_async([1, 2, 3], {{"max_tokens": 400}}, streaming=True))
-"""
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert (ended.returncode, ended.stderr) == (0, "")
 
 
 def test_shutting_down_ends_what_is_running(model: Path) -> None:

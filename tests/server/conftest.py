@@ -1,5 +1,6 @@
 """A server over an LLM with known answers, and two clients."""
 
+import ssl
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -15,10 +16,13 @@ from tests.server.http_answers import SECONDS, Post
 
 @pytest.fixture(autouse=True, scope="session")
 def patience() -> Iterator[None]:
-    """On a machine with much else to do an answer may take longer than httpx's five seconds."""
+    """On a machine with much else to do an answer may take longer than httpx's five seconds. And
+    httpx would read the certificates of all authorities for each request, which takes longer than
+    most of these tests."""
+    options = {"timeout": SECONDS, "verify": ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)}
     with pytest.MonkeyPatch.context() as patch:
         for name in ("get", "post", "request", "stream"):
-            patch.setattr(httpx, name, partial(getattr(httpx, name), timeout=SECONDS))
+            patch.setattr(httpx, name, partial(getattr(httpx, name), **options))
         yield
 
 

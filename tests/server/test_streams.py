@@ -5,6 +5,7 @@ import json
 import logging
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -185,10 +186,13 @@ def test_a_cache_without_room_for_two_tokens_is_refused_at_the_start() -> None:
         LLM("zoo:llama", **OPTIONS, kv_cache_config=cache, speculative_config=DRAFTED)
 
 
-def test_the_engine_with_the_smallest_cache_limits_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_engine_with_the_smallest_cache_limits_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ended = SimpleNamespace(is_running=False)
     monkeypatch.setattr("tllm_spec.server.replicas.EngineClient", lambda *arguments: ended)
-    replicas = Replicas(LlmArgs.from_kwargs("zoo:llama"), load_tokenizer("zoo:llama"), ["a"], None)
+    args, paths = LlmArgs.from_kwargs("zoo:llama"), [str(tmp_path / "a")]
+    replicas = Replicas(args, load_tokenizer("zoo:llama"), paths, None)
     connection: Any = None
     first = RequestLimits(512, (), 300, 0, None)
     for number, length in enumerate((300, 200, 250)):

@@ -15,7 +15,7 @@ from tllm_spec.executor.request import LlmRequest
 from tllm_spec.recording.traffic_folder import TrafficFolder
 
 RUN = "--unroll 3 --batch_tokens 256 --device cpu"
-NUM_TEXTS, OUTPUT_LEN = 60, 24
+OUTPUT_LEN = 24
 
 
 def train(model: Path, data: Path, output: Path, more: str) -> Result:
@@ -35,11 +35,9 @@ def run(model: Path, adapter: Path, number: int, head: Path | None = None) -> li
     return requests
 
 
-@pytest.fixture(scope="module")
-def head(model: Path, traffic: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def write_head(model: Path, traffic: Path, output: Path, num_steps: int) -> Path:
     """One that was trained for the target without adapters."""
-    output = tmp_path_factory.mktemp("heads") / "head"
-    more = "--steps 40 --learning_rate 2e-3 --draft_vocab_size 16"
+    more = f"--steps {num_steps} --learning_rate 2e-3 --draft_vocab_size 16"
     assert train(model, traffic, output, more).exit_code == 0
     return output
 
@@ -53,12 +51,10 @@ def style(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_adapter(folder, pairs, r=2, lora_alpha=1.5)
 
 
-@pytest.fixture(scope="module")
-def recorded(model: Path, style: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def record(model: Path, style: Path, folder: Path, number: int) -> Path:
     """Texts of two adapters."""
-    folder = tmp_path_factory.mktemp("of_style")
-    folder.chmod(0o700)
-    requests = run(model, style, NUM_TEXTS)
+    folder.mkdir(mode=0o700)
+    requests = run(model, style, number)
     records = [
         counted(0, len(request.tokens) - OUTPUT_LEN, OUTPUT_LEN).model_copy(
             update={
@@ -77,8 +73,10 @@ def recorded(model: Path, style: Path, tmp_path_factory: pytest.TempPathFactory)
 
 @pytest.mark.slow
 def test_more_drafts_of_the_adapters_requests_are_accepted(
-    model: Path, head: Path, style: Path, recorded: Path
+    model: Path, traffic: Path, style: Path, tmp_path: Path
 ) -> None:
+    head = write_head(model, traffic, tmp_path / "head", 40)
+    recorded = record(model, style, tmp_path / "recorded", 60)
     before = run(model, style, 12, head)
     more = f"--adapter style={style} --rank 4 --init {head} --steps 60 --checkpoint_steps 20"
     result = train(model, recorded, style / "draft", more)
@@ -96,6 +94,16 @@ def test_more_drafts_of_the_adapters_requests_are_accepted(
     assert f"Serve it as {style}/draft, loaded with the adapter style" in result.output
 
 
+@pytest.fixture(scope="module")
+def to_refuse(
+    model: Path, traffic: Path, style: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Path]:
+    """A head, and texts."""
+    folder = tmp_path_factory.mktemp("to_refuse")
+    head = write_head(model, traffic, folder / "head", 1)
+    return head, record(model, style, folder / "recorded", 9)
+
+
 @pytest.mark.parametrize(
     ("more", "reason"),
     [
@@ -108,8 +116,9 @@ def test_more_drafts_of_the_adapters_requests_are_accepted(
     ],
 )
 def test_what_cannot_be_trained_is_refused(
-    more: str, reason: str, model: Path, head: Path, style: Path, recorded: Path, tmp_path: Path
+    more: str, reason: str, model: Path, style: Path, to_refuse: tuple[Path, Path], tmp_path: Path
 ) -> None:
+    head, recorded = to_refuse
     given = more.format(style=style, head=head) + " --steps 1"
     result = train(model, recorded, tmp_path, given)
     assert result.exit_code == 1 and reason in result.output

@@ -20,7 +20,7 @@ from pydantic.fields import FieldInfo
 
 from tllm_spec.cli.version import Decorator, flag, option, together
 from tllm_spec.config.adaptive_config import AdaptiveConfig
-from tllm_spec.config.config_base import ConfigError, ConfigModel
+from tllm_spec.config.config_base import ConfigError, ConfigModel, option_texts
 from tllm_spec.config.llm_args import LlmArgs, overlay
 from tllm_spec.config.neighbours import SHORT_FLAGS
 from tllm_spec.config.option_checks import absent_reason, read_value, refusals, row_of, shown
@@ -188,9 +188,11 @@ def llm_options(*flags: str) -> Decorator:
 def _declared(names: str) -> Decorator:
     words = names.split()
     name = words[0].removeprefix("--") if words[-1].startswith("--") else words[-1]
-    field = _field_of(name)
-    assert field is not None and field.description is not None
-    text = " ".join(field.description.split()).replace("`", "")
+    *nested, last = _path_of(name).split(".")
+    owner: Any = LlmArgs
+    for part in nested:
+        owner = owner.model_fields[part].annotation
+    field, text = owner.model_fields[last], option_texts(owner)[last].replace("`", "")
     annotation = repr(field.annotation)  # also of an option that may be null
     kinds = (each for each in (bool, int, float) if re.search(rf"\b{each.__name__}\b", annotation))
     if (kind := next(kinds, str)) is bool:

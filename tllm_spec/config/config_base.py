@@ -3,9 +3,12 @@ mistakes of a configuration in one readable error."""
 
 from __future__ import annotations
 
+import ast
+import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
+from itertools import pairwise
 from typing import Annotated, Any, ClassVar, TypeVar, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
@@ -25,6 +28,7 @@ from tllm_spec.config.option_checks import (
 PathText = Annotated[
     str, BeforeValidator(lambda path: os.fspath(path) if isinstance(path, os.PathLike) else path)
 ]
+PACKAGE = f"{__name__.partition('.')[0]}."
 # Options whose keys are batch sizes.
 NUMBERED = frozenset({"adaptive", "draft_len_schedule"})
 
@@ -48,15 +52,29 @@ class ConfigError(ValueError):
         self.lines = lines
 
 
+@cache
+def option_texts(kind: type) -> dict[str, str]:
+    """The strings that follow the fields of a class and of its bases, each in one line. Pydantic's
+    `use_attribute_docstrings` would read the sources whenever a process imports the classes."""
+    found = dict[str, str]()
+    for base in reversed([each for each in kind.__mro__ if each.__module__.startswith(PACKAGE)]):
+        (tree,) = ast.parse(inspect.getsource(base)).body
+        assert isinstance(tree, ast.ClassDef)
+        for node, after in pairwise(tree.body):
+            if isinstance(node, ast.AnnAssign) and isinstance(after, ast.Expr):
+                text = ast.literal_eval(after.value)
+                found[ast.unparse(node.target)] = " ".join(text.split())
+    return found
+
+
 class ConfigModel(BaseModel):
     """A configuration object. Its constructor raises ConfigError, which names key and value of
     every mistake.
 
-    The text after a field describes the option. `docs/options.md` is generated from these texts."""
+    The text after a field describes the option (`option_texts`). `docs/options.md` is generated
+    from these texts."""
 
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True
-    )
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     renamed: ClassVar[Mapping[str, Renamed]] = {}  # the neighbours' names of options
     ignored: ClassVar[Ignored] = {}  # the neighbours' options without effect

@@ -271,7 +271,7 @@ class AutoDecodingConfig(ConfigModel):
     """The engine chooses all options of `speculative_config`: docs/auto.md says how. Those that
     are given next to it replace what it chooses."""
 
-    model_config = ConfigDict(extra="allow", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="allow", frozen=True)
 
     decoding_type: Literal["AUTO"] = "AUTO"
     """The engine chooses. In TensorRT-LLM it means NGram with drafts by the batch size."""

@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 load_logger = logging.getLogger("tllm_spec.load")
 
 TICK_SECONDS = 1.0
-LAST_SECONDS = 1.0  # to send what is left at the end
+LAST_SECONDS, POLL_SECONDS = 1.0, 0.01  # to send what is left at the end
 
 
 def log_load(last: Load, load: Load, seconds: float) -> None:
@@ -90,7 +90,7 @@ class EngineLoop:
         await asyncio.wait([reporting])
         deadline = monotonic() + LAST_SECONDS
         while any(link.has_backlog for link in self._links) and monotonic() < deadline:
-            await asyncio.sleep(LAST_SECONDS / 100)
+            await asyncio.sleep(POLL_SECONDS)
 
     def _accept(self) -> None:
         connection, _ = self._listener.accept()
