@@ -1,6 +1,7 @@
 """The adapters of a target (LoRA): which of its linear layers take them, and the tensors of all
 slots that they fill."""
 
+from collections import Counter
 from collections.abc import Collection, Iterator
 
 import torch
@@ -120,7 +121,10 @@ class AdapterTables:
 
     def check(self, adapter: Adapter) -> None:
         """Raises ValueError, with all reasons, for an adapter that does not fit the model."""
-        misfits = ((name, self._misfit(name, pair)) for name, pair in self._single(adapter))
+        pairs = list(self._single(adapter))
+        misfits = [(name, self._misfit(name, pair)) for name, pair in pairs]
+        numbers = Counter(name for name, _ in pairs)
+        misfits += [(name, "is there twice") for name in numbers if numbers[name] > 1]
         if reasons := [f"{name} {reason}" for name, reason in misfits if reason]:
             raise ValueError(
                 f"the adapter does not fit {self._model.config.architecture}: {listed(reasons)}"
