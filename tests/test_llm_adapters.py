@@ -150,6 +150,8 @@ def test_adapters_of_the_options_are_loaded_at_the_start(tiny: Path, adapters: P
     own = {"lora_dir": str(adapters / "a"), "lora_target_modules": ["attn_q", "v_proj"]}
     with pytest.raises(ValueError, match="lora_target_modules does not have 'o_proj'"):
         make_llm(tiny, lora_config=own)
+    with pytest.raises(ValueError, match="no layers for adapters that are named 'attn_qkv'"):
+        make_llm(tiny, lora_config=own | {"lora_target_modules": ["q_proj", "attn_qkv"]})
     folders = [adapters / "a", adapters / "b"]
     with make_llm(tiny, lora_config=LoraConfig(lora_dir=folders, max_lora_rank=4)) as llm:
         assert [(each.name, each.rank) for each in llm.adapters] == [("a", 4), ("b", 4)]

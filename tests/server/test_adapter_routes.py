@@ -309,6 +309,8 @@ def test_a_request_does_not_get_an_adapter_that_has_just_become_another_clients(
         (("--lora_root", ".", "--lora_key", "x"), "--lora_key x is not the name of a key"),
         (("--lora_clients", "a=carol"), "--lora_clients a=carol: ADAPTER=KEYNAME is needed"),
         (("--lora_root", ".", "--lora_auto_load"), "--lora_root: lora_config (--enable_lora)"),
+        (("--lora_modules", "zoo:llama=x"), "lora_dir: 'zoo:llama' is the model's own name"),
+        (("--lora_modules", "/x/a", "--served_model_name", "a"), "'a' is the model's own name"),
     ],
 )
 def test_flags_that_nobody_may_use_stop_the_start(flags: tuple[str, ...], why: str) -> None:

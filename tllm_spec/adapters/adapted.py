@@ -35,6 +35,11 @@ UNSERVED = {
 }
 
 
+def kind_of(module: str) -> str:
+    """What `lora_target_modules` calls it."""
+    return EXPERTS if f".{EXPERTS}." in module else module.rpartition(".")[2]
+
+
 class AdapterTables:
     """Installed into a model whose weights are loaded: wraps its linear layers, and reserves
     `num_slots` adapters of up to `max_rank` for the targets.
@@ -92,10 +97,17 @@ class AdapterTables:
                 yield form
 
     def _takes(self, module: str) -> bool:
-        if f".{EXPERTS}." in module:
-            return self._targets is not None and EXPERTS in self._targets
-        last = module.rpartition(".")[2]
-        return last not in UNSERVED and (self._targets is None or last in self._targets)
+        kind = kind_of(module)
+        is_target = kind != EXPERTS if self._targets is None else kind in self._targets
+        return is_target and kind not in UNSERVED
+
+    def check_targets(self) -> None:
+        """Raises ValueError for targets that the model does not have."""
+        if lacking := {*(self._targets or ())} - {kind_of(name) for name in self._pair_slots}:
+            raise ValueError(
+                f"lora_config.lora_target_modules: {self._model.config.architecture} has no layers "
+                f"for adapters that are named {listed(sorted(map(repr, lacking)))}"
+            )
 
     @property
     def num_bytes(self) -> int:
@@ -147,8 +159,8 @@ class AdapterTables:
             return f"has values beyond {most:g}, of the model's type" if is_large else ""
         if name not in self._known or last in UNSERVED:
             return UNSERVED.get(last, "is no linear layer of the model")
-        own = f"{EXPERTS!r}, which are many" if f".{EXPERTS}." in name else repr(last)
-        return f"is left out: lora_target_modules does not have {own}"
+        which = ", which are many" if (kind := kind_of(name)) == EXPERTS else ""
+        return f"is left out: lora_target_modules does not have {kind!r}{which}"
 
     def _single(self, adapter: Adapter) -> Iterator[tuple[str, LowRank]]:
         """The adapter's modules under the model's names, with matrices of single experts. Those of
