@@ -41,6 +41,14 @@ def scales_of(folder: Path, **config: Any) -> tuple[float, float]:
         ({"alpha_pattern": {"v_proj": 1.0}}, (2, 0.5)),
         ({"alpha_pattern": {"layers.1.*": 3, "v_proj": 1}}, (2, 1.5)),
         ({"alpha_pattern": {"proj": 3, "^model.layers.0.self_attn.q_proj": 6}}, (1.5, 4)),
+        (
+            {
+                "target_modules": ["v_proj"],
+                "target_parameters": ["q_proj.weight"],
+                "alpha_pattern": {"q_proj": 3, "q_proj.weight": 6},
+            },
+            (1.5, 4),
+        ),
     ],
     ids=str,
 )

@@ -185,11 +185,10 @@ class AdapterTables:
         if kind == "gate_up_proj":
             shape = 2 * moe.intermediate_size, moe.hidden_size
         a, b, found = pair.a, pair.b, (pair.b.shape[1], pair.a.shape[2])
-        has_inputs_first = is_mixed or names.inputs_first
-        if len(a) != moe.num_experts or (found[0] == found[1] and not has_inputs_first):
+        if len(a) != moe.num_experts or (found[0] == found[1] and not is_mixed):
             yield name, pair
             return
-        if found == shape[::-1] and not has_inputs_first:
+        if found == shape[::-1] and not is_mixed:
             a, b = b.mT, a.mT
         inner = moe.intermediate_size
         parts = {names.gate: slice(inner), names.up: slice(inner, None)}

@@ -217,11 +217,13 @@ class _Rules:
         self, module: str, tensors: Mapping[str, str], reasons: list[str], digest: Any
     ) -> LowRank:
         """The matrices, checked; in the digest, too."""
-        rank = self._of(module, "rank_pattern", self._config.get("r", 8))
-        alpha = self._of(module, "alpha_pattern", self._config.get("lora_alpha", 8))
+        weight = f"{module}.weight"  # where this is the parameter, patterns are for its name
+        own = weight if self._is_parameter(weight) else module
+        rank = self._of(own, "rank_pattern", self._config.get("r", 8))
+        alpha = self._of(own, "alpha_pattern", self._config.get("lora_alpha", 8))
         scale = alpha / (math.sqrt(rank) if self._config.get("use_rslora") else rank)
         is_parameter = self._is_parameter(module)
-        if not is_parameter and not self._is_target(module):
+        if not (is_parameter or own == weight or self._is_target(module)):
             reasons.append(f"{module} is named by neither target_modules nor target_parameters")
         slices = [self._checkpoint.get_slice(tensors[side]) for side in "AB"]
         a_shape, b_shape = (each.get_shape() for each in slices)
