@@ -30,12 +30,13 @@ class FakeEngine:
 
     def __init__(self) -> None:
         self.loaded: dict[str, str] = {}  # hashes by name
+        self.busy = {"busy"}
 
     def step(self, part: str, step: str, *given: Any) -> dict[str, Any]:
         steps: dict[str, Callable[..., dict[str, Any]]] = {
             "stage": self.stage,
             "keep": self.keep,
-            "idle": lambda: {"names": [each for each in self.loaded if each != "busy"]},
+            "idle": lambda: {"names": [each for each in self.loaded if each not in self.busy]},
         }
         assert part == "adapters"
         return steps[step](*given)
@@ -242,6 +243,10 @@ def test_adapters_that_requests_have_loaded_make_room_for_others(
             assert site.use(name).status_code == 200
         assert [*site.engine.loaded] == ["kept", "busy", "a"]
         assert site.use(BAD).status_code == 400 and [*site.engine.loaded] == ["kept", "busy", "a"]
+        site.engine.busy.add("a")
+        refused = site.use("b")
+        assert refused.status_code == 503 and "requests use all of" in error_of(refused)
+        assert [*site.engine.loaded] == ["kept", "busy", "a"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
