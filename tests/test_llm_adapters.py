@@ -21,6 +21,7 @@ from tllm_spec.executor.resources.radix import block_hashes
 from tllm_spec.llmapi import LoRARequest as OfLlmapi
 from tllm_spec.lora_request import AdapterInfo, UnknownAdapter, salt_of
 from tllm_spec.outputs import RequestOutput
+from tllm_spec.recording import replay as recorded
 from tllm_spec.recording.replay import replay
 from tllm_spec.recording.traffic_folder import read_records
 from tllm_spec.request_errors import RequestError
@@ -150,6 +151,8 @@ def test_adapters_of_the_options_are_loaded_at_the_start(tiny: Path, adapters: P
     own = {"lora_dir": str(adapters / "a"), "lora_target_modules": ["attn_q", "v_proj"]}
     with pytest.raises(ValueError, match="lora_target_modules does not have 'o_proj'"):
         make_llm(tiny, lora_config=own)
+    with pytest.raises(ValueError, match="no layers for adapters that are named 'attn_qkv'"):
+        make_llm(tiny, lora_config=own | {"lora_target_modules": ["q_proj", "attn_qkv"]})
     folders = [adapters / "a", adapters / "b"]
     with make_llm(tiny, lora_config=LoraConfig(lora_dir=folders, max_lora_rank=4)) as llm:
         assert [(each.name, each.rank) for each in llm.adapters] == [("a", 4), ("b", 4)]
@@ -223,3 +226,21 @@ def test_a_replay_reads_the_texts_with_their_adapters(
         found.append(replay(records, LlmArgs.from_kwargs(tiny, **options | drafting)))
     assert found[0].requests == served and not found[0].simulated
     assert found[1].simulated == ["some requests had a LoRA adapter that lora_dir does not have"]
+
+
+def test_a_replay_shares_n_grams_only_between_requests_with_the_same_adapter(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = {"decoding_type": "NGram", "max_draft_len": 3, "is_public_pool": True}
+    options = {"skip_tokenizer_init": True, "max_batch_size": 1, "speculative_config": spec}
+    with make_llm(tiny, record_traffic=str(tmp_path), **options) as llm:
+        text(llm)
+    monkeypatch.setattr(recorded, "MAX_BATCH_SIZE", 1)
+    [record] = read_records(tmp_path)
+    args = LlmArgs.from_kwargs(tiny, **options)
+    adapted = record.model_copy(update={"adapter": "a@hash"})
+    same = replay([record, record], args).requests
+    other = replay([record, adapted], args).requests
+    both = replay([adapted, adapted], args).requests
+    assert same[1].num_accepted_tokens > same[0].num_accepted_tokens
+    assert (other[1], both[1]) == (other[0], same[1])

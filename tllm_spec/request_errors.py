@@ -28,6 +28,10 @@ class GrammarsUnavailable(RuntimeError):
     """Grammars cannot be compiled, while everything else is served."""
 
 
+class AdaptersInUse(RuntimeError):
+    """No adapter can make room for another one before requests end."""
+
+
 class ContextLengthExceeded(RequestError):
     """The prompt is longer than the model's context."""
 

@@ -191,6 +191,7 @@ def _adapter_slots(
             f"max_lora_rank = {config.max_lora_rank}; lower one of them, or name fewer layers in "
             "lora_target_modules"
         ) from error
+    tables.check_targets()
     num_bytes = tables.num_bytes + (of_draft.num_bytes if of_draft is not None else 0)
     logger.info(
         "LoRA: %d bytes for each of %d adapters up to rank %d",

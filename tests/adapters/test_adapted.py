@@ -170,8 +170,14 @@ STACKS: dict[str, Callable[[Path], object]] = {
     "gpt-oss": save_gpt_oss,
     "qwen 3 moe": tiny("Qwen3Moe", **EXPERTS),
     "deepseek v3": partial(save_deepseek, architecture="DeepseekV3"),
+    "llama 4": save_llama4,
 }
-SIZES_OF_EXPERTS = {"gpt-oss": (6, 64, 96), "qwen 3 moe": (8, 64, 48), "deepseek v3": (8, 64, 24)}
+SIZES_OF_EXPERTS = {
+    "gpt-oss": (6, 64, 96),
+    "qwen 3 moe": (8, 64, 48),
+    "deepseek v3": (8, 64, 24),
+    "llama 4": (4, 64, 48),
+}
 
 
 @pytest.mark.parametrize("is_swapped", [False, True])
@@ -188,7 +194,8 @@ def test_parameters_with_all_experts_equal_the_merged_model(
     ):
         a = torch.randn(number * rank, inputs, generator=generator) * inputs**-0.5
         b = torch.randn(outputs, rank * number, generator=generator)
-        pairs[f"model.layers.1.mlp.experts.{kind}"] = a, b
+        layer = "feed_forward" if name == "llama 4" else "mlp"
+        pairs[f"model.layers.1.{layer}.experts.{kind}"] = a, b
     names = ["experts.gate_up_proj", "experts.down_proj"]
     config = {
         "target_modules": [],

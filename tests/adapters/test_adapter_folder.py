@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.adapters.folders import PREFIX, random_pairs, write_adapter
+from tests.adapters.folders import PREFIX, linear_shapes, random_pairs, write_adapter
 from tests.models.helpers import load, save_checkpoint
 from tllm_spec.adapters.adapted import AdapterTables
 from tllm_spec.adapters.adapter_folder import read_adapter
@@ -40,6 +41,14 @@ def scales_of(folder: Path, **config: Any) -> tuple[float, float]:
         ({"alpha_pattern": {"v_proj": 1.0}}, (2, 0.5)),
         ({"alpha_pattern": {"layers.1.*": 3, "v_proj": 1}}, (2, 1.5)),
         ({"alpha_pattern": {"proj": 3, "^model.layers.0.self_attn.q_proj": 6}}, (1.5, 4)),
+        (
+            {
+                "target_modules": ["v_proj"],
+                "target_parameters": ["q_proj.weight"],
+                "alpha_pattern": {"q_proj": 3, "q_proj.weight": 6},
+            },
+            (1.5, 4),
+        ),
     ],
     ids=str,
 )
@@ -88,7 +97,11 @@ def test_what_names_the_modules_or_is_off_or_of_training_is_accepted(
         ({"rank_pattern": {"v_proj": 0}}, "v_proj is 0; accepted is 1"),
         ({"rank_pattern": ["v_proj"]}, "rank_pattern is .* accepted is an object"),
         ({"lora_alpha": math.inf}, "lora_alpha is inf; accepted is a finite number"),
+        ({"lora_alpha": 10**400}, "lora_alpha is 1000.*; accepted is a finite number"),
+        ({"lora_alpha": 1e39}, "lora_alpha is 1e.39; accepted is a finite number"),
         ({"alpha_pattern": {"v_proj": "2"}}, "v_proj is '2'"),
+        ({"r": 9, "rank_pattern": {"r": 4}}, "r is 9; accepted is 1"),
+        ({"lora_alpha": "8", "alpha_pattern": {"lora_alpha": 8}}, "lora_alpha is '8'"),
         ({"use_rslora": 1}, "use_rslora is 1; accepted is true or false"),
         ({"target_modules": "(q_proj"}, "no regular expression"),
         ({"target_modules": 3}, "target_modules is 3"),
@@ -158,6 +171,10 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
         changed(lambda t: t.update({f"{PREFIX}lm_head.weight": torch.ones(4)})),
         "lm_head.weight' is no lora_A.weight",
     ),
+    "twice": (
+        changed(lambda t: t.update({A.removeprefix(PREFIX): t[A] * 3})),
+        f"q_proj has both {A.replace('.', '[.]')} and model.layers.0",
+    ),
     "no target": (
         changed(
             lambda t: t.update({key.replace("q_proj", "k_proj"): t[key] + 0 for key in (A, B)})
@@ -199,6 +216,20 @@ def test_an_adapter_that_does_not_fit_the_model_is_refused_with_all_reasons(
     adapter = read_adapter(write_adapter(tmp_path / "adapter", random_pairs(shapes)), 8)
     with pytest.raises(ValueError, match=reason):
         tables.check(adapter)
+
+
+@torch.inference_mode()
+def test_a_module_under_two_of_its_names_is_refused(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "base", "Mixtral")
+    stored = load_file(tmp_path / "base" / "model.safetensors")
+    shape = linear_shapes(stored, "layers.0.block_sparse_moe.experts.0.w1").popitem()[1]
+    names = [f"model.layers.0.{layer}.experts.0.w1" for layer in ("mlp", "block_sparse_moe")]
+    tables = AdapterTables(load(tmp_path / "base"), 1, 8, 8, ["experts"])
+    for number, reason in ((1, ""), (2, "w1 is there twice")):
+        pairs = random_pairs(dict.fromkeys(names[:number], shape))
+        adapter = read_adapter(write_adapter(tmp_path / "adapter", pairs), 8)
+        with pytest.raises(ValueError, match=reason) if reason else nullcontext():
+            tables.check(adapter)
 
 
 def test_the_hash_is_of_what_acts(tmp_path: Path) -> None:

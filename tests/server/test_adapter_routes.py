@@ -30,12 +30,13 @@ class FakeEngine:
 
     def __init__(self) -> None:
         self.loaded: dict[str, str] = {}  # hashes by name
+        self.busy = {"busy"}
 
     def step(self, part: str, step: str, *given: Any) -> dict[str, Any]:
         steps: dict[str, Callable[..., dict[str, Any]]] = {
             "stage": self.stage,
             "keep": self.keep,
-            "idle": lambda: {"names": [each for each in self.loaded if each != "busy"]},
+            "idle": lambda: {"names": [each for each in self.loaded if each not in self.busy]},
         }
         assert part == "adapters"
         return steps[step](*given)
@@ -242,6 +243,10 @@ def test_adapters_that_requests_have_loaded_make_room_for_others(
             assert site.use(name).status_code == 200
         assert [*site.engine.loaded] == ["kept", "busy", "a"]
         assert site.use(BAD).status_code == 400 and [*site.engine.loaded] == ["kept", "busy", "a"]
+        site.engine.busy.add("a")
+        refused = site.use("b")
+        assert refused.status_code == 503 and "requests use all of" in error_of(refused)
+        assert [*site.engine.loaded] == ["kept", "busy", "a"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -309,6 +314,8 @@ def test_a_request_does_not_get_an_adapter_that_has_just_become_another_clients(
         (("--lora_root", ".", "--lora_key", "x"), "--lora_key x is not the name of a key"),
         (("--lora_clients", "a=carol"), "--lora_clients a=carol: ADAPTER=KEYNAME is needed"),
         (("--lora_root", ".", "--lora_auto_load"), "--lora_root: lora_config (--enable_lora)"),
+        (("--lora_modules", "zoo:llama=x"), "lora_dir: 'zoo:llama' is the model's own name"),
+        (("--lora_modules", "/x/a", "--served_model_name", "a"), "'a' is the model's own name"),
     ],
 )
 def test_flags_that_nobody_may_use_stop_the_start(flags: tuple[str, ...], why: str) -> None:

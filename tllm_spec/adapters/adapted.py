@@ -1,6 +1,7 @@
 """The adapters of a target (LoRA): which of its linear layers take them, and the tensors of all
 slots that they fill."""
 
+from collections import Counter
 from collections.abc import Collection, Iterator
 
 import torch
@@ -32,6 +33,11 @@ UNSERVED = {
     "lm_head": "is the output layer, which is served without adapters",
     "fc": "fuses the target's hidden states, which is served without adapters",
 }
+
+
+def kind_of(module: str) -> str:
+    """What `lora_target_modules` calls it."""
+    return EXPERTS if f".{EXPERTS}." in module else module.rpartition(".")[2]
 
 
 class AdapterTables:
@@ -91,10 +97,17 @@ class AdapterTables:
                 yield form
 
     def _takes(self, module: str) -> bool:
-        if f".{EXPERTS}." in module:
-            return self._targets is not None and EXPERTS in self._targets
-        last = module.rpartition(".")[2]
-        return last not in UNSERVED and (self._targets is None or last in self._targets)
+        kind = kind_of(module)
+        is_target = kind != EXPERTS if self._targets is None else kind in self._targets
+        return is_target and kind not in UNSERVED
+
+    def check_targets(self) -> None:
+        """Raises ValueError for targets that the model does not have."""
+        if lacking := {*(self._targets or ())} - {kind_of(name) for name in self._pair_slots}:
+            raise ValueError(
+                f"lora_config.lora_target_modules: {self._model.config.architecture} has no layers "
+                f"for adapters that are named {listed(sorted(map(repr, lacking)))}"
+            )
 
     @property
     def num_bytes(self) -> int:
@@ -121,7 +134,10 @@ class AdapterTables:
 
     def check(self, adapter: Adapter) -> None:
         """Raises ValueError, with all reasons, for an adapter that does not fit the model."""
-        misfits = ((name, self._misfit(name, pair)) for name, pair in self._single(adapter))
+        pairs = list(self._single(adapter))
+        misfits = [(name, self._misfit(name, pair)) for name, pair in pairs]
+        numbers = Counter(name for name, _ in pairs)
+        misfits += [(name, "is there twice") for name in numbers if numbers[name] > 1]
         if reasons := [f"{name} {reason}" for name, reason in misfits if reason]:
             raise ValueError(
                 f"the adapter does not fit {self._model.config.architecture}: {listed(reasons)}"
@@ -144,8 +160,8 @@ class AdapterTables:
             return f"has values beyond {most:g}, of the model's type" if is_large else ""
         if name not in self._known or last in UNSERVED:
             return UNSERVED.get(last, "is no linear layer of the model")
-        own = f"{EXPERTS!r}, which are many" if f".{EXPERTS}." in name else repr(last)
-        return f"is left out: lora_target_modules does not have {own}"
+        which = ", which are many" if (kind := kind_of(name)) == EXPERTS else ""
+        return f"is left out: lora_target_modules does not have {kind!r}{which}"
 
     def _single(self, adapter: Adapter) -> Iterator[tuple[str, LowRank]]:
         """The adapter's modules under the model's names, with matrices of single experts. Those of
@@ -170,11 +186,10 @@ class AdapterTables:
         if kind == "gate_up_proj":
             shape = 2 * moe.intermediate_size, moe.hidden_size
         a, b, found = pair.a, pair.b, (pair.b.shape[1], pair.a.shape[2])
-        has_inputs_first = is_mixed or names.inputs_first
-        if len(a) != moe.num_experts or (found[0] == found[1] and not has_inputs_first):
+        if len(a) != moe.num_experts or (found[0] == found[1] and not is_mixed):
             yield name, pair
             return
-        if found == shape[::-1] and not has_inputs_first:
+        if found == shape[::-1] and not is_mixed:
             a, b = b.mT, a.mT
         inner = moe.intermediate_size
         parts = {names.gate: slice(inner), names.up: slice(inner, None)}

@@ -126,13 +126,13 @@ def _refused(config: Mapping[str, Any], max_rank: int, option: str) -> Iterator[
             yield f"{key} is {shown(value)}; it is served only if it is off"
     if type(config.get("use_rslora", False)) is not bool:
         yield f"use_rslora is {shown(config['use_rslora'])}; accepted is true or false"
-    ranks = {"r": config.get("r", 8), **_pattern(config, "rank_pattern")}
-    alphas = {"lora_alpha": config.get("lora_alpha", 8), **_pattern(config, "alpha_pattern")}
-    for key, rank in ranks.items():
+    ranks = ("r", config.get("r", 8)), *_pattern(config, "rank_pattern").items()
+    alphas = ("lora_alpha", config.get("lora_alpha", 8)), *_pattern(config, "alpha_pattern").items()
+    for key, rank in ranks:
         if type(rank) is not int or not 1 <= rank <= max_rank:
             yield f"{key} is {shown(rank)}; accepted is 1 to {option}, which is {max_rank}"
-    for key, alpha in alphas.items():
-        if type(alpha) not in (int, float) or not abs(alpha) < math.inf:
+    for key, alpha in alphas:
+        if type(alpha) not in (int, float) or not abs(alpha) <= torch.finfo(torch.float32).max:
             yield f"{key} is {shown(alpha)}; accepted is a finite number"
     yield from _bad_patterns(config)
 
@@ -173,14 +173,16 @@ class _Rules:
         for name in names:
             if (found := _TENSOR.match(name)) is None:
                 reasons.append(f"{shown(name)} is no lora_A.weight or lora_B.weight")
-            else:
-                modules[found[1].removeprefix(PREFIX)][found[2]] = name
+                continue
+            module = self._parameter(found[1].removeprefix(PREFIX))
+            if (other := modules[module].setdefault(found[2], name)) != name:
+                reasons.append(f"{module} has both {other} and {name}")
         for module, tensors in modules.items():
             if len(tensors) < 2:
                 reasons.append(f"{module} has no lora_{'B' if 'A' in tensors else 'A'}")
         if not names:
             reasons.append("there are no tensors")
-        return {self._parameter(module): found for module, found in modules.items()}
+        return modules
 
     def _parameter(self, module: str) -> str:
         """The name of the tensor that a module has, where it is a parameter with all experts. Of
@@ -215,11 +217,13 @@ class _Rules:
         self, module: str, tensors: Mapping[str, str], reasons: list[str], digest: Any
     ) -> LowRank:
         """The matrices, checked; in the digest, too."""
-        rank = self._of(module, "rank_pattern", self._config.get("r", 8))
-        alpha = self._of(module, "alpha_pattern", self._config.get("lora_alpha", 8))
+        weight = f"{module}.weight"  # where this is the parameter, patterns are for its name
+        own = weight if self._is_parameter(weight) else module
+        rank = self._of(own, "rank_pattern", self._config.get("r", 8))
+        alpha = self._of(own, "alpha_pattern", self._config.get("lora_alpha", 8))
         scale = alpha / (math.sqrt(rank) if self._config.get("use_rslora") else rank)
         is_parameter = self._is_parameter(module)
-        if not is_parameter and not self._is_target(module):
+        if not (is_parameter or own == weight or self._is_target(module)):
             reasons.append(f"{module} is named by neither target_modules nor target_parameters")
         slices = [self._checkpoint.get_slice(tensors[side]) for side in "AB"]
         a_shape, b_shape = (each.get_shape() for each in slices)

@@ -127,7 +127,8 @@ def main(
         flags = read_flags(llm_flags)
         args = read_args(model, flags, extra_llm_api_options)
         checked = options_of(server, host)
-        args = _with_bounded_lora(args, checked)
+        name = served_model_name or _name_of(args.model)
+        args = _with_bounded_lora(args, checked, name)
         if server["print_config"]:
             return _print_config(context, [*SERVE_NAMES, *server], args, flags.arguments)
         _check_mpirun(args.tensor_parallel_size)
@@ -146,7 +147,7 @@ def main(
         with _ending_mpirun():
             settings = ChildSettings(
                 llm=args.as_options(),
-                served_model_name=served_model_name or _name_of(args.model),
+                served_model_name=name,
                 engine_paths=[],
                 log_level=log_level,
                 log_format=server["log_format"],
@@ -211,13 +212,15 @@ def serve(settings: ChildSettings, listener: socket.socket, num_fronts: int) -> 
     return asyncio.run(supervisor.run())
 
 
-def _with_bounded_lora(args: LlmArgs, options: ServerOptions) -> LlmArgs:
+def _with_bounded_lora(args: LlmArgs, options: ServerOptions, model_name: str) -> LlmArgs:
     """The arguments with a limit on the adapters that clients have loaded. Raises ValueError for
-    adapters of an engine that has none."""
+    adapters of an engine that has none, and for one with the name of the model."""
     given = {"--lora_root": options.lora_root, "--lora_clients": options.lora_clients}
     if (lora := args.lora_config) is None:
         if names := " and ".join(name for name, value in given.items() if value):
             raise ValueError(f"{names}: lora_config (--enable_lora) is needed")
+    elif model_name in lora.lora_dir:
+        raise ValueError(f"lora_dir: {model_name!r} is the model's own name; NAME=FOLDER names one")
     elif options.lora_auto_load and lora.max_cpu_loras is None:
         most = max(AUTO_LOADED * lora.max_loras, lora.max_loras + len(lora.lora_dir))
         bounded = lora.model_copy(update={"max_cpu_loras": most})

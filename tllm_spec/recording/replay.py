@@ -324,6 +324,7 @@ def request_of(number: int, record: TrafficRecord, limits: RequestLimits) -> Llm
         arrival=number,
         max_tokens=min(record.max_tokens, limits.max_seq_len - len(record.prompt)),
         draft_limit=longest if wanted is None else min(wanted, longest),
+        cache_salt=record.adapter,  # apart from others, as served
         counters=DraftCounters(longest),
         draft_pause=RequestPause(limits.pause_patience),
         stop_checker=EndOfText(len(record.output)),

@@ -17,7 +17,12 @@ from weakref import WeakValueDictionary
 
 from fastapi.concurrency import run_in_threadpool
 
-from tllm_spec.request_errors import ContextLengthExceeded, EnginePaused, GrammarsUnavailable
+from tllm_spec.request_errors import (
+    AdaptersInUse,
+    ContextLengthExceeded,
+    EnginePaused,
+    GrammarsUnavailable,
+)
 from tllm_spec.sampling_params import RequestOptions, SamplingParams
 from tllm_spec.server.bodies import LONG_BODY
 from tllm_spec.server.guard import CLIENT_CLOSED_REQUEST
@@ -313,7 +318,7 @@ def engine_running() -> Iterator[None]:
     """Answers a RuntimeError inside, which says that the engine has ended, with 503."""
     try:
         yield
-    except (GrammarsUnavailable, EnginePaused) as error:
+    except (AdaptersInUse, EnginePaused, GrammarsUnavailable) as error:
         raise RequestRefused(503, str(error)) from error
     except RuntimeError as error:
         raise RequestRefused(503, f"{ENGINE_DOWN}: {error}") from error

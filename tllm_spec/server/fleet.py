@@ -22,6 +22,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 from tllm_spec.lora_request import AdapterInfo
 from tllm_spec.outputs import FIRST_VERSION
 from tllm_spec.recording.traffic_folder import take_lock
+from tllm_spec.request_errors import AdaptersInUse
 from tllm_spec.server.engine_client import EngineClient, in_all
 
 logger = logging.getLogger(__name__)
@@ -345,8 +346,8 @@ class FleetAdapters(FleetState[ServedAdapters]):
         """Loads an adapter, whose files must lie below the root. replaces: it may have the name of
         a loaded one, whose client it keeps unless it names another. most: where so many are loaded,
         one that a request has loaded and that is not in use makes room; None: none does. Raises
-        ValueError for a name in use and for a folder that does not fit, RuntimeError if an engine
-        does not answer. Then nothing has changed, but one may have made room."""
+        ValueError for a name in use and for a folder that does not fit, AdaptersInUse, RuntimeError
+        if an engine does not answer. Then nothing has changed, but one may have made room."""
         with self.held() as served:
             old = served.get(wanted.name)
             if old is not None and wanted.from_request:
@@ -374,13 +375,13 @@ class FleetAdapters(FleetState[ServedAdapters]):
     def _with_room(self, served: ServedAdapters, most: int | None) -> ServedAdapters:
         if most is None or len(served) < most:
             return served
+        loaded = {name for name, each in served.items() if each.from_request}
         idle = [each.step(self.part, "idle")["names"] for each in self._running()]
-        loaded = (name for name, each in served.items() if each.from_request)
-        leaving = {name for name in loaded if all(name in other for other in idle)}
-        if (
-            found := next((name for own in idle[:1] for name in own if name in leaving), None)
-        ) is None:
+        if not (loaded and idle):
             return served
+        leaving = loaded.intersection(*idle)
+        if (found := next((name for name in idle[0] if name in leaving), None)) is None:
+            raise AdaptersInUse(f"requests use all of max_cpu_loras = {most} adapters")
         return {name: each for name, each in served.items() if name != found}
 
     def unload(self, name: str) -> None:

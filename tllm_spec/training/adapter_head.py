@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from tllm_spec.adapters.adapted import kind_of
 from tllm_spec.adapters.adapter_folder import (
     CONFIG,
     DRAFT,
@@ -88,11 +89,9 @@ class TargetAdapter:
                 (folder / file).symlink_to((self.folder / file).resolve())
             if draft is not None:
                 (folder / DRAFT).symlink_to(draft.resolve())
-            names = {name.rpartition(".")[2] for name in self.adapter.pairs}
-            names |= {"experts" for name in self.adapter.pairs if ".experts." in name}
             yield {
                 "lora_dir": {self.name: str(folder)},
-                "lora_target_modules": sorted(names),
+                "lora_target_modules": sorted(set(map(kind_of, self.adapter.pairs))),
                 "max_lora_rank": self.adapter.rank,
                 "max_draft_lora_rank": rank,
                 "max_loras": 1,
