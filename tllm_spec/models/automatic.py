@@ -8,18 +8,20 @@ these options changes a text."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from operator import le
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from tllm_spec.config.config_base import plain
+from tllm_spec.config.draft_tree_config import MAX_BEAM_KEYS
 from tllm_spec.config.neighbours import AUTO, SPECULATIVE_RENAMED
 from tllm_spec.config.option_checks import with_our_names
 from tllm_spec.config.speculative_config import AutoDecodingConfig
 from tllm_spec.models.config_file import read_config
-from tllm_spec.models.draft_kind import TYPES, is_exported, kind_by, names_in
+from tllm_spec.models.draft_kind import TYPES, is_exported, kind_by, names_in, naming_draft
 from tllm_spec.zoo.registry import resolve_model
 
 logger = logging.getLogger(__name__)
@@ -41,7 +43,7 @@ def with_drafter(model: object, options: Mapping[str, Any]) -> dict[str, Any]:
     spec = options.get("speculative_config")
     if isinstance(spec, AutoDecodingConfig):
         spec = {"decoding_type": AUTO, **spec.as_options()}
-    elif spec == AUTO.lower():
+    elif str(spec).upper() == AUTO:
         spec = {"decoding_type": AUTO}
     if not isinstance(spec, Mapping):
         return dict(options)
@@ -52,7 +54,8 @@ def with_drafter(model: object, options: Mapping[str, Any]) -> dict[str, Any]:
     draft, given = named.pop("speculative_model", None), named.pop("decoding_type", None)
     if isinstance(given, str) and given.upper() == AUTO:
         try:
-            spec = _chosen(str(model), draft) | {key: plain(each) for key, each in named.items()}
+            own = {key: plain(each) for key, each in named.items()}
+            spec = _chosen(str(model), draft, own) | own
         except TypeError as error:
             raise ValueError(f"speculative_config: {error}") from None
         logger.info("AUTO stands for this configuration:\n%s", as_yaml(spec).rstrip())
@@ -81,35 +84,48 @@ def _type_of(folder: Path) -> str:
     return "PARD" if "pard_token" in config else "Draft_Target"
 
 
-def _chosen(model: str, draft: object) -> dict[str, Any]:
-    """What `AUTO` takes for a target and draft weights. Raises ValueError as `resolve_model`."""
+def _chosen(model: str, draft: object, own: Mapping[str, Any]) -> dict[str, Any]:
+    """What `AUTO` takes for a target and draft weights, within the limits of the user's own
+    options. Raises ValueError as `resolve_model`."""
     target, most = resolve_model(model), MAX_CHAIN
-    if draft is not None:
-        try:
-            folder = resolve_model(str(draft))
-            found: dict[str, Any] = {"decoding_type": _type_of(folder)}
+    with naming_draft():
+        folder = target if draft is None else resolve_model(str(draft))
+    if folder.samefile(target) and _has_modules(target):
+        found: dict[str, Any] = {"decoding_type": "MTP"}
+    elif draft is not None:
+        with naming_draft():
+            found = {"decoding_type": _type_of(folder), "speculative_model": str(draft)}
             block = read_config(folder).get("block_size")
-        except ValueError as error:
-            raise ValueError(f"speculative_config.speculative_model: {error}") from None
-        found["speculative_model"] = str(draft)
         if found["decoding_type"] == "DFlash":
             most = min(MAX_CHEAP_CHAIN, int(block or MAX_CHEAP_CHAIN + 1) - 1)
         elif found["decoding_type"] == "Draft_Target":
             found["draft_target_one_model"] = True
-    elif _has_modules(target):
-        found = {"decoding_type": "MTP"}
     else:
-        found = {"decoding_type": "SA", "max_draft_len": MAX_CHEAP_CHAIN}
-        return found | {"adaptive": {"candidate_steps": list(STEPS_OF_MATCHES)}}
-    return found | {"max_draft_len": most, "sa_config": {}} | _trees(most)
+        most = _limit(own, "max_draft_len", MAX_CHEAP_CHAIN)
+        found = {"decoding_type": "SA", "max_draft_len": most}
+        return found | {"adaptive": {"candidate_steps": _steps(STEPS_OF_MATCHES, most)}}
+    most = _limit(own, "max_draft_len", most)
+    return found | {"max_draft_len": most, "sa_config": {}} | _trees(most, own)
 
 
-def _trees(most: int) -> dict[str, Any]:
-    """Chains of up to so many drafts, and the trees that are no deeper."""
-    steps = [length for length in STEPS if length <= most]
-    names = ("max_draft_len", *LARGEST)
-    trees = [dict(zip(names, tree, strict=True)) for tree in TREES if tree[0] <= most]
-    if not trees:
+def _limit(own: Mapping[str, Any], name: str, usual: int) -> int:
+    """A number of the user's. A wrong one is refused later."""
+    given = own.get(name)
+    return given if type(given) is int and given > 0 else usual
+
+
+def _steps(steps: Iterable[int], most: int) -> list[int]:
+    return [*(length for length in steps if length < most), most]
+
+
+def _trees(most: int, own: Mapping[str, Any]) -> dict[str, Any]:
+    """Chains of up to so many drafts, and the trees that are no larger than the user's."""
+    steps, names = _steps(STEPS, most), ("max_draft_len", *LARGEST)
+    room = [_limit(own, name, usual) for name, usual in zip(LARGEST, TREES[-1][1:], strict=True)]
+    room[0] = min(room[0], MAX_BEAM_KEYS // most)
+    fitting = [tree for tree in TREES if all(map(le, tree, (most, *room)))]
+    trees = [dict(zip(names, tree, strict=True)) for tree in fitting]
+    if not trees or own.get("use_dynamic_tree") is False:
         return {"adaptive": {"candidate_steps": steps}}
     adaptive = {
         1: {"candidate_steps": steps, "candidate_trees": trees},
@@ -128,5 +144,5 @@ def _has_modules(target: Path) -> bool:
     names = names_in(target)
     if number is None:  # older files of Qwen3-Next
         return names is not None and "mtp.fc.weight" in names
-    prefixes = ("mtp.", f"model.layers.{flat['num_hidden_layers']}.")
+    prefixes = ("mtp.", f"model.layers.{flat.get('num_hidden_layers')}.")
     return bool(number) and (names is None or any(name.startswith(prefixes) for name in names))
