@@ -123,10 +123,7 @@ def test_what_it_chooses_follows_a_draft_length_next_to_it(
     assert max((tree.depth for tree in config.adaptive.trees), default=0) <= max_draft_len
 
 
-def test_trees_follow_the_options_of_trees_next_to_it() -> None:
-    smaller = chosen(auto(HEAD) | {"max_total_draft_tokens": 20, "dynamic_tree_max_topK": 4})
-    assert smaller.adaptive is not None
-    assert [tree.num_nodes for tree in smaller.adaptive.trees] == [8, 16]
+def test_there_are_only_chains_without_use_dynamic_tree() -> None:
     chain = chosen(auto(HEAD) | {"use_dynamic_tree": False, "enable_adaptive_verification": True})
     assert not chain.drafts_trees and chain.shapes.longest.depth == 7
     with pytest.raises(ValueError, match="max_draft_len = -3: Eagle3DecodingConfig needs"):

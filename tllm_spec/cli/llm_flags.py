@@ -65,7 +65,9 @@ class LlmCommand(click.Command):
             if word == "--":
                 rest += [word, *words]
                 break
-            if not word.startswith("--") or f"--{name}" in own:
+            if word[:1] == "-" and word[1:2].isalpha() and word[:2] not in own:
+                unknown.append(f"{word} is not a known flag")
+            elif not word.startswith("--") or f"--{name}" in own:
                 rest.append(word)
             elif _path_of(name) == "model":
                 rest += [text] if equals else []

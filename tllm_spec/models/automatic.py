@@ -8,8 +8,7 @@ these options changes a text."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
-from operator import le
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +29,10 @@ MAX_CHAIN = 7
 # Drafts that cost little more the more there are: matches, and those of one forward.
 MAX_CHEAP_CHAIN = 15
 # Steps, children of a node, and drafts. In larger batches their rows are better spent on requests.
-TREES = ((3, 4, 8), (5, 4, 16), (5, 8, 31))
+TREES: tuple[tuple[int, int, int], ...] = ((3, 4, 8), (5, 4, 16), (5, 8, 31))
 LARGEST = ("dynamic_tree_max_topK", "max_total_draft_tokens")
 MAX_TREE_BATCH = 8
-STEPS = (0, 1, 2, 3, 5, 7, 10, 15)
+STEPS: tuple[int, ...] = (0, 1, 2, 3, 5, 7, 10, 15)
 STEPS_OF_MATCHES = (0, 1, 3, 7, 15)  # a start times each of them
 
 
@@ -54,8 +53,7 @@ def with_drafter(model: object, options: Mapping[str, Any]) -> dict[str, Any]:
     draft, given = named.pop("speculative_model", None), named.pop("decoding_type", None)
     if isinstance(given, str) and given.upper() == AUTO:
         try:
-            own = {key: plain(each) for key, each in named.items()}
-            spec = _chosen(str(model), draft, own) | own
+            spec = _chosen(str(model), draft, named) | {key: plain(named[key]) for key in named}
         except TypeError as error:
             raise ValueError(f"speculative_config: {error}") from None
         logger.info("AUTO stands for this configuration:\n%s", as_yaml(spec).rstrip())
@@ -85,51 +83,40 @@ def _type_of(folder: Path) -> str:
 
 
 def _chosen(model: str, draft: object, own: Mapping[str, Any]) -> dict[str, Any]:
-    """What `AUTO` takes for a target and draft weights, within the limits of the user's own
-    options. Raises ValueError as `resolve_model`."""
-    target, most = resolve_model(model), MAX_CHAIN
+    """What `AUTO` takes next to the user's own options. Raises ValueError as `resolve_model`."""
+    target, most, steps = resolve_model(model), MAX_CHAIN, STEPS
+    trees = () if own.get("use_dynamic_tree") is False else TREES
     with naming_draft():
         folder = target if draft is None else resolve_model(str(draft))
     if folder.samefile(target) and _has_modules(target):
-        found: dict[str, Any] = {"decoding_type": "MTP"}
+        found: dict[str, Any] = {"decoding_type": "MTP", "sa_config": {}}
     elif draft is not None:
         with naming_draft():
             found = {"decoding_type": _type_of(folder), "speculative_model": str(draft)}
             block = read_config(folder).get("block_size")
+        found["sa_config"] = {}
         if found["decoding_type"] == "DFlash":
             most = min(MAX_CHEAP_CHAIN, int(block or MAX_CHEAP_CHAIN + 1) - 1)
         elif found["decoding_type"] == "Draft_Target":
             found["draft_target_one_model"] = True
     else:
-        most = _limit(own, "max_draft_len", MAX_CHEAP_CHAIN)
-        found = {"decoding_type": "SA", "max_draft_len": most}
-        return found | {"adaptive": {"candidate_steps": _steps(STEPS_OF_MATCHES, most)}}
-    most = _limit(own, "max_draft_len", most)
-    return found | {"max_draft_len": most, "sa_config": {}} | _trees(most, own)
+        found = {"decoding_type": "SA"}
+        most, steps, trees = MAX_CHEAP_CHAIN, STEPS_OF_MATCHES, ()
+    if type(given := own.get("max_draft_len")) is int and given > 0:  # else it is refused
+        most = given
+    fitting = [tree for tree in trees if tree[0] <= most and tree[1] * most <= MAX_BEAM_KEYS]
+    lengths = [*(length for length in steps if length < most), most]
+    return found | {"max_draft_len": most} | _adaptive(lengths, fitting)
 
 
-def _limit(own: Mapping[str, Any], name: str, usual: int) -> int:
-    """A number of the user's. A wrong one is refused later."""
-    given = own.get(name)
-    return given if type(given) is int and given > 0 else usual
-
-
-def _steps(steps: Iterable[int], most: int) -> list[int]:
-    return [*(length for length in steps if length < most), most]
-
-
-def _trees(most: int, own: Mapping[str, Any]) -> dict[str, Any]:
-    """Chains of up to so many drafts, and the trees that are no larger than the user's."""
-    steps, names = _steps(STEPS, most), ("max_draft_len", *LARGEST)
-    room = [_limit(own, name, usual) for name, usual in zip(LARGEST, TREES[-1][1:], strict=True)]
-    room[0] = min(room[0], MAX_BEAM_KEYS // most)
-    fitting = [tree for tree in TREES if all(map(le, tree, (most, *room)))]
-    trees = [dict(zip(names, tree, strict=True)) for tree in fitting]
-    if not trees or own.get("use_dynamic_tree") is False:
-        return {"adaptive": {"candidate_steps": steps}}
+def _adaptive(lengths: list[int], shapes: list[tuple[int, int, int]]) -> dict[str, Any]:
+    """Chains of these lengths, and trees."""
+    if not shapes:
+        return {"adaptive": {"candidate_steps": lengths}}
+    trees = [dict(zip(("max_draft_len", *LARGEST), shape, strict=True)) for shape in shapes]
     adaptive = {
-        1: {"candidate_steps": steps, "candidate_trees": trees},
-        MAX_TREE_BATCH + 1: {"candidate_steps": [*steps], "candidate_trees": []},
+        1: {"candidate_steps": lengths, "candidate_trees": trees},
+        MAX_TREE_BATCH + 1: {"candidate_steps": [*lengths], "candidate_trees": []},
     }
     largest = {name: max(tree[name] for tree in trees) for name in LARGEST}
     return {"use_dynamic_tree": True, **largest, "adaptive": adaptive}
