@@ -230,7 +230,7 @@ OTHER_ATTENTION = frozenset(
 _KERNELS_OF_EXPERTS = frozenset(
     (
         *("AUTO", "CUTLASS", "CUTEDSL", "DEEPGEMM", "DENSEGEMM", "MEGAMOE_DEEPGEMM"),
-        *("MARLIN", "TRITON", "TRTLLM", "VANILLA", "WIDEEP"),
+        *("TRITON", "TRTLLM", "VANILLA", "WIDEEP"),
     )
 )
 _MOE = {
