@@ -170,6 +170,7 @@ LINES_TAKEN: dict[str, dict[str, Any]] = {
         speculates("MTP", 2)
     ),
     "-tp 1 -sc.method mtp": speculates("MTP", 1),
+    "-tp=2 -sc.method=mtp": {"tensor_parallel_size": 2, **speculates("MTP", 1)},
     "--spec-method mtp --spec-tokens 2": speculates("MTP", 2),
     "--spec-model zoo:llama-eagle3 --spec-tokens 2": speculates("Eagle3", 2, **HEAD),
     vllm(method="ngram_gpu", num_speculative_tokens=4, prompt_lookup_max=4): (

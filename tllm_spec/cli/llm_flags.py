@@ -58,8 +58,7 @@ class LlmCommand(click.Command):
         words, rest, flags = list(args), [], LlmFlags({}, [])
         unknown: list[str] = []
         while words:
-            head, dot, key = words.pop(0).partition(".")
-            word = SHORT_FLAGS.get(head, head) + dot + key
+            word = re.sub(r"^-\w+", lambda flag: SHORT_FLAGS.get(flag[0], flag[0]), words.pop(0))
             given_name, equals, text = word[2:].partition("=")
             name = either_spelling(given_name)
             if word == "--":
