@@ -272,6 +272,10 @@ REFUSED: dict[str, list[str]] = {
         "--weight_transfer_config is not a known flag",
         "--kv_transfer_config is refused",
     ],
+    vllm(method="medusa", model="x", rejection_sample_method="block"): [
+        "decoding_type = 'medusa' is not served yet",
+        "rejection_sample_method = 'block' is refused",
+    ],
     vllm(model="no/hub/id", num_speculative_tokens=3, revision="main"): [
         "decoding_type is required",
         "speculative_config.revision = 'main' is refused: models are local folders",
