@@ -164,6 +164,11 @@ LINES_TAKEN: dict[str, dict[str, Any]] = {
     vllm(**DRAFT_MODEL, draft_sample_method="probabilistic", rejection_sample_method="standard"): (
         speculates("Draft_Target", 3, **DRAFT, draft_sampling="coupled")
     ),
+    vllm(
+        **DRAFT_MODEL,
+        rejection_sample_method="synthetic",
+        synthetic_acceptance_rates=[0.8, 0.5, 0.3],
+    ): speculates("Draft_Target", 3, **DRAFT, synthetic_acceptance_rates=[0.8, 0.5, 0.3]),
     vllm(model="zoo:llama-draft", num_speculative_tokens=2): speculates("Draft_Target", 2, **DRAFT),
     vllm(model="zoo:llama-eagle3", num_speculative_tokens=2): speculates("Eagle3", 2, **HEAD),
     "--speculative-config.method mtp --speculative-config.num_speculative_tokens 2": (
