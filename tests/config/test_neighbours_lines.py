@@ -112,6 +112,10 @@ YAML_REFUSED: dict[str, tuple[str, set[str]]] = {
         "{enable_attention_dp: true, sparse_attention_config: {algorithm: dsa}}",
         {"enable_attention_dp", "sparse_attention_config"},
     ),
+    "experts of two devices": (
+        "{moe_config: {backend: DEEPGEMM, load_balancer: x.yaml}, enable_attention_dp: true}",
+        {"enable_attention_dp", "moe_config"},
+    ),
     "own tokenizer": ("{custom_tokenizer: my.module.Tokenizer}", {"custom_tokenizer"}),
     "eagle3 of mistral": (
         """
@@ -160,12 +164,29 @@ LINES_TAKEN: dict[str, dict[str, Any]] = {
     vllm(**DRAFT_MODEL, draft_sample_method="probabilistic", rejection_sample_method="standard"): (
         speculates("Draft_Target", 3, **DRAFT, draft_sampling="coupled")
     ),
+    vllm(
+        **DRAFT_MODEL,
+        rejection_sample_method="synthetic",
+        synthetic_acceptance_rates=[0.8, 0.5, 0.3],
+    ): speculates("Draft_Target", 3, **DRAFT, synthetic_acceptance_rates=[0.8, 0.5, 0.3]),
     vllm(model="zoo:llama-draft", num_speculative_tokens=2): speculates("Draft_Target", 2, **DRAFT),
     vllm(model="zoo:llama-eagle3", num_speculative_tokens=2): speculates("Eagle3", 2, **HEAD),
     "--speculative-config.method mtp --speculative-config.num_speculative_tokens 2": (
         speculates("MTP", 2)
     ),
     "-tp 1 -sc.method mtp": speculates("MTP", 1),
+    "-tp=2 -sc.method=mtp": {"tensor_parallel_size": 2, **speculates("MTP", 1)},
+    "--spec-method mtp --spec-tokens 2": speculates("MTP", 2),
+    "--spec-model zoo:llama-eagle3 --spec-tokens 2": speculates("Eagle3", 2, **HEAD),
+    vllm(method="ngram_gpu", num_speculative_tokens=4, prompt_lookup_max=4): (
+        speculates("NGram", 4, max_matching_ngram_size=4)
+    ),
+    vllm(method="gemma4_mtp", model="x", num_speculative_tokens=4): (
+        speculates("MTP", 4, speculative_model="x")
+    ),
+    vllm(**DRAFT_MODEL, quantization=None, revision=None, disable_by_batch_size=None): (
+        speculates("Draft_Target", 3, **DRAFT)
+    ),
     "--attention-backend FLASH_ATTN --max-num-seqs 4": {"max_batch_size": 4},
     "--enable-lora": {"lora_config": {}},
     "--enable-lora --max-loras 2 --max-lora-rank 16 --max-cpu-loras 8 --fully-sharded-loras "
@@ -216,6 +237,10 @@ LINES_TAKEN: dict[str, dict[str, Any]] = {
     "--speculative-ngram-max-match-window-size 12": (
         speculates("NGram", 15, max_matching_ngram_size=12)
     ),
+    "--speculative-algorithm NGRAM --speculative-num-draft-tokens 16 "
+    "--speculative-ngram-max-trie-depth 18 --speculative-ngram-min-bfs-breadth 1 "
+    "--speculative-ngram-max-bfs-breadth 10 --speculative-ngram-match-type PROB "
+    "--speculative-ngram-capacity 100000": speculates("NGram", 15, max_matching_ngram_size=18),
     "--speculative-algorithm NEXTN --speculative-num-steps 3 --speculative-adaptive": (
         speculates("MTP", 3, adaptive="newest")
     ),
@@ -223,7 +248,7 @@ LINES_TAKEN: dict[str, dict[str, Any]] = {
     "--lora-target-modules all --lora-eviction-policy lru --max-lora-chunk-size 16": {
         "lora_config": {"lora_dir": {"a": "x", "b": "y"}, "max_loras": 8, "max_cpu_loras": 9}
     },
-    "--enable-torch-compile --attention-backend fa3": {},
+    "--enable-torch-compile --torch-compile-max-bs 8 --attention-backend fa3": {},
     "--cuda-graph-max-bs-decode 8 --enable-metrics --disable-piecewise-cuda-graph": {
         "cuda_graph_config": {"max_batch_size": 8},
         "prefill_cuda_graph_backend": "disabled",
@@ -246,6 +271,19 @@ REFUSED: dict[str, list[str]] = {
     "--kv-transfer-config '{}' --gpu-memory-utilization 1.5": [
         "--kv_transfer_config is refused: prefill and decoding run in one server",
         "kv_cache_config.gpu_memory_utilization = 1.5: must be less than or equal to 1",
+    ],
+    "-O3 --weight-transfer-config '{}' --kv-transfer-config '{}'": [
+        "-O3 is not a known flag",
+        "--weight_transfer_config is not a known flag",
+        "--kv_transfer_config is refused",
+    ],
+    vllm(method="medusa", model="x", rejection_sample_method="block"): [
+        "decoding_type = 'medusa' is not served yet",
+        "rejection_sample_method = 'block' is refused",
+    ],
+    vllm(model="no/hub/id", num_speculative_tokens=3, revision="main"): [
+        "decoding_type is required",
+        "speculative_config.revision = 'main' is refused: models are local folders",
     ],
     # SGLang
     "--mem-fraction 0": [
@@ -276,6 +314,14 @@ def test_a_yaml_of_tensorrt_llm_is_refused_for_all_that_is_not_served(name: str)
     with pytest.raises(ValueError) as refusal:
         LlmArgs(model="m", **yaml.safe_load(text))
     assert {line.partition(" = ")[0] for line in str(refusal.value).splitlines()} == keys
+
+
+def test_of_a_mapping_only_the_keys_in_the_way_are_refused() -> None:
+    with pytest.raises(ValueError) as refusal:
+        LlmArgs(model="m", moe_config={"backend": "TRTLLM", "load_balancer": "x.yaml"})
+    line = str(refusal.value)
+    assert line.startswith("moe_config = {'load_balancer': 'x.yaml'} is refused: ")
+    assert "'WIDEEP'" in line and "frozenset" not in line
 
 
 @pytest.mark.parametrize("line", LINES_TAKEN)

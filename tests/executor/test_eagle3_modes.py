@@ -384,6 +384,15 @@ def test_a_draft_model_without_a_tokenizer_is_taken_to_have_the_targets(
         check_draft(draft_model(tmp_path), load_tokenizer(target), sizes)
 
 
+def test_a_draft_model_of_a_family_that_is_not_served_is_refused_by_its_option(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["BertModel"]}')
+    problem = r"speculative_config\.speculative_model: architectures is \['BertModel'\]"
+    with pytest.raises(ValueError, match=problem):
+        check_draft(draft_model(tmp_path), load_tokenizer("zoo:llama"), model_config(ZOO))
+
+
 def test_another_tokenizer_is_mapped_by_bytes_and_refused_where_the_network_has_no_map(
     tmp_path: Path,
 ) -> None:

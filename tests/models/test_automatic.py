@@ -73,8 +73,9 @@ def test_a_checkpoint_whose_modules_were_left_out_has_none(tmp_path: Path) -> No
     """Quantised copies often keep the key of config.json and not the weights."""
     folder = write_tiny_llama(tmp_path / "m")
     config = json.loads((folder / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
-    (folder / "config.json").write_text(json.dumps(config))
-    assert chosen(auto(), str(folder)).decoding_type == "SA"
+    for keys in (config, {name: config[name] for name in config if name != "num_hidden_layers"}):
+        (folder / "config.json").write_text(json.dumps(keys))
+        assert chosen(auto(), str(folder)).decoding_type == "SA"
 
 
 @pytest.mark.parametrize("model", ["zoo:llama", "zoo:deepseek"])
@@ -95,6 +96,7 @@ def test_the_logged_yaml_is_a_file_that_means_the_same(
     [
         ["--speculate", "--speculative_model", HEAD],
         ["--speculative_config", "auto", "--speculative-model", HEAD],
+        ["--speculative_config", "Auto", "--speculative-model", HEAD],
         ["--speculative-config", json.dumps({"method": "auto", "model": HEAD})],
     ],
 )
@@ -109,6 +111,29 @@ def test_an_option_next_to_it_replaces_what_it_chooses() -> None:
     flags = ["zoo:llama", "--speculate", "--speculative_config.max_concurrency", "3"]
     spec = read_command_line(flags, []).args.speculative_config
     assert spec is not None and (spec.decoding_type, spec.max_concurrency) == ("SA", 3)
+
+
+@pytest.mark.parametrize("draft", [None, HEAD])
+@pytest.mark.parametrize("max_draft_len", [1, 4, 10, 20])
+def test_what_it_chooses_follows_a_draft_length_next_to_it(
+    draft: str | None, max_draft_len: int
+) -> None:
+    config = chosen(auto(draft) | {"max_draft_len": max_draft_len})
+    assert config.max_draft_len == max_draft_len and config.adaptive is not None
+    assert config.adaptive.draft_lens[0] == 0 and config.adaptive.draft_lens[-1] == max_draft_len
+    assert max((tree.depth for tree in config.adaptive.trees), default=0) <= max_draft_len
+
+
+def test_there_are_only_chains_without_use_dynamic_tree() -> None:
+    chain = chosen(auto(HEAD) | {"use_dynamic_tree": False, "enable_adaptive_verification": True})
+    assert not chain.drafts_trees and chain.shapes.longest.depth == 7
+    with pytest.raises(ValueError, match="max_draft_len = -3: Eagle3DecodingConfig needs"):
+        chosen(auto(HEAD) | {"max_draft_len": -3})
+
+
+def test_the_targets_own_folder_as_draft_weights_means_its_modules() -> None:
+    assert chosen(auto("zoo:deepseek"), "zoo:deepseek") == chosen(auto(), "zoo:deepseek")
+    assert chosen(auto("zoo:llama")).decoding_type == "Draft_Target"
 
 
 def test_options_may_be_objects() -> None:

@@ -58,14 +58,15 @@ class LlmCommand(click.Command):
         words, rest, flags = list(args), [], LlmFlags({}, [])
         unknown: list[str] = []
         while words:
-            head, dot, key = words.pop(0).partition(".")
-            word = SHORT_FLAGS.get(head, head) + dot + key
+            word = re.sub(r"^-\w+", lambda flag: SHORT_FLAGS.get(flag[0], flag[0]), words.pop(0))
             given_name, equals, text = word[2:].partition("=")
             name = either_spelling(given_name)
             if word == "--":
                 rest += [word, *words]
                 break
-            if not word.startswith("--") or f"--{name}" in own:
+            if word[:1] == "-" and word[1:2].isalpha() and word[:2] not in own:
+                unknown.append(f"{word} is not a known flag")
+            elif not word.startswith("--") or f"--{name}" in own:
                 rest.append(word)
             elif _path_of(name) == "model":
                 rest += [text] if equals else []

@@ -173,7 +173,7 @@ class LlmArgs(ConfigModel):
 
     @classmethod
     def with_our_names(cls, options: Mapping[str, Any]) -> dict[str, Any]:
-        if options.get("speculative_config") == AUTO.lower():
+        if str(options.get("speculative_config")).upper() == AUTO:
             options = {**options, "speculative_config": {"decoding_type": AUTO}}
         return super().with_our_names(options)
 

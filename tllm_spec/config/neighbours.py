@@ -43,8 +43,8 @@ DECODING_TYPES: Mapping[object, object] = {
     "draft_model": "Draft_Target",
     "eagle": "Eagle",
     "eagle3": "Eagle3",
-    **dict.fromkeys(("mtp", "glm4_moe_mtp", "qwen3_5_mtp", "qwen3_next_mtp"), "MTP"),
-    "ngram": "NGram",
+    **dict.fromkeys(("mtp", "gemma4_mtp", "glm4_moe_mtp", "qwen3_5_mtp", "qwen3_next_mtp"), "MTP"),
+    **dict.fromkeys(("ngram", "ngram_gpu"), "NGram"),
     "suffix": "SA",
     "DFLASH": "DFlash",
     "DSPARK": "DSpark",
@@ -80,9 +80,9 @@ SPECULATIVE_RENAMED: Mapping[str, Renamed] = {
     "confidence_min_predicted_gain": Renamed("adaptive.switch_margin"),
     "confidence_sts_path": Renamed("confidence_calibration_path"),
     # vLLM
-    "method": Renamed("decoding_type", _by_name(DECODING_TYPES)),
-    "model": Renamed("speculative_model"),
-    "num_speculative_tokens": Renamed("max_draft_len"),
+    **dict.fromkeys(("method", "spec_method"), Renamed("decoding_type", _by_name(DECODING_TYPES))),
+    **dict.fromkeys(("model", "spec_model"), Renamed("speculative_model")),
+    **dict.fromkeys(("num_speculative_tokens", "spec_tokens"), Renamed("max_draft_len")),
     "num_speculative_tokens_per_batch_size": Renamed("draft_len_schedule", _schedule),
     "draft_sample_method": Renamed("draft_sampling", _by_name({"probabilistic": "coupled"})),
     "prompt_lookup_max": Renamed("max_matching_ngram_size"),
@@ -107,6 +107,7 @@ SPECULATIVE_RENAMED: Mapping[str, Renamed] = {
     "speculative_accept_threshold_single": Renamed("threshold_single"),
     "speculative_accept_threshold_acc": Renamed("threshold_acc"),
     "speculative_ngram_max_match_window_size": Renamed("max_matching_ngram_size"),
+    "speculative_ngram_max_trie_depth": Renamed("max_matching_ngram_size"),
     "speculative_ngram_external_corpus_path": Renamed("external_corpus_path"),
     "speculative_ngram_external_corpus_max_tokens": Renamed("external_corpus_max_tokens"),
 }
@@ -189,14 +190,10 @@ LLM_RENAMED: Mapping[str, Renamed] = {
     "tokenizer_path": Renamed("tokenizer"),
     **{
         name: Renamed(f"{_SPECULATIVE}.{name}")
-        for name in SPECULATIVE_RENAMED
-        if name.startswith("speculative_") and name != "speculative_model_dir"
+        for name in (*SPECULATIVE_RENAMED, "speculative_model", "speculative_token_map")
+        if name.startswith("spec") and name != "speculative_model_dir"
     },
     ADAPTIVE: Renamed(f"{_SPECULATIVE}.{ADAPTIVE}", _by_name({True: "newest"})),
-    **{
-        name: Renamed(f"{_SPECULATIVE}.{name}")
-        for name in ("speculate", "speculative_model", "speculative_token_map")
-    },
 }
 # vLLM's flags of one hyphen.
 SHORT_FLAGS: Mapping[str, str] = {
@@ -258,7 +255,6 @@ LLM_IGNORED: Ignored = {
     "context_parallel_size": (1,),
     "cp_config": ({},),
     "custom_tokenizer": (frozenset(("deepseek_v32", "deepseek_v4", "glm_moe_dsa")),),
-    "garbage_collection_gen0_threshold": (int,),
     "generation_config": ("trtllm",),
     "hf_revision": ("main",),
     "limit_mm_per_prompt": ({"audio": 0, "image": 0, "video": 0},),
@@ -266,11 +262,19 @@ LLM_IGNORED: Ignored = {
     "lora_dtype": ("auto",),
     "lora_eviction_policy": ("lru",),
     "max_beam_width": (1,),
-    "max_lora_chunk_size": (int,),
     "moe_backend": (_KERNELS_OF_EXPERTS,),
     "moe_cluster_parallel_size": (-1, 1),
+    "speculative_ngram_match_type": ("BFS", "PROB"),
+    **dict.fromkeys(
+        (
+            *("garbage_collection_gen0_threshold", "speculative_ngram_min_match_window_size"),
+            *("max_lora_chunk_size", "num_postprocess_workers", "torch_compile_max_bs"),
+            *("speculative_ngram_capacity", "speculative_ngram_external_sam_budget"),
+            *("speculative_ngram_max_bfs_breadth", "speculative_ngram_min_bfs_breadth"),
+        ),
+        (int,),
+    ),
     "moe_config": (_MOE,),
-    "num_postprocess_workers": (int,),
     "perf_metrics_max_requests": (0, 1000),
     "pipeline_parallel_size": (1,),
     "quant_config": ({"quant_algo": None, "kv_cache_quant_algo": None},),
@@ -297,8 +301,7 @@ LLM_IGNORED: Ignored = {
             *("enable_early_first_token_response", "enable_iter_req_stats"),
             *("enable_layerwise_nvtx_marker", "enable_lm_head_tp_in_adp"),
             *("enable_trtllm_sampler", "force_dynamic_quantization"),
-            *("gather_generation_logits", "mm_encoder_only", "normalize_log_probs"),
-            *("telemetry",),
+            *("gather_generation_logits", "mm_encoder_only", "normalize_log_probs", "telemetry"),
         ),
         _OFF,
     ),
@@ -309,9 +312,8 @@ LLM_IGNORED: Ignored = {
             *("enable_metrics", "enable_torch_compile", "per_request_spec_decode_metrics"),
             *("enable_in_graph_sampling", "enable_min_latency", "enable_mixed_sampler"),
             *("fail_fast_on_attention_window_too_large", "mixed_sampler"),
-            *("fully_sharded_loras", "specialize_active_lora"),
+            *("fully_sharded_loras", "specialize_active_lora", "trust_remote_code"),
             *("torch_compile_enabled", "torch_compile_piecewise_cuda_graph"),
-            "trust_remote_code",
             # TensorRT-LLM's oldest quickstart writes these as false, its defaults.
             *("use_cuda_graph", "cuda_graph_padding_enabled"),
         ),
@@ -381,8 +383,9 @@ SPECULATIVE_IGNORED: Ignored = {
     "use_sa_spec": _OFF,
     **dict.fromkeys(
         (
-            *("acceptance_length_threshold", "load_format", "max_non_leaves_per_layer"),
-            *("moe_tactic", "posterior_threshold", "sa_config", "speculative_model"),
+            *("acceptance_length_threshold", "code_revision", "disable_by_batch_size"),
+            *("load_format", "max_non_leaves_per_layer", "moe_tactic", "posterior_threshold"),
+            *("quantization", "revision", "sa_config", "speculative_model"),
             "speculative_token_map",
         ),
         (),

@@ -90,10 +90,17 @@ def refusals(options: Mapping[str, Any], ignored: Ignored) -> dict[str, str]:
     """For each of `options` in the list with a value that asks for something, the sentence that
     refuses it."""
     return {
-        name: refusal(name, shown(value), ignored[name])
+        name: refusal(name, shown(_in_the_way(value, ignored[name])), ignored[name])
         for name, value in options.items()
         if name in ignored and not is_ignored(value, ignored[name])
     }
+
+
+def _in_the_way(value: object, accepted: Values) -> object:
+    """The value, and of a mapping the keys that ask for something."""
+    if not isinstance(value, Mapping):
+        return value
+    return {key: each for key, each in value.items() if not is_ignored({key: each}, accepted)}
 
 
 def refusal(name: str, value: str, accepted: Values) -> str:
@@ -124,7 +131,7 @@ def _shown_accepted(value: object) -> str:
         return " or ".join(map(repr, sorted(value)))
     if not isinstance(value, Mapping) or len(value) < 2:
         return repr(value)
-    return f"{repr(dict(islice(value.items(), 1)))[:-1]}, ...}}"
+    return f"{{{next(iter(value))!r}: {_shown_accepted(next(iter(value.values())))}, ...}}"
 
 
 def is_ignored(value: object, accepted: Values) -> bool:

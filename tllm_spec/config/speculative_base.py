@@ -163,6 +163,9 @@ class DecodingBaseConfig(ConfigModel):
     def with_our_names(cls, options: Mapping[str, Any]) -> dict[str, Any]:
         if options.get(ADAPTIVE_FILE) is not None:
             options = {name: each for name, each in options.items() if name != ADAPTIVE}
+        rates = options.get("synthetic_acceptance_rates")
+        if rates and options.get("rejection_sample_method") == "synthetic":  # vLLM says it twice
+            options = {**options, "rejection_sample_method": None}
         renamed = super().with_our_names(options)
         is_chain = options.get(NUM_CHILDREN, 1) == 1 and "eagle_choices" not in options
         if NUM_NODES in options and is_chain:

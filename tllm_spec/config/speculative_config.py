@@ -32,6 +32,7 @@ from tllm_spec.config.option_checks import (
     absent_reason,
     many_unknown,
     name_here,
+    refusals,
     shown,
     unknown_options,
     with_our_names,
@@ -347,7 +348,8 @@ def speculative_config_from(value: object) -> object:
     if algorithm == "EAGLE" and not _has_model(options):
         options["decoding_type"] = "MTP"  # SGLang's name for the target's own modules
     if "decoding_type" not in options:
-        raise ConfigError([f"decoding_type is required; {TYPES_SERVED}", *_wrong_keys(options)])
+        line = f"decoding_type is required; {TYPES_SERVED}; or a folder of draft weights says it"
+        raise ConfigError([line, *_wrong_keys(options)])
     decoding_type = options.pop("decoding_type")
     if not isinstance(decoding_type, str) or decoding_type.lower() not in _TYPE_BY_NAME:
         raise ConfigError([type_refusal(decoding_type), *_wrong_keys(options)])
@@ -381,10 +383,8 @@ def _wrong_keys(options: Mapping[str, Any]) -> list[str]:
     unknown = {name: value for name, value in options.items() if name not in taken}
     reasons = {name: reason for name in unknown if (reason := absent_reason(name))}
     return [
-        *(
-            f"{name} = {shown(unknown.pop(name))} is refused: {why}"
-            for name, why in reasons.items()
-        ),
+        *refusals(options, DecodingBaseConfig.ignored).values(),
+        *(f"{key} = {shown(unknown.pop(key))} is refused: {why}" for key, why in reasons.items()),
         *(many_unknown(unknown, ()) or unknown_options(unknown, known)),
     ]
 

@@ -15,11 +15,12 @@ from typing import Any
 import yaml
 
 from tllm_spec.config.config_base import plain
+from tllm_spec.config.draft_tree_config import MAX_BEAM_KEYS
 from tllm_spec.config.neighbours import AUTO, SPECULATIVE_RENAMED
 from tllm_spec.config.option_checks import with_our_names
 from tllm_spec.config.speculative_config import AutoDecodingConfig
 from tllm_spec.models.config_file import read_config
-from tllm_spec.models.draft_kind import TYPES, is_exported, kind_by, names_in
+from tllm_spec.models.draft_kind import TYPES, is_exported, kind_by, names_in, naming_draft
 from tllm_spec.zoo.registry import resolve_model
 
 logger = logging.getLogger(__name__)
@@ -28,10 +29,10 @@ MAX_CHAIN = 7
 # Drafts that cost little more the more there are: matches, and those of one forward.
 MAX_CHEAP_CHAIN = 15
 # Steps, children of a node, and drafts. In larger batches their rows are better spent on requests.
-TREES = ((3, 4, 8), (5, 4, 16), (5, 8, 31))
+TREES: tuple[tuple[int, int, int], ...] = ((3, 4, 8), (5, 4, 16), (5, 8, 31))
 LARGEST = ("dynamic_tree_max_topK", "max_total_draft_tokens")
 MAX_TREE_BATCH = 8
-STEPS = (0, 1, 2, 3, 5, 7, 10, 15)
+STEPS: tuple[int, ...] = (0, 1, 2, 3, 5, 7, 10, 15)
 STEPS_OF_MATCHES = (0, 1, 3, 7, 15)  # a start times each of them
 
 
@@ -41,7 +42,7 @@ def with_drafter(model: object, options: Mapping[str, Any]) -> dict[str, Any]:
     spec = options.get("speculative_config")
     if isinstance(spec, AutoDecodingConfig):
         spec = {"decoding_type": AUTO, **spec.as_options()}
-    elif spec == AUTO.lower():
+    elif str(spec).upper() == AUTO:
         spec = {"decoding_type": AUTO}
     if not isinstance(spec, Mapping):
         return dict(options)
@@ -52,7 +53,7 @@ def with_drafter(model: object, options: Mapping[str, Any]) -> dict[str, Any]:
     draft, given = named.pop("speculative_model", None), named.pop("decoding_type", None)
     if isinstance(given, str) and given.upper() == AUTO:
         try:
-            spec = _chosen(str(model), draft) | {key: plain(each) for key, each in named.items()}
+            spec = _chosen(str(model), draft, named) | {key: plain(named[key]) for key in named}
         except TypeError as error:
             raise ValueError(f"speculative_config: {error}") from None
         logger.info("AUTO stands for this configuration:\n%s", as_yaml(spec).rstrip())
@@ -81,39 +82,41 @@ def _type_of(folder: Path) -> str:
     return "PARD" if "pard_token" in config else "Draft_Target"
 
 
-def _chosen(model: str, draft: object) -> dict[str, Any]:
-    """What `AUTO` takes for a target and draft weights. Raises ValueError as `resolve_model`."""
-    target, most = resolve_model(model), MAX_CHAIN
-    if draft is not None:
-        try:
-            folder = resolve_model(str(draft))
-            found: dict[str, Any] = {"decoding_type": _type_of(folder)}
+def _chosen(model: str, draft: object, own: Mapping[str, Any]) -> dict[str, Any]:
+    """What `AUTO` takes next to the user's own options. Raises ValueError as `resolve_model`."""
+    target, most, steps = resolve_model(model), MAX_CHAIN, STEPS
+    trees = () if own.get("use_dynamic_tree") is False else TREES
+    with naming_draft():
+        folder = target if draft is None else resolve_model(str(draft))
+    if folder.samefile(target) and _has_modules(target):
+        found: dict[str, Any] = {"decoding_type": "MTP", "sa_config": {}}
+    elif draft is not None:
+        with naming_draft():
+            found = {"decoding_type": _type_of(folder), "speculative_model": str(draft)}
             block = read_config(folder).get("block_size")
-        except ValueError as error:
-            raise ValueError(f"speculative_config.speculative_model: {error}") from None
-        found["speculative_model"] = str(draft)
+        found["sa_config"] = {}
         if found["decoding_type"] == "DFlash":
             most = min(MAX_CHEAP_CHAIN, int(block or MAX_CHEAP_CHAIN + 1) - 1)
         elif found["decoding_type"] == "Draft_Target":
             found["draft_target_one_model"] = True
-    elif _has_modules(target):
-        found = {"decoding_type": "MTP"}
     else:
-        found = {"decoding_type": "SA", "max_draft_len": MAX_CHEAP_CHAIN}
-        return found | {"adaptive": {"candidate_steps": list(STEPS_OF_MATCHES)}}
-    return found | {"max_draft_len": most, "sa_config": {}} | _trees(most)
+        found = {"decoding_type": "SA"}
+        most, steps, trees = MAX_CHEAP_CHAIN, STEPS_OF_MATCHES, ()
+    if type(given := own.get("max_draft_len")) is int and given > 0:  # else it is refused
+        most = given
+    fitting = [tree for tree in trees if tree[0] <= most and tree[1] * most <= MAX_BEAM_KEYS]
+    lengths = [*(length for length in steps if length < most), most]
+    return found | {"max_draft_len": most} | _adaptive(lengths, fitting)
 
 
-def _trees(most: int) -> dict[str, Any]:
-    """Chains of up to so many drafts, and the trees that are no deeper."""
-    steps = [length for length in STEPS if length <= most]
-    names = ("max_draft_len", *LARGEST)
-    trees = [dict(zip(names, tree, strict=True)) for tree in TREES if tree[0] <= most]
-    if not trees:
-        return {"adaptive": {"candidate_steps": steps}}
+def _adaptive(lengths: list[int], shapes: list[tuple[int, int, int]]) -> dict[str, Any]:
+    """Chains of these lengths, and trees."""
+    if not shapes:
+        return {"adaptive": {"candidate_steps": lengths}}
+    trees = [dict(zip(("max_draft_len", *LARGEST), shape, strict=True)) for shape in shapes]
     adaptive = {
-        1: {"candidate_steps": steps, "candidate_trees": trees},
-        MAX_TREE_BATCH + 1: {"candidate_steps": [*steps], "candidate_trees": []},
+        1: {"candidate_steps": lengths, "candidate_trees": trees},
+        MAX_TREE_BATCH + 1: {"candidate_steps": [*lengths], "candidate_trees": []},
     }
     largest = {name: max(tree[name] for tree in trees) for name in LARGEST}
     return {"use_dynamic_tree": True, **largest, "adaptive": adaptive}
@@ -128,5 +131,5 @@ def _has_modules(target: Path) -> bool:
     names = names_in(target)
     if number is None:  # older files of Qwen3-Next
         return names is not None and "mtp.fc.weight" in names
-    prefixes = ("mtp.", f"model.layers.{flat['num_hidden_layers']}.")
+    prefixes = ("mtp.", f"model.layers.{flat.get('num_hidden_layers')}.")
     return bool(number) and (names is None or any(name.startswith(prefixes) for name in names))

@@ -2,7 +2,8 @@
 is refused before torch is loaded."""
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -104,6 +105,15 @@ def check_kind(
         )
 
 
+@contextmanager
+def naming_draft() -> Iterator[None]:
+    """A ValueError inside names the option of draft weights."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"speculative_config.speculative_model: {error}") from None
+
+
 def is_exported(config: Mapping[str, Any]) -> bool:
     """Whether a parsed config.json is of a folder of exported MTP modules."""
     names = config.get("architectures") or []
@@ -121,10 +131,8 @@ def check_folders(model: str, draft: str | None, decoding_type: str) -> None:
     read_config(resolve_model(model))
     if draft is None or decoding_type not in ACCEPTED:
         return
-    try:
+    with naming_draft():
         folder = resolve_model(draft)
-    except ValueError as error:
-        raise ValueError(f"speculative_config.speculative_model: {error}") from None
     config, names = read_config(folder), names_in(folder)
     if names is not None:
         kind = kind_by(config, lambda: names)

@@ -19,7 +19,7 @@ from tllm_spec.executor.speculative.drafting.drafter import When
 from tllm_spec.models.config_file import read_config
 from tllm_spec.models.dflash import DFlashConfig, DFlashHead, load_dflash_head
 from tllm_spec.models.draft_head import DraftHead, HeadSource, head_kind, target_modules
-from tllm_spec.models.draft_kind import ASSISTANT, HeadKind
+from tllm_spec.models.draft_kind import ASSISTANT, HeadKind, naming_draft
 from tllm_spec.models.eagle import EagleConfig, EagleHead, load_eagle_head
 from tllm_spec.models.eagle3 import Eagle3Head, load_eagle3_head
 from tllm_spec.models.eagle3_config import Eagle3Config
@@ -133,10 +133,8 @@ def draft_folder(plan: DraftPlan) -> Path:
     """The folder of draft weights that are not the target's. Raises ValueError with the option's
     name if it does not exist."""
     assert plan.path is not None
-    try:
+    with naming_draft():
         return resolve_model(plan.path)
-    except ValueError as error:
-        raise ValueError(f"speculative_config.speculative_model: {error}") from None
 
 
 def kind_of_head(plan: DraftPlan, folder: Path) -> HeadKind:

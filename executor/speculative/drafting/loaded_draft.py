@@ -26,7 +26,7 @@ from tllm_spec.executor.speculative.drafting.heads import (
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.config_file import read_config
 from tllm_spec.models.draft_head import MASK_TOKENS, DraftHead, HeadSource, head_kind, mask_token_in
-from tllm_spec.models.draft_kind import TYPES, HeadKind, check_kind
+from tllm_spec.models.draft_kind import TYPES, HeadKind, check_kind, naming_draft
 from tllm_spec.models.eagle3_config import Eagle3Config
 from tllm_spec.models.layers import Placement
 from tllm_spec.models.llama import CausalLM
@@ -172,7 +172,8 @@ def check_draft(
     if draft.is_head:
         ids = _ids_of_head(draft, folder, target)
         return None if ids is None else DraftTokens(ids, ids)
-    own = model_config(folder)
+    with naming_draft():
+        own = model_config(folder)
     if own.delta is not None:
         raise ValueError(
             f"speculative_config.speculative_model = {draft.path!r} is a {own.architecture}, "
@@ -195,11 +196,9 @@ def _tokens_of_model(
             "tokenizer is not the target's, and its network has no token map; accepted: 'torch'"
         )
     ids = _mapped_ids(draft, vocab_size)
-    try:
+    with naming_draft():
         shared = shared_tokens(tokenizer, other, vocab_size, own_size)
         tokens = DraftTokens.of_shared(shared, vocab_size, ids, mask)
-    except ValueError as error:
-        raise ValueError(f"speculative_config.speculative_model: {error}") from None
     logger.warning(
         "the draft model's tokenizer is not the target's: %d tokens that both have are drafted, "
         "and tokens that it lacks are read as their longest end, or else as its id %d",
@@ -212,10 +211,8 @@ def _tokenizer_of(folder: Path) -> Tokenizer | None:
     if not has_vocabulary(folder):
         logger.warning("%s has no tokenizer; its token ids are taken to be the target's", folder)
         return None
-    try:
+    with naming_draft():
         return load_tokenizer(str(folder))
-    except ValueError as error:
-        raise ValueError(f"speculative_config.speculative_model: {error}") from None
 
 
 def _check_kind(draft: DraftPlan, folder: Path) -> None:
