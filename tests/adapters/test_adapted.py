@@ -40,6 +40,7 @@ from tllm_spec.executor.weight_swap import pairs_of
 from tllm_spec.kernels.gemm.small_m_gemm import plain_small_m_gemm
 from tllm_spec.models.formats import weight_format
 from tllm_spec.models.llama import CausalLM
+from tllm_spec.models.moe import Router
 from tllm_spec.models.weights import weight_table
 from tllm_spec.zoo.quantise import Style, quantise
 from tllm_spec.zoo.registry import resolve_model
@@ -79,6 +80,7 @@ FAMILIES = {
     "llama, q and v only": Family(tiny("Llama"), ("q_proj", "v_proj")),
     "llama, gates only": Family(tiny("Llama"), ("gate_proj",), ("gate_proj",)),
     "gemma 3": Family(save_gemma3, ATTENTION + MLP),
+    "gemma 4, experts": Family(partial(save_larger, kind="experts"), ("router.proj",), ("proj",)),
     "gemma 4": Family(save_larger, (*ATTENTION, *MLP, "per_layer_input_gate")),
     "phi 3": Family(save_phi3, ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")),
     "olmo 2": Family(tiny("Olmo2"), ATTENTION + MLP),
@@ -88,18 +90,25 @@ FAMILIES = {
         partial(save_deepseek, architecture="DeepseekV3", q_lora_rank=None), LATENT
     ),
     "deepseek v3, experts": Family(
-        partial(save_deepseek, architecture="DeepseekV3"), LATENT + MLP, ("experts", *LATENT, *MLP)
+        partial(save_deepseek, architecture="DeepseekV3"),
+        (*LATENT, *MLP, "gate"),
+        ("experts", "gate", *LATENT, *MLP),
     ),
     "qwen 3 moe": Family(tiny("Qwen3Moe", **EXPERTS), ATTENTION),
-    "qwen 3 moe, experts": Family(tiny("Qwen3Moe", **EXPERTS), MLP, ("experts",)),
+    "qwen 3 moe, experts": Family(tiny("Qwen3Moe", **EXPERTS), (*MLP, "gate"), ("experts", "gate")),
     "qwen 2 moe": Family(
         tiny("Qwen2Moe", **EXPERTS, shared_expert_intermediate_size=40),
         (*ATTENTION, *SHARED, "shared_expert_gate"),
     ),
     "mixtral, experts": Family(tiny("Mixtral"), ("w1", "w2", "w3"), ("experts",)),
     "llama 4, attention": Family(save_llama4, ATTENTION),
-    "gpt-oss, attention": Family(save_gpt_oss, ATTENTION),
+    "gpt-oss, attention and router": Family(
+        save_gpt_oss, (*ATTENTION, "router"), (*ATTENTION, "router")
+    ),
     "qwen 3 next": Family(save_qwen3_next, ATTENTION + DELTA + SHARED),
+    "qwen 3 next, fused shared expert": Family(
+        partial(save_qwen3_next, shared_expert_intermediate_size=24), ATTENTION + DELTA + SHARED
+    ),
 }
 FAST = ("llama", "deepseek v3, experts", "qwen 3 next")
 
@@ -296,6 +305,30 @@ def test_two_ranks_with_slices_of_an_adapter_equal_one(name: str, tmp_path: Path
     whole = run(SINGLE)
     assert (whole[: len(TOKENS)] - whole[len(TOKENS) :]).abs().max() > 0.1, "the adapter acts"
     close(torch.cat(ThreadGroup().run(run), 1), whole)
+
+
+@torch.inference_mode()
+def test_a_router_in_float32_has_adapters_of_16_bits_if_they_are_named(tmp_path: Path) -> None:
+    save_deepseek(tmp_path / "base", architecture="DeepseekV3")
+    stored = load_file(tmp_path / "base/model.safetensors")
+    [(name, shape), *_] = linear_shapes(stored, "mlp.gate").items()
+    pairs = random_pairs({name: shape})
+    folder = write_adapter(tmp_path / "adapter", pairs)
+    with pytest.raises(ValueError, match="does not have 'gate', the router"):
+        put(with_tables(load(tmp_path / "base")), 0, folder)
+    model = load(tmp_path / "base", dtype=torch.bfloat16)
+    put(tables := with_tables(model, ["gate"]), 1, folder)
+    tables.rows.slots[:3] = torch.tensor([1, -1, 1])
+    tables.rows.begin(3, None)
+    x = torch.randn(3, shape[1], generator=torch.Generator().manual_seed(2)).bfloat16()
+    router = model.get_submodule(name)
+    assert isinstance(router, Router)
+    found, (a, b) = router.logits(x), pairs[name]
+    tables.rows.is_active = False
+    plain = router.logits(x)
+    added = x.float() @ a.bfloat16().float().t() @ (2 * b).bfloat16().float().t()
+    assert found.dtype == torch.float32 and torch.equal(found[1], plain[1])
+    torch.testing.assert_close((found - plain)[[0, 2]], added[[0, 2]], rtol=0.02, atol=0.05)
 
 
 def test_rows_that_end_in_the_last_layer_leave_the_others_their_adapters(tmp_path: Path) -> None:

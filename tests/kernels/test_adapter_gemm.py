@@ -84,6 +84,17 @@ def test_the_kernels_add_what_the_reference_adds(
 
 
 @on_each_kernel_device
+def test_a_total_in_float32_is_not_rounded_to_the_type_of_x(device: str) -> None:
+    weights, x, total = problem(device, torch.bfloat16)
+    x, total, slots = x[:7], total[:7].float(), slots_of(7, device)
+    expected = with_adapters.reference(x, weights, by_slot(weights, slots), total.clone)
+    found = added(weights, x, slots, total)
+    torch.testing.assert_close(found, expected, rtol=0.02, atol=0.1)
+    assert torch.equal(found[slots < 0], total[slots < 0])
+    assert not torch.equal(found, found.bfloat16().float())
+
+
+@on_each_kernel_device
 def test_the_chunks_of_wide_inputs_are_added(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     weights, x, total = problem(device, torch.float32)
     x, total, slots = x[:7], total[:7], slots_of(7, device)

@@ -21,15 +21,16 @@ from tllm_spec.models.formats.weight_format import Part
 from tllm_spec.models.gpt_oss import GptOssForCausalLM
 from tllm_spec.models.linear import Linear, OutputLinear
 from tllm_spec.models.llama import CausalLM
-from tllm_spec.models.moe import Experts, Router
+from tllm_spec.models.moe import Experts
 from tllm_spec.models.moe_config import MoEConfig
 from tllm_spec.models.weights import weight_table
 
 EXPERTS = "experts"  # among targets: the routed experts
+# What takes adapters only if targets name it, and what it is: most adapters have none for it, and
+# it would take memory or time.
+IF_NAMED = {EXPERTS: "which are many"} | dict.fromkeys(("gate", "router", "proj"), "the router")
 # Why modules take no adapters, by the last part of their names.
 UNSERVED = {
-    "gate": "is the router, which is served without adapters",
-    "router": "is the router, which is served without adapters",
     "lm_head": "is the output layer, which is served without adapters",
     "fc": "fuses the target's hidden states, which is served without adapters",
 }
@@ -45,7 +46,7 @@ class AdapterTables:
     `num_slots` adapters of up to `max_rank` for the targets.
 
     targets: the last parts of module names, such as `q_proj`, or `experts`; None: all linear layers
-    but routed experts."""
+    but those of IF_NAMED."""
 
     def __init__(
         self,
@@ -91,14 +92,14 @@ class AdapterTables:
                     stack = AdaptedStack(getattr(module, name), self.rows)
                     setattr(module, name, stack)
                     yield stack.form
-            elif isinstance(module, Linear) and not isinstance(module, (OutputLinear, Router)):
+            elif isinstance(module, Linear) and not isinstance(module, OutputLinear):
                 base = module.weight_format
                 form = module.weight_format = AdaptedWeight(base, self.rows, base.shape)
                 yield form
 
     def _takes(self, module: str) -> bool:
         kind = kind_of(module)
-        is_target = kind != EXPERTS if self._targets is None else kind in self._targets
+        is_target = kind not in IF_NAMED if self._targets is None else kind in self._targets
         return is_target and kind not in UNSERVED
 
     def check_targets(self) -> None:
@@ -160,8 +161,8 @@ class AdapterTables:
             return f"has values beyond {most:g}, of the model's type" if is_large else ""
         if name not in self._known or last in UNSERVED:
             return UNSERVED.get(last, "is no linear layer of the model")
-        which = ", which are many" if (kind := kind_of(name)) == EXPERTS else ""
-        return f"is left out: lora_target_modules does not have {kind!r}{which}"
+        what = f", {IF_NAMED[kind]}" if (kind := kind_of(name)) in IF_NAMED else ""
+        return f"is left out: lora_target_modules does not have {kind!r}{what}"
 
     def _single(self, adapter: Adapter) -> Iterator[tuple[str, LowRank]]:
         """The adapter's modules under the model's names, with matrices of single experts. Those of

@@ -140,6 +140,11 @@ class AdaptedWeight(WeightFormat):
             return self._base.multiply(x)
         return self._with_adapters(x, lambda: self._base.multiply(x))
 
+    def unrounded(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.acts:
+            return self._base.unrounded(x)
+        return self._with_adapters(x, lambda: self._base.unrounded(x))
+
     def forward(
         self, x: torch.Tensor, norm: RMSNorm | None = None, *, gated: bool = False
     ) -> torch.Tensor:

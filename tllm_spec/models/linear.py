@@ -16,7 +16,6 @@ from torch import nn
 
 from tllm_spec.distributed.communicator import SINGLE, Communicator, VocabShard
 from tllm_spec.kernels.disk_cache import cache_folder
-from tllm_spec.kernels.gemm.batch_invariant_linear import batch_invariant_linear
 from tllm_spec.kernels.gemm.cublas_lt import ALGORITHM_BYTES, DATA_TYPES, CublasLt, shared_library
 from tllm_spec.kernels.gemm.fp8_gemms import Fp8Gemms
 from tllm_spec.kernels.gemm.tuned_linear import (
@@ -112,15 +111,10 @@ class Linear(Module):
         return self.weight_format.forward(x, norm)
 
     def unrounded(self, x: torch.Tensor) -> torch.Tensor:
-        """`forward` with outputs in float32, of a plain weight without bias."""
+        """See `WeightFormat.unrounded`."""
         if x.dtype == torch.float32:
             return self.forward(x)
-        if x.is_cuda and not self.batch_invariant:
-            return torch.mm(x, self.weight.t(), out_dtype=torch.float32)
-        wide_x, wide_weight = x.float(), self.weight.float()
-        if self.batch_invariant:
-            return batch_invariant_linear(wide_x, wide_weight)
-        return wide_x.mm(wide_weight.t())
+        return self.weight_format.unrounded(x)
 
     def gated(self, x: torch.Tensor, norm: RMSNorm | None = None, **gates: Any) -> torch.Tensor:
         """See `WeightFormat.gated`."""

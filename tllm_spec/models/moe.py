@@ -142,10 +142,11 @@ class Router(Linear):
     def slots(self, path: str) -> Iterator[tuple[str, WeightSlot]]:
         own, bias = dict(super().slots(path)), "e_score_correction_bias"
         if self.rule.gates_shared:
-            names = f"{path}.weight", f"{sibling(path, self.names.shared_gate)}.weight"
-            sizes = self.num_experts, 1
-            for name, rows in zip(names, self.weight.split_with_sizes(sizes), strict=True):
-                own[name] = WeightSlot(rows, tuple(rows.shape))
+            number, inputs = self.weight_format.shape
+            gate = sibling(path, self.names.shared_gate)
+            for module, first, end in ((path, 0, number - 1), (gate, number - 1, number)):
+                part = Part((end - first, inputs))
+                own[f"{module}.weight"] = self.weight_format.slot(module, slice(first, end), part)
         if self.names.has_bias_beside:
             own[sibling(path, bias)] = own.pop(f"{path}.{bias}")
         yield from own.items()
@@ -182,7 +183,7 @@ class Router(Linear):
     def serves_few(self, hidden: torch.Tensor) -> bool:
         """Whether `route_few` serves these rows."""
         is_few = 0 < len(hidden) <= MAX_TOKENS and has_kernels(hidden.device)
-        return is_few and not self.batch_invariant
+        return is_few and not (self.batch_invariant or self.weight_format.acts)
 
     def route_few(
         self,
@@ -199,7 +200,7 @@ class Router(Linear):
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """`[T, E]`, of x's dtype or float32."""
-        return self.unrounded(x) if self.in_float32 else self.forward(x)
+        return self.unrounded(x) if self.in_float32 else self.weight_format.multiply(x)
 
 
 class SharedExpert(Module):

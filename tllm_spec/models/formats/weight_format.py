@@ -56,6 +56,11 @@ class WeightFormat(ABC):
         return self
 
     @property
+    def acts(self) -> bool:
+        """Whether results are not those of `base` alone."""
+        return False
+
+    @property
     def shape(self) -> tuple[int, int]:
         """Outputs and inputs of this rank's layer."""
         out_features, in_features = self.weight.shape
@@ -79,6 +84,13 @@ class WeightFormat(ABC):
     def forward(self, x: torch.Tensor, norm: RMSNorm | None = None) -> torch.Tensor:
         """`multiply` of `norm(x)` if there is a norm."""
         return self.multiply(x if norm is None else norm.forward(x))
+
+    def unrounded(self, x: torch.Tensor) -> torch.Tensor:
+        """`multiply` of 16 bits with results in float32, of a weight that is not quantised, without
+        bias."""
+        if x.is_cuda:
+            return torch.mm(x, self.weight.t(), out_dtype=torch.float32)
+        return x.float().mm(self.weight.float().t())
 
     def gated(self, x: torch.Tensor, norm: RMSNorm | None = None, **gates: Any) -> torch.Tensor:
         """SwiGLU of `norm(x)`, `[T, K]` to `[T, N / 2]`: the SiLU of the first half of the outputs
@@ -263,3 +275,6 @@ class BatchInvariantWeight(PlainWeight):
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         return batch_invariant_linear(x, self.weight, self.bias)
+
+    def unrounded(self, x: torch.Tensor) -> torch.Tensor:
+        return batch_invariant_linear(x.float(), self.weight.float())
