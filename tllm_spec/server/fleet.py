@@ -381,7 +381,10 @@ class FleetAdapters(FleetState[ServedAdapters]):
             return served
         leaving = loaded.intersection(*idle)
         if (found := next((name for name in idle[0] if name in leaving), None)) is None:
-            raise AdaptersInUse(f"requests use all of max_cpu_loras = {most} adapters")
+            raise AdaptersInUse(
+                f"max_cpu_loras = {most} adapters are loaded, and requests use those that could "
+                "make room"
+            )
         return {name: each for name, each in served.items() if name != found}
 
     def unload(self, name: str) -> None:
