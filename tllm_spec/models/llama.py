@@ -156,7 +156,7 @@ class Attention(Module):
         self.num_heads, self.num_kv_heads = geometry.num_heads, geometry.num_kv_heads
         self.head_dim, self.mapping = config.head_dim, mapping
         q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        copies = mapping.copies_of_kv_heads(config.num_kv_heads)
+        copies = max(mapping.tp_size // config.num_kv_heads, 1)  # ranks with the same head
         order = head_order(config.rope, config.head_dim)
         sizes = {"q_proj": q_size * self.query_outputs, "k_proj": kv_size, "v_proj": kv_size}
         self.qkv_proj = ColumnLinear(

@@ -128,6 +128,8 @@ class Llama4Attention(Attention):
     """Attention with a rotary embedding and then the q/k norm, or with neither and scaled
     queries."""
 
+    scales_rotated = False  # whether all queries are scaled
+
     def __init__(self, config: ModelConfig, layer: int, placement: Placement) -> None:
         super().__init__(replace(config, qk_norm=False), layer, placement)
         self.is_rotated = layer not in config.nope_layers
@@ -138,13 +140,14 @@ class Llama4Attention(Attention):
         self, hidden: torch.Tensor, norm: RMSNorm | None, rotary: Rotary, context: ForwardContext
     ) -> torch.Tensor:
         assert isinstance(rotary, Llama4Rotary)
-        if self.is_rotated:
+        if self.is_rotated and not self.scales_rotated:
             return super().forward(hidden, norm, rotary, context)
         inputs = self._inputs(hidden, norm)
         if rotary.query_scales is not None:
             inputs.qkv[:, : self.num_heads].mul_(rotary.query_scales)
         backend, plan = context.groups[self.group]
-        return backend.run(self.layer, inputs, rotary.unrotated, plan)
+        own = rotary if self.is_rotated else rotary.unrotated
+        return backend.run(self.layer, inputs, own, plan)
 
     def write(
         self, hidden: torch.Tensor, norm: RMSNorm | None, rotary: Rotary, context: ForwardContext

@@ -102,7 +102,6 @@ MAX_SAMPLES = 128  # both as at OpenAI
 MAX_CHOICES = 4096
 # They are searched for in every round, in the thread of all requests. OpenAI takes 4 stop strings.
 MAX_WORDS, MAX_WORD_CHARS, MAX_TOKEN_IDS = 64, 4096, 1024
-NOT_STORED = "nothing is stored"
 
 GENERATION_IGNORED: Ignored = {
     **IGNORED,

@@ -42,10 +42,6 @@ class DraftPlan:
     kinds: tuple[HeadKind, ...]
     when: When
 
-    def from_folder(self, folder: str) -> "DraftPlan":
-        """The same with the weights of another folder."""
-        return replace(self, config=self.config.model_copy(update={"speculative_model": folder}))
-
     def option(self, name: str) -> Any:
         """An option of the mode; None where it is null, or the decoding type has no such option."""
         return getattr(self.config, name, None)
