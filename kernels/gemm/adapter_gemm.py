@@ -22,11 +22,7 @@ from tllm_spec.kernels.dispatch import has_kernels, tl, triton, with_kernel
 from tllm_spec.kernels.experts.grouped_gemm import hit_experts
 from tllm_spec.kernels.experts.permute import ExpertRows, moe_permute
 from tllm_spec.kernels.gemm.norms import NormWeight, normed_row, rms_norm, silu_and_mul
-from tllm_spec.kernels.launch import (
-    launch_dependents,
-    programmatic_launch,
-    wait_for_previous,
-)
+from tllm_spec.kernels.launch import launch_dependents, programmatic_launch, wait_for_previous
 
 RANK_STEP = 16  # of a slot's rank; tensor cores multiply as many at a time
 TILE_ROWS = 16

@@ -38,10 +38,7 @@ from tllm_spec.config.option_checks import (
     with_our_names,
 )
 from tllm_spec.config.speculative_base import DecodingBaseConfig as DecodingBaseConfig
-from tllm_spec.config.speculative_base import (
-    DraftModelDecodingConfig,
-    RelaxedRule,
-)
+from tllm_spec.config.speculative_base import DraftModelDecodingConfig, RelaxedRule
 from tllm_spec.config.text_search import MAX_MATCH, GlobalPoolConfig, TextSearch
 
 # Decoding types whose draft network makes all drafts of a round in one forward, from mask tokens.

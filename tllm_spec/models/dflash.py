@@ -29,12 +29,7 @@ from tllm_spec.models.layers import Module, Placement, RMSNorm
 from tllm_spec.models.linear import Linear
 from tllm_spec.models.llama import MLP, CausalLM, DecoderLayer
 from tllm_spec.models.registry import model_config_of
-from tllm_spec.models.step_correction import (
-    CandidateSelector,
-    Confidence,
-    MarkovHead,
-    MarkovKind,
-)
+from tllm_spec.models.step_correction import CandidateSelector, Confidence, MarkovHead, MarkovKind
 
 # The shape of a head, read from its `config.json`.
 #

@@ -17,13 +17,7 @@ from tllm_spec.kernels.attention.rotary_write import Rotary
 from tllm_spec.kernels.gemm.norms import soft_cap
 from tllm_spec.kernels.slots.row_copies import gather_rows
 from tllm_spec.models.checkpoint import OUTPUT
-from tllm_spec.models.config import (
-    COMMON_DEFAULTS,
-    FULL,
-    SLIDING,
-    ModelConfig,
-    decoder_config,
-)
+from tllm_spec.models.config import COMMON_DEFAULTS, FULL, SLIDING, ModelConfig, decoder_config
 from tllm_spec.models.config_file import with_defaults
 from tllm_spec.models.formats.quantised_tensors import stored_tensors
 from tllm_spec.models.layers import (

@@ -122,16 +122,10 @@ GENERATION_RENAMED: Mapping[str, Renamed] = {
     "no_stop_trim": Renamed("include_stop_str_in_output"),
     "regex": Renamed("guided_regex"),
 }
-COMPLETION_IGNORED: Ignored = {
-    **GENERATION_IGNORED,
-    "suffix": ("",),
-}
+COMPLETION_IGNORED: Ignored = {**GENERATION_IGNORED, "suffix": ("",)}
 CHAT_IGNORED: Ignored = {
     **GENERATION_IGNORED,
-    **dict.fromkeys(
-        ("include_reasoning", "separate_reasoning", "stream_reasoning"),
-        (True,),
-    ),
+    **dict.fromkeys(("include_reasoning", "separate_reasoning", "stream_reasoning"), (True,)),
     "add_special_tokens": (False,),
     "audio": (),
     "chat_template": (),

@@ -141,11 +141,7 @@ def kind_of_head(plan: DraftPlan, folder: Path) -> HeadKind:
 
 
 def _blank_eagle(
-    plan: DraftPlan,
-    target: CausalLM,
-    config: EagleConfig,
-    num_captured: int,
-    device: torch.device,
+    plan: DraftPlan, target: CausalLM, config: EagleConfig, num_captured: int, device: torch.device
 ) -> EagleHead:
     config.check_target(target.config)
     placement = _placement_of(target)
@@ -202,11 +198,7 @@ def _blank_with_layers(
 
 
 def _blank_modules(
-    plan: DraftPlan,
-    target: CausalLM,
-    config: None,
-    num_captured: int,
-    device: torch.device,
+    plan: DraftPlan, target: CausalLM, config: None, num_captured: int, device: torch.device
 ) -> NextnModules:
     own = target.config
     if plan.path is not None:
