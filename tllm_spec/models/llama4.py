@@ -126,13 +126,14 @@ class Llama4Rotary(Rotary):
 
 class Llama4Attention(Attention):
     """Attention with a rotary embedding and then the q/k norm, or with neither and scaled
-    queries."""
+    queries. scales_all: queries with a rotary embedding are scaled, too."""
 
-    scales_rotated = False  # whether all queries are scaled
-
-    def __init__(self, config: ModelConfig, layer: int, placement: Placement) -> None:
+    def __init__(
+        self, config: ModelConfig, layer: int, placement: Placement, *, scales_all: bool = False
+    ) -> None:
         super().__init__(replace(config, qk_norm=False), layer, placement)
         self.is_rotated = layer not in config.nope_layers
+        self.is_scaled = scales_all or not self.is_rotated
         if config.qk_norm and self.is_rotated:
             self.qk_norm = UnweightedHeadNorm(self, config.rms_norm_eps, placement)
 
@@ -140,7 +141,7 @@ class Llama4Attention(Attention):
         self, hidden: torch.Tensor, norm: RMSNorm | None, rotary: Rotary, context: ForwardContext
     ) -> torch.Tensor:
         assert isinstance(rotary, Llama4Rotary)
-        if self.is_rotated and not self.scales_rotated:
+        if not self.is_scaled:
             return super().forward(hidden, norm, rotary, context)
         inputs = self._inputs(hidden, norm)
         if rotary.query_scales is not None:

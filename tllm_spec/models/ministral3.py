@@ -1,6 +1,7 @@
 """Ministral 3: Mistral whose queries are scaled by their position, as in Llama 4, in all layers."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from tllm_spec.models.config import COMMON_DEFAULTS, ModelConfig, Temperature, decoder_config
@@ -50,12 +51,8 @@ def temperature_of(fields: dict[str, Any]) -> Temperature:
     return Temperature(length, float(required(fields, "llama_4_scaling_beta")), first=0)
 
 
-class Ministral3Attention(Llama4Attention):
-    scales_rotated = True
-
-
 class Ministral3Layer(DecoderLayer):
-    attention = Ministral3Attention
+    attention = partial(Llama4Attention, scales_all=True)
 
 
 class Ministral3ForCausalLM(CausalLM):
