@@ -29,7 +29,7 @@ TILE_ROWS = 16
 # Inputs of a program, and those that its warps share at a time: GROUPS sums are added at the end.
 CHUNK, STEP_BYTES, GROUPS = 4096, 2048, 8
 BLOCK_OUT = 128
-# For each multiprocessor of an H200 3 that shrink and 8 that expand.
+# Programs of a launch, at most: for each multiprocessor of an H200 3 that shrink, 8 that expand.
 MAX_SHRINKS, MAX_EXPANDS = 396, 1056
 # Of rows that are shrunk one by one: ranks and elements of one program.
 MAX_INPUTS, FEW_RANKS, ELEMENTS_PER_WARP = 32768, 2, 512

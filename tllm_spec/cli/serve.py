@@ -220,7 +220,9 @@ def _with_bounded_lora(args: LlmArgs, options: ServerOptions, model_name: str) -
         if names := " and ".join(name for name, value in given.items() if value):
             raise ValueError(f"{names}: lora_config (--enable_lora) is needed")
     elif model_name in lora.lora_dir:
-        raise ValueError(f"lora_dir: {model_name!r} is the model's own name; NAME=FOLDER names one")
+        raise ValueError(
+            f"lora_dir: {model_name!r} is the model's own name; NAME=FOLDER gives an adapter another"
+        )
     elif options.lora_auto_load and lora.max_cpu_loras is None:
         most = max(AUTO_LOADED * lora.max_loras, lora.max_loras + len(lora.lora_dir))
         bounded = lora.model_copy(update={"max_cpu_loras": most})

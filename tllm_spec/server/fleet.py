@@ -110,7 +110,7 @@ class FleetState(ABC, Generic[Value]):
 
     def settle(self, engine: EngineClient) -> None:
         """Brings an engine that has connected to what is in force: a front, or the engine, may have
-        ended in the middle of a change. The next change is one of this engine, too."""
+        ended in the middle of a change. The engine takes part in the next change."""
         try:
             with self.held():
                 if self.read() is not None:
@@ -288,7 +288,7 @@ class FleetSleep(FleetState[SleepState]):
     @contextmanager
     def updating(self) -> Iterator[None]:
         """Inside, the target's weights of all engines are replaced, and none begins to sleep. If
-        that fails, all engines lack weights that did so before."""
+        that fails, engines that lacked weights before lack them again."""
         with self.held() as served:
             try:
                 yield
