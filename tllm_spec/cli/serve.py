@@ -221,7 +221,7 @@ def _with_bounded_lora(args: LlmArgs, options: ServerOptions, model_name: str) -
             raise ValueError(f"{names}: lora_config (--enable_lora) is needed")
     elif model_name in lora.lora_dir:
         raise ValueError(
-            f"lora_dir: {model_name!r} is the model's own name; NAME=FOLDER gives an adapter another"
+            f"lora_dir: {model_name!r} is the model's own name; NAME=FOLDER gives another one"
         )
     elif options.lora_auto_load and lora.max_cpu_loras is None:
         most = max(AUTO_LOADED * lora.max_loras, lora.max_loras + len(lora.lora_dir))
