@@ -298,10 +298,7 @@ def _recorder(
 
 
 def _sampler(
-    plan: BuildPlan,
-    slots: SlotState,
-    engines: Engines,
-    texts: Mapping[int, Sequence[int]] | None,
+    plan: BuildPlan, slots: SlotState, engines: Engines, texts: Mapping[int, Sequence[int]] | None
 ) -> Sampler:
     state = SamplingState(plan.slots, plan.config.vocab_size, plan.device)
     rejection, rates, thresholds, relaxed = False, None, (1.0, 1.0), None

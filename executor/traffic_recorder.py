@@ -25,12 +25,7 @@ from tllm_spec.grammar.guided_decoding import compiler_name
 from tllm_spec.grammar.thinking_budget import Budget
 from tllm_spec.outputs import spans_of
 from tllm_spec.recording.traffic_folder import HiddenStates, TrafficFolder
-from tllm_spec.recording.traffic_record import (
-    Sampling,
-    TrafficRecord,
-    WeightSpan,
-    rounds_until,
-)
+from tllm_spec.recording.traffic_record import Sampling, TrafficRecord, WeightSpan, rounds_until
 
 logger = logging.getLogger(__name__)
 

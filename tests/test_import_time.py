@@ -55,7 +55,7 @@ def test_a_wrong_folder_is_reported_before_a_heavy_library_is_loaded(tmp_path: P
         ("zoo:llama", "Eagle3", "zoo:llama-draft", "is a language model of 2 layers"),
         ("zoo:llama", "Draft_Target", "zoo:llama-eagle3", "is an EAGLE-3 head"),
         ("zoo:llama", "DFlash", "zoo:llama-eagle3", "is an EAGLE-3 head"),
-        ("zoo:llama", "Eagle3", str(tmp_path), "config.json does not exist"),
+        ("zoo:llama", "Eagle3", str(tmp_path), f"speculative_model: {tmp_path}/config.json"),
     ):
         spec = {"decoding_type": decoding_type, "max_draft_len": 2, "speculative_model": draft}
         config = tmp_path / f"{len(cases)}.yaml"

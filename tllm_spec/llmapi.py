@@ -24,9 +24,7 @@ from tllm_spec.config.option_checks import is_ignored
 from tllm_spec.config.option_checks import refusal as refusal_of_option
 from tllm_spec.config.speculative_config import TYPES_NOT_SERVED, type_refusal
 from tllm_spec.sampling_params import LogitsProcessor as LogitsProcessor
-from tllm_spec.sampling_params import (
-    ThinkingBudgetLogitsProcessor as ThinkingBudgetLogitsProcessor,
-)
+from tllm_spec.sampling_params import ThinkingBudgetLogitsProcessor as ThinkingBudgetLogitsProcessor
 
 if TYPE_CHECKING:
     from tllm_spec import LLM as LLM

@@ -50,11 +50,7 @@ from tllm_spec.executor.speculative.drafting.draft_net import (
     ExternalModelNet,
 )
 from tllm_spec.executor.speculative.drafting.heads import DraftPlan, draft_folder
-from tllm_spec.executor.speculative.drafting.loaded_draft import (
-    LoadedDraft,
-    keep_tokens,
-    load_head,
-)
+from tllm_spec.executor.speculative.drafting.loaded_draft import LoadedDraft, keep_tokens, load_head
 from tllm_spec.executor.speculative.drafting.model_drafter import DraftKVManager
 from tllm_spec.executor.speculative.drafting.network_drafter import BACKLOG_LEN
 from tllm_spec.executor.weight_swap import tensors_of

@@ -54,10 +54,7 @@ class BuildPlan:
     Raises ValueError for options that cannot be honoured."""
 
     def __init__(
-        self,
-        args: LlmArgs,
-        communicator: Communicator = SINGLE,
-        tokenizer: Tokenizer | None = None,
+        self, args: LlmArgs, communicator: Communicator = SINGLE, tokenizer: Tokenizer | None = None
     ) -> None:
         self.args = args
         self.begin: Callable[[str], None] = lambda step: None  # called with the name of each step
@@ -185,9 +182,7 @@ class BuildPlan:
         return 0
 
     def controller(
-        self,
-        graph_batch_sizes: Iterable[int] | None = None,
-        round_times: RoundTimes | None = None,
+        self, graph_batch_sizes: Iterable[int] | None = None, round_times: RoundTimes | None = None
     ) -> AdaptiveController:
         """A new controller of the draft length; round_times: None before they are measured."""
         return controller_for(

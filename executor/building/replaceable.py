@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 from tllm_spec.executor.building.engines import Engines, load_draft, load_target, weights_of
@@ -40,7 +41,8 @@ def replaceable_weights(
     of_draft = draft.plan
 
     def load(folder: str) -> Any:
-        new = of_draft.from_folder(folder)
+        own = of_draft.config.model_copy(update={"speculative_model": folder})
+        new = replace(of_draft, config=own)
         tokens = check_draft(new, tokenizer, plan.config)
         with on_device(plan.device):
             return load_draft(plan.staged(), target, new, tokens).model

@@ -12,13 +12,7 @@ from pathlib import Path
 
 import torch
 
-from tllm_spec.attention.geometry import (
-    Geometry,
-    IndexGeometry,
-    KVFormat,
-    KVPool,
-    LayerGroup,
-)
+from tllm_spec.attention.geometry import Geometry, IndexGeometry, KVFormat, KVPool, LayerGroup
 from tllm_spec.config.draft_shape import NO_DRAFTS
 from tllm_spec.config.engine_config import KvCacheConfig
 from tllm_spec.config.llm_args import LlmArgs

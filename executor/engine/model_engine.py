@@ -163,7 +163,9 @@ class PagedNetwork:
         have. Device work only."""
         assert windows.tree is None
         page_size = self.rows.page_size
-        num_pages = self._padded(-(-windows.max_kv_len // page_size))
+        num_pages = -(-windows.max_kv_len // page_size)
+        # The next power of two, at most a row of the block table: networks have few shapes.
+        num_pages = min(1 << (num_pages - 1).bit_length(), self.rows.table.device_rows.shape[1])
         metadata, token_ids = self.rows.build(
             [], replace(windows, max_kv_len=num_pages * page_size)
         )
@@ -200,7 +202,3 @@ class PagedNetwork:
         rows = (block_tables.to(torch.int64).unsqueeze(-1) * page_size + offsets).flatten(1)
         keys = torch.arange(rows.shape[1], device=rows.device)
         return rows.masked_fill_(keys >= lens.unsqueeze(1), -1)
-
-    def _padded(self, num_pages: int) -> int:
-        """The next power of two, at most a row of the block table: networks have few shapes."""
-        return min(1 << (num_pages - 1).bit_length(), self.rows.table.device_rows.shape[1])

@@ -20,12 +20,7 @@ from tllm_spec.executor.resources.slot_state import WindowTree
 from tllm_spec.executor.sampling.logits import LogprobRows
 from tllm_spec.executor.sampling.row_group import RowGroup, RowPositions
 from tllm_spec.executor.sampling.sampler import Sampler
-from tllm_spec.executor.speculative.drafting.drafter import (
-    Drafter,
-    RoundResult,
-    When,
-    WindowResult,
-)
+from tllm_spec.executor.speculative.drafting.drafter import Drafter, RoundResult, When, WindowResult
 from tllm_spec.executor.speculative.drafting.state_recorder import StateRecorder
 from tllm_spec.kernels.attention.visible_keys import TreeMask
 from tllm_spec.kernels.slots.round_rows import RoundRows

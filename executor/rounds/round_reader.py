@@ -166,10 +166,7 @@ def read_round(
     The round's tokens are no longer in flight afterwards, even where reading raises: a request
     that was preempted meanwhile would wait for them forever."""
     path, num_contexts = launched.batch.shape.path, len(launched.ended_contexts)
-    contexts, generating = (
-        iter(launched.ended_contexts),
-        iter(launched.batch.generation_requests),
-    )
+    contexts, generating = iter(launched.ended_contexts), iter(launched.batch.generation_requests)
     try:
         responding = _read_contexts(contexts, table, logprobs)
         num_drafts, ranks_from = launched.num_drafts, 1 + path + counts_drafts

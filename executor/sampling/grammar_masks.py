@@ -37,12 +37,7 @@ class GrammarMasks:
     -2 - token for one of that token only, then `[M, ceil(V / 32)]` words, all int32."""
 
     def __init__(
-        self,
-        slots: SlotState,
-        vocab_size: int,
-        first_token: int = 0,
-        *,
-        is_served: bool = True,
+        self, slots: SlotState, vocab_size: int, first_token: int = 0, *, is_served: bool = True
     ) -> None:
         """first_token: of logits that are a part of the vocabulary's. is_served: whether there may
         be grammars."""

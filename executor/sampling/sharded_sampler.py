@@ -143,10 +143,7 @@ def sampler_of(
     """shard: of the target's logits; None: every rank has all of them, and `make` makes the
     sampler. options: `Sampler`'s."""
     masks = GrammarMasks(
-        slots,
-        state.vocab_size,
-        0 if shard is None else shard.first,
-        is_served=serves_grammars,
+        slots, state.vocab_size, 0 if shard is None else shard.first, is_served=serves_grammars
     )
     if shard is None:
         return make(slots, state, RowGroups(state), masks, **options)

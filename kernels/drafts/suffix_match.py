@@ -180,11 +180,7 @@ def _row_ends(table: TextTable, places: torch.Tensor) -> torch.Tensor:
 
 
 def _drafts_at(
-    table: TextTable,
-    scores: torch.Tensor,
-    ends: torch.Tensor,
-    draft_len: int,
-    oldest: bool,
+    table: TextTable, scores: torch.Tensor, ends: torch.Tensor, draft_len: int, oldest: bool
 ) -> Matches:
     """scores `[B, M]`; ends `[B]`: of the texts, in memory."""
     places, own_ends = scores & LAST_PLACE, ends.unsqueeze(1)

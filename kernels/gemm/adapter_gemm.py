@@ -22,18 +22,14 @@ from tllm_spec.kernels.dispatch import has_kernels, tl, triton, with_kernel
 from tllm_spec.kernels.experts.grouped_gemm import hit_experts
 from tllm_spec.kernels.experts.permute import ExpertRows, moe_permute
 from tllm_spec.kernels.gemm.norms import NormWeight, normed_row, rms_norm, silu_and_mul
-from tllm_spec.kernels.launch import (
-    launch_dependents,
-    programmatic_launch,
-    wait_for_previous,
-)
+from tllm_spec.kernels.launch import launch_dependents, programmatic_launch, wait_for_previous
 
 RANK_STEP = 16  # of a slot's rank; tensor cores multiply as many at a time
 TILE_ROWS = 16
 # Inputs of a program, and those that its warps share at a time: GROUPS sums are added at the end.
 CHUNK, STEP_BYTES, GROUPS = 4096, 2048, 8
 BLOCK_OUT = 128
-# For each multiprocessor of an H200 3 that shrink and 8 that expand.
+# Programs of a launch, at most: for each multiprocessor of an H200 3 that shrink, 8 that expand.
 MAX_SHRINKS, MAX_EXPANDS = 396, 1056
 # Of rows that are shrunk one by one: ranks and elements of one program.
 MAX_INPUTS, FEW_RANKS, ELEMENTS_PER_WARP = 32768, 2, 512

@@ -256,10 +256,7 @@ def launch_fp8_linear(
 
 
 def _check(
-    codes: torch.Tensor,
-    code_scales: torch.Tensor,
-    weight: torch.Tensor,
-    scales: torch.Tensor,
+    codes: torch.Tensor, code_scales: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor
 ) -> None:
     """Asserts what `launch_fp8_linear` needs."""
     (num_rows, in_features), num_blocks = codes.shape, -(-codes.shape[1] // BLOCK)

@@ -30,7 +30,7 @@ def rows_class(rows: int) -> int:
     a class use the algorithm that is fastest for the largest one measured. Between 256 and 512,
     where torch's choice for one number can take twice as long as for another, steps are of 64."""
     power = max(SMALLEST_ROWS, 1 << max(rows - 1, 0).bit_length())
-    step = min(power // 4, 64) if power <= 512 else power // 4
+    step = power // 8 if power == 512 else power // 4
     return power if power == SMALLEST_ROWS else -(-rows // step) * step
 
 

@@ -56,7 +56,7 @@ class DraftValues:
         others = torch.full((NUM_POSITIONS,), PRIOR_LOGIT, device=device)
         positions = torch.arange(num_drafts, dtype=torch.int32, device=device)
         return cls(
-            features_at(positions).repeat(num_slots, 1),
+            (NUM_PROBABILITIES + positions.clamp_max(NUM_POSITIONS - 1)).repeat(num_slots, 1),
             torch.cat((middles.logit() / 2, others)),
             torch.zeros(num_slots, device=device),
             torch.zeros(num_slots, dtype=torch.int32, device=device),
@@ -79,12 +79,6 @@ def features_of(probs: torch.Tensor) -> torch.Tensor:
     """The features of drafts that the drafter gives these probabilities, int32. NaN counts as 0."""
     steps = (probs.nan_to_num(0.0) * NUM_PROBABILITIES).to(torch.int32)
     return steps.clamp(0, NUM_PROBABILITIES - 1)
-
-
-def features_at(positions: torch.Tensor) -> torch.Tensor:
-    """The features of drafts at these positions in their chain, from 0 on, int32, whose drafter
-    gives no probabilities."""
-    return NUM_PROBABILITIES + positions.clamp_max(NUM_POSITIONS - 1).to(torch.int32)
 
 
 @with_kernel("choose_rows_triton", argument=1)

@@ -193,11 +193,7 @@ def _parents(carries: list[Carry], bits: torch.Tensor) -> Carry:
 
 
 def _advance(
-    carry: Carry,
-    inputs: torch.Tensor,
-    shape: DeltaShape,
-    weights: DeltaWeights,
-    dtype: torch.dtype,
+    carry: Carry, inputs: torch.Tensor, shape: DeltaShape, weights: DeltaWeights, dtype: torch.dtype
 ) -> tuple[Carry, torch.Tensor]:
     """One row of each request, inputs `[B, I]`: what it hands on, with a state of numbers of
     `dtype`, and its answer `[B, Hv, Dv]` before that rounding."""

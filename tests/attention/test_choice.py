@@ -8,12 +8,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from tllm_spec.attention.choice import (
-    choose_backend,
-    create_backend,
-    kind_of_pool,
-    workspace_bytes,
-)
+from tllm_spec.attention.choice import choose_backend, create_backend, kind_of_pool, workspace_bytes
 from tllm_spec.attention.flashinfer import FlashInferAttention
 from tllm_spec.attention.geometry import (
     MAX_TOKENS,

@@ -448,6 +448,13 @@ def test_the_yaml_file_takes_precedence_over_a_flag_of_another_name(tmp_path: Pa
     assert "max_seq_len: 64  # file" in result.output
 
 
+def test_the_value_of_a_flag_may_begin_with_a_hyphen() -> None:
+    flags = ("--served_model_name", "-tp", "--api_key", "-Abc", "--ssl_keyfile_password=-x")
+    result = serve("a/folder", *flags, "--print_config")
+    lines = {"served_model_name: -tp  # command line", "api_key: (set)  # command line"}
+    assert lines <= {*result.output.splitlines()}, result.output
+
+
 def test_a_flag_without_its_value_is_refused() -> None:
     for flags in (["--max-model-len"], ["--max-model-len", "--grpc"]):
         result = llm_flags_serve("zoo:llama", *flags)

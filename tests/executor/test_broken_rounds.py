@@ -6,12 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.executor.harness import (
-    Harness,
-    draft_target,
-    output_of,
-    user_provided,
-)
+from tests.executor.harness import Harness, draft_target, output_of, user_provided
 from tllm_spec.config.draft_shape import DraftShape
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.request import LlmRequest, RequestState

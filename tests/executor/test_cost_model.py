@@ -10,10 +10,7 @@ from tests.executor.played_rounds import LADDER, LinearTimes, controller, play, 
 from tests.executor.simulated_trees import by_rank, draw, expected, num_accepted
 from tllm_spec.config.adaptive_config import AdaptiveConfig
 from tllm_spec.config.draft_shape import END, NOTHING, OFF_CHAIN, DraftShape, DraftShapes, chain_of
-from tllm_spec.executor.speculative.draft_length.adaptive import (
-    AdaptiveController,
-    DraftLenTable,
-)
+from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController, DraftLenTable
 from tllm_spec.executor.speculative.draft_length.decisions import ObservedRound
 from tllm_spec.executor.speculative.draft_length.estimates import (
     AcceptanceEstimate,

@@ -143,6 +143,7 @@ def test_without_graphs_a_separate_drafter_is_timed_with_dummy_requests(
 
     monkeypatch.setattr(DraftNet, "forward", slow)
     monkeypatch.setattr("tllm_spec.executor.building.rounds.EAGER_SIZES", (1,))
+    monkeypatch.setattr("tllm_spec.executor.graphs.slot_graphs.TIMED_RUNS", 4)  # as when it serves
     harness = Harness(tiny, **tiny_engine(mode, drafts, 4, adaptive=LADDER))
     harness.parts.controller.observe(ObservedRound(1, [], 0))
     row = harness.parts.controller.state()["round_ms"]["1"]

@@ -17,10 +17,7 @@ from tllm_spec.config.draft_shape import DraftShapes
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.config.text_search import TextSearch
 from tllm_spec.executor.request import DecodingRules, LlmRequest, RequestState
-from tllm_spec.executor.speculative.draft_length.adaptive import (
-    AdaptiveController,
-    controller_for,
-)
+from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController, controller_for
 from tllm_spec.executor.speculative.draft_length.decisions import ObservedRound
 from tllm_spec.executor.speculative.draft_length.hindsight import (
     MAX_PLACES,

@@ -18,12 +18,7 @@ from tests.executor.draft_caches import (
 )
 from tests.executor.graph_rounds import DUMMY, Event, with_graphs
 from tests.executor.guided_rounds import grammar_of
-from tests.executor.harness import (
-    Harness,
-    all_pages_are_back,
-    draft_target,
-    output_of,
-)
+from tests.executor.harness import Harness, all_pages_are_back, draft_target, output_of
 from tests.executor.hooks import before_launch, rounds_in_flight
 from tests.executor.tiny_llama import write_tiny_llama
 from tllm_spec.config.draft_shape import chain_of

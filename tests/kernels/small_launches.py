@@ -15,13 +15,7 @@ from tllm_spec.kernels.attention.kv_codes import CODES, widen_pages
 from tllm_spec.kernels.attention.latent_write import LatentNorm, latent_write
 from tllm_spec.kernels.attention.move_kv import move_kv
 from tllm_spec.kernels.attention.rotary_write import HeadWeights, Rotary, rotary_write
-from tllm_spec.kernels.drafts.draft_beams import (
-    BeamPool,
-    Beams,
-    first_beams,
-    grow,
-    select,
-)
+from tllm_spec.kernels.drafts.draft_beams import BeamPool, Beams, first_beams, grow, select
 from tllm_spec.kernels.drafts.draft_input import DraftInputNorms, draft_input
 from tllm_spec.kernels.drafts.draft_sources import choose_drafts, observe_drafts
 from tllm_spec.kernels.drafts.match_branches import add_match
@@ -41,13 +35,7 @@ from tllm_spec.kernels.gemm.adapter_gemm import (
     shrink,
     with_adapters,
 )
-from tllm_spec.kernels.gemm.norms import (
-    NormWeight,
-    add_norm,
-    rms_norm,
-    silu_and_mul,
-    soft_cap,
-)
+from tllm_spec.kernels.gemm.norms import NormWeight, add_norm, rms_norm, silu_and_mul, soft_cap
 from tllm_spec.kernels.parallel.rank_sum import (
     BLOCK_WORDS,
     RankLines,
@@ -58,13 +46,7 @@ from tllm_spec.kernels.parallel.two_shot_sum import PART_WORDS, RankParts, two_s
 from tllm_spec.kernels.sampling.choose_token import choose_best, choose_draft, offer_token
 from tllm_spec.kernels.sampling.gumbel import gumbel_noise
 from tllm_spec.kernels.sampling.logit_filters import filter_cut, mask_tokens
-from tllm_spec.kernels.slots.accept import (
-    Drafts,
-    DraftTree,
-    SlotTables,
-    SyntheticRates,
-    TreeTables,
-)
+from tllm_spec.kernels.slots.accept import Drafts, DraftTree, SlotTables, SyntheticRates, TreeTables
 from tllm_spec.kernels.slots.choose_rows import DraftValues, choose_rows, learn_values
 from tllm_spec.kernels.slots.round_rows import RoundRows, window_rows
 from tllm_spec.kernels.slots.row_copies import (

@@ -10,10 +10,7 @@ import torch
 from tests.kernels.interpreter import INTERPRETED, on_each_kernel_device
 from tests.kernels.row_counts import rows_of
 from tests.kernels.tree_problem import bits_of, random_paths
-from tllm_spec.kernels.attention.batch_invariant_attention import (
-    SPLIT_KEYS,
-    QueryTiles,
-)
+from tllm_spec.kernels.attention.batch_invariant_attention import SPLIT_KEYS, QueryTiles
 from tllm_spec.kernels.attention.batch_invariant_latent import (
     TREE_TOKENS,
     batch_invariant_latent,

@@ -8,12 +8,7 @@ import torch
 from tests.kernels.cuda_graphs import captured_graph
 from tests.kernels.interpreter import INTERPRETED, on_each_kernel_device
 from tests.kernels.tree_growth import Candidates, Draft, Path, grow_tree, random_draft, slow_tree
-from tllm_spec.kernels.drafts.draft_beams import (
-    BeamPool,
-    first_beams,
-    grow,
-    select,
-)
+from tllm_spec.kernels.drafts.draft_beams import BeamPool, first_beams, grow, select
 from tllm_spec.kernels.drafts.top_tokens import top_tokens
 from tllm_spec.kernels.sampling.choose_token import choose_draft
 from tllm_spec.kernels.slots.accept import DraftTree

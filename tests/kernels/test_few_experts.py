@@ -11,11 +11,7 @@ import torch
 from tests.kernels.interpreter import on_each_kernel_device
 from tests.kernels.test_grouped_gemm import Problem, Shape, problem
 from tllm_spec.distributed.communicator import SINGLE_RANK, Mapping
-from tllm_spec.kernels.experts.few_tokens import (
-    MAX_TOKENS,
-    RouterWeights,
-    route_few,
-)
+from tllm_spec.kernels.experts.few_tokens import MAX_TOKENS, RouterWeights, route_few
 from tllm_spec.kernels.experts.permute import ExpertRows
 from tllm_spec.kernels.experts.routing import RoutingRule
 from tllm_spec.kernels.gemm.norms import NormWeight

@@ -9,11 +9,7 @@ import pytest
 import torch
 
 from tests.kernels.hopper import compiled_for_hopper
-from tests.kernels.interpreter import (
-    on_each_kernel_device,
-    only_with_the_compiler,
-    stored,
-)
+from tests.kernels.interpreter import on_each_kernel_device, only_with_the_compiler, stored
 from tests.kernels.linear_problem import problem
 from tests.kernels.test_scaled_linear import DTYPES, INT4_FORMS, INT4_SHAPES, on_each_dtype
 from tllm_spec.kernels.gemm.int4_weights import (

@@ -4,12 +4,7 @@ import pytest
 import torch
 
 from tests.kernels.interpreter import on_each_kernel_device
-from tests.kernels.test_slot_windows import (
-    NUM_SLOTS,
-    random_parents,
-    random_tables,
-    with_parents,
-)
+from tests.kernels.test_slot_windows import NUM_SLOTS, random_parents, random_tables, with_parents
 from tllm_spec.config.draft_shape import END, NOTHING, OFF_CHAIN
 from tllm_spec.kernels.drafts.path_trees import path_ranks, path_trees
 from tllm_spec.kernels.slots.slot_windows import accept_windows

@@ -7,10 +7,7 @@ import torch
 from tests.kernels.interpreter import on_each_kernel_device
 from tests.kernels.test_batch_invariant_attention import LENGTH, Cache, Heads, check
 from tllm_spec.kernels.attention.batch_invariant_attention import QueryTiles
-from tllm_spec.kernels.attention.prompt_attention import (
-    prompt_attention,
-    prompt_tokens_per_tile,
-)
+from tllm_spec.kernels.attention.prompt_attention import prompt_attention, prompt_tokens_per_tile
 from tllm_spec.kernels.attention.visible_keys import KeySpan
 from tllm_spec.kernels.dispatch import has_kernels
 

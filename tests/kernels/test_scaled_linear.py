@@ -11,19 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.kernels.interpreter import (
-    INTERPRETED,
-    ROUNDING,
-    on_each_kernel_device,
-)
+from tests.kernels.interpreter import INTERPRETED, ROUNDING, on_each_kernel_device
 from tests.kernels.linear_problem import FP8, SUM_ERROR, Problem, check, magnitudes_of, problem
 from tllm_spec.kernels.dispatch import has_kernels
 from tllm_spec.kernels.gemm import scaled_linear as scaled_linear_slices
-from tllm_spec.kernels.gemm.batch_invariant_linear import (
-    CHUNK,
-    Tiling,
-    batch_invariant_linear,
-)
+from tllm_spec.kernels.gemm.batch_invariant_linear import CHUNK, Tiling, batch_invariant_linear
 from tllm_spec.kernels.gemm.scaled_linear import (
     BLOCK,
     MAX_BYTES,

@@ -13,14 +13,7 @@ import torch
 
 from tests.kernels.hopper import HOPPER
 from tests.kernels.interpreter import only_outside_the_interpreter, only_with_the_compiler
-from tests.kernels.launches import (
-    FIRST_WITH_FP8,
-    LIMITS,
-    META,
-    Launch,
-    launches_of,
-    use_gpu,
-)
+from tests.kernels.launches import FIRST_WITH_FP8, LIMITS, META, Launch, launches_of, use_gpu
 from tllm_spec.kernels import launch as shared_memory
 from tllm_spec.kernels import nvrtc
 from tllm_spec.kernels.attention import paged_prefill, window_attention_cuda

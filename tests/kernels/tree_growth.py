@@ -8,13 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from tllm_spec.kernels.drafts.draft_beams import (
-    BeamPool,
-    Beams,
-    first_beams,
-    grow,
-    select,
-)
+from tllm_spec.kernels.drafts.draft_beams import BeamPool, Beams, first_beams, grow, select
 from tllm_spec.kernels.slots.accept import DraftTree
 
 Path = tuple[int, ...]  # tokens from the root on, without it

@@ -24,19 +24,8 @@ from tests.lossless.conftest import (
     LATENT_HEAD,
     OTHER_TOKENIZER,
 )
-from tests.lossless.drafters import (
-    AdversarialDrafter,
-    AdversarialTreeDrafter,
-    expected_rounds,
-)
-from tests.lossless.engines import (
-    DRAFT_MODEL,
-    DYNAMIC_TREE,
-    MODES,
-    PARD,
-    engine,
-    static_choices,
-)
+from tests.lossless.drafters import AdversarialDrafter, AdversarialTreeDrafter, expected_rounds
+from tests.lossless.engines import DRAFT_MODEL, DYNAMIC_TREE, MODES, PARD, engine, static_choices
 from tests.lossless.oracle import GetOracle
 from tllm_spec.llm import LLM
 from tllm_spec.outputs import RequestOutput, SpeculativeStats

@@ -1,16 +1,7 @@
 """Fields of published `config.json` files of FP8 checkpoints, and of ModelOpt's
 `hf_quant_config.json`. Lists of modules have the entries of every layer where the files do."""
 
-from tests.models.published import (
-    FP8,
-    LLAMA_31_8B,
-    QWEN3,
-    QWEN3_30B_A3B,
-    V3,
-    Raw,
-    renamed,
-    sized,
-)
+from tests.models.published import FP8, LLAMA_31_8B, QWEN3, QWEN3_30B_A3B, V3, Raw, renamed, sized
 from tests.models.published_states import QWEN3_5
 
 BLOCKS: Raw = FP8 | {"weight_block_size": [128, 128]}

@@ -16,13 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.models.deepseek import save_deepseek
 from tests.models.fp8_checkpoint import is_projection, keeping_fp8, quantise
-from tests.models.helpers import (
-    PagedRunner,
-    check_same_logits,
-    load,
-    quantised_pair,
-    random_tokens,
-)
+from tests.models.helpers import PagedRunner, check_same_logits, load, quantised_pair, random_tokens
 from tests.models.published import FP8, V2_LITE, V3, V3_2
 from tllm_spec.attention.geometry import LatentGeometry
 from tllm_spec.distributed.communicator import SINGLE_RANK

@@ -8,10 +8,7 @@ import pytest
 import torch
 
 from tests.executor.tiny_llama import write_tiny_llama
-from tests.models.eagle3_runner import (
-    HeadRunner,
-    captured_states,
-)
+from tests.models.eagle3_runner import HeadRunner, captured_states
 from tests.models.helpers import MAX_POSITIONS, assert_close, load, random_tokens
 from tests.models.tiny_eagle import write_tiny_eagle
 from tests.models.tiny_eagle3 import Tensors, edit_config, rewrite, write_tiny_eagle3

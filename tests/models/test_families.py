@@ -28,14 +28,7 @@ from tests.models.helpers import (
     reference_logits,
     save_checkpoint,
 )
-from tests.models.published import (
-    GEMMA3_270M,
-    GLM_45,
-    GPT_OSS_20B,
-    MINIMAX_M2,
-    PHI4_MINI,
-    Raw,
-)
+from tests.models.published import GEMMA3_270M, GLM_45, GPT_OSS_20B, MINIMAX_M2, PHI4_MINI, Raw
 from tests.models.published_states import QWEN3_NEXT
 from tests.models.qwen3_next import FULL, LINEAR
 from tests.models.test_gemma3 import save_gemma3

@@ -22,13 +22,7 @@ from tests.models.gemma4 import (
     save_larger,
     save_with_towers,
 )
-from tests.models.helpers import (
-    MAX_POSITIONS,
-    PagedRunner,
-    load,
-    random_tokens,
-    reference_logits,
-)
+from tests.models.helpers import MAX_POSITIONS, PagedRunner, load, random_tokens, reference_logits
 from tllm_spec.attention.geometry import AttentionGeometry, KVFormat
 from tllm_spec.distributed.communicator import SINGLE_RANK, Communicator
 from tllm_spec.executor.engine.memory_plan import divide, own_groups

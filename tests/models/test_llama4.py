@@ -11,13 +11,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from tests.models import helpers
-from tests.models.helpers import (
-    MAX_POSITIONS,
-    PagedRunner,
-    load,
-    random_tokens,
-    use,
-)
+from tests.models.helpers import MAX_POSITIONS, PagedRunner, load, random_tokens, use
 from tllm_spec.attention.flashinfer import FlashInferAttention
 from tllm_spec.attention.interface import HeadsBackend
 from tllm_spec.attention.triton import TritonAttention

@@ -13,13 +13,7 @@ from tests.server.engine_thread import ARGS, PROMPT
 from tests.server.http_answers import wait_for
 from tllm_spec.server.engine_client import EngineClient
 from tllm_spec.server.engine_process import with_served_target
-from tllm_spec.server.fleet import (
-    FleetAdapters,
-    FleetSleep,
-    FleetTarget,
-    ServedWeights,
-    SleepState,
-)
+from tllm_spec.server.fleet import FleetAdapters, FleetSleep, FleetTarget, ServedWeights, SleepState
 from tllm_spec.server.replicas import Replicas
 
 

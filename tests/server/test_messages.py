@@ -9,14 +9,7 @@ import httpx
 import pytest
 from pydantic_core import from_json
 
-from tests.server.agent_server import (
-    CALL,
-    PARAMETERS,
-    TEXT,
-    agent_llm,
-    agent_server,
-    prompt_of,
-)
+from tests.server.agent_server import CALL, PARAMETERS, TEXT, agent_llm, agent_server, prompt_of
 from tests.server.fake_llm import FAILING_PROMPT, MODEL, SLOW_PROMPT, FakeLLM
 from tests.server.hosted import hosted
 from tests.server.http_answers import CHAT, Post, events_of, named_events

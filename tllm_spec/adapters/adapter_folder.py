@@ -133,7 +133,7 @@ def _refused(config: Mapping[str, Any], max_rank: int, option: str) -> Iterator[
             yield f"{key} is {shown(rank)}; accepted is 1 to {option}, which is {max_rank}"
     for key, alpha in alphas:
         if type(alpha) not in (int, float) or not abs(alpha) <= torch.finfo(torch.float32).max:
-            yield f"{key} is {shown(alpha)}; accepted is a finite number"
+            yield f"{key} is {shown(alpha)}; accepted is a finite number of float32"
     yield from _bad_patterns(config)
 
 

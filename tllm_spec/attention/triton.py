@@ -19,10 +19,7 @@ from tllm_spec.kernels.attention.batch_invariant_attention import (
     batch_invariant_attention,
     tokens_per_tile,
 )
-from tllm_spec.kernels.attention.prompt_attention import (
-    prompt_attention,
-    prompt_tokens_per_tile,
-)
+from tllm_spec.kernels.attention.prompt_attention import prompt_attention, prompt_tokens_per_tile
 from tllm_spec.kernels.attention.rotary_write import Rotary
 from tllm_spec.kernels.attention.visible_keys import KeySpans
 from tllm_spec.kernels.attention.window_attention import WindowCall, WindowTables, window_attention

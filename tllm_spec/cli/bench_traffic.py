@@ -153,11 +153,7 @@ def tune(
 @option("--initial_steps", NOT_NEGATIVE, "Draft length of the first round, for strategy: ema.")
 @flag("--every_round", "Print every round, not only those that change it.")
 def adaptive_replay(
-    trace: Path,
-    config: Path,
-    round_times: Path | None,
-    every_round: bool,
-    **given: Any,
+    trace: Path, config: Path, round_times: Path | None, every_round: bool, **given: Any
 ) -> None:
     """Print the draft lengths that would have been chosen for the rounds in TRACE.
 

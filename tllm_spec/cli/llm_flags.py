@@ -54,7 +54,8 @@ class LlmCommand(click.Command):
     """A command that takes all arguments of `LLM`. It gets them as `llm_flags`."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        own = {name for each in self.get_params(ctx) for name in (*each.opts, *each.secondary_opts)}
+        options = [each for each in self.get_params(ctx) if isinstance(each, click.Option)]
+        own = {name: each for each in options for name in (*each.opts, *each.secondary_opts)}
         words, rest, flags = list(args), [], LlmFlags({}, [])
         unknown: list[str] = []
         while words:
@@ -64,9 +65,13 @@ class LlmCommand(click.Command):
             if word == "--":
                 rest += [word, *words]
                 break
-            if word[:1] == "-" and word[1:2].isalpha() and word[:2] not in own:
+            if option := own.get(f"--{name}" if word.startswith("--") else word):
+                rest.append(word)
+                if not (option.is_flag or equals):  # its value may begin with a hyphen
+                    rest, words = rest + words[:1], words[1:]
+            elif word[:1] == "-" and word[1:2].isalpha() and word[:2] not in own:
                 unknown.append(f"{word} is not a known flag")
-            elif not word.startswith("--") or f"--{name}" in own:
+            elif not word.startswith("--"):
                 rest.append(word)
             elif _path_of(name) == "model":
                 rest += [text] if equals else []

@@ -220,7 +220,9 @@ def _with_bounded_lora(args: LlmArgs, options: ServerOptions, model_name: str) -
         if names := " and ".join(name for name, value in given.items() if value):
             raise ValueError(f"{names}: lora_config (--enable_lora) is needed")
     elif model_name in lora.lora_dir:
-        raise ValueError(f"lora_dir: {model_name!r} is the model's own name; NAME=FOLDER names one")
+        raise ValueError(
+            f"lora_dir: {model_name!r} is the model's own name; NAME=FOLDER gives another one"
+        )
     elif options.lora_auto_load and lora.max_cpu_loras is None:
         most = max(AUTO_LOADED * lora.max_loras, lora.max_loras + len(lora.lora_dir))
         bounded = lora.model_copy(update={"max_cpu_loras": most})
@@ -294,7 +296,8 @@ def read_args(model: str, flags: LlmFlags, yaml_path: str | None) -> LlmArgs:
         if yaml_path is not None:
             given = with_yaml(given, yaml_path)
         own = [name for name in given if either_spelling(name) in FLAGS_ONLY]
-        with refused_together(_misplaced(own)):
+        told = f"{', '.join(own)}: flags of tllm-serve, not options of a YAML file"
+        with refused_together([told] if own else []):
             given = {name: each for name, each in given.items() if name not in own}
             args = LlmArgs(**with_drafter(given["model"], given))
         if args.skip_tokenizer_init:
@@ -302,11 +305,6 @@ def read_args(model: str, flags: LlmFlags, yaml_path: str | None) -> LlmArgs:
                 ["skip_tokenizer_init = True cannot be served over HTTP: answers are text"]
             )
         return args
-
-
-def _misplaced(names: list[str]) -> list[str]:
-    """The sentence that refuses the server's flags in a YAML file."""
-    return [f"{', '.join(names)}: flags of tllm-serve, not options of a YAML file"] if names else []
 
 
 def _name_of(model: str) -> str:

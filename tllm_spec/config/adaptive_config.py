@@ -144,11 +144,6 @@ class AdaptiveConfig:
         options = [slot for _, slot in self.slots if isinstance(slot, CostModelOptions)]
         return tuple({tree.shape: None for own in options for tree in own.candidate_trees or ()})
 
-    @property
-    def middle_draft_len(self) -> int:
-        """The middle of all ladders: `strategy: ema` begins there if no option says otherwise."""
-        return self.draft_lens[len(self.draft_lens) // 2]
-
     def as_options(self) -> dict[int | str, Any]:
         """As `parse` takes it, in plain values."""
         slots: dict[int | str, Any] = {low: slot.as_options() for low, slot in self.slots}

@@ -9,14 +9,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import (
-    BeforeValidator,
-    Field,
-    NonNegativeInt,
-    PositiveInt,
-    Strict,
-    field_validator,
-)
+from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt, Strict, field_validator
 
 from tllm_spec.config.config_base import ConfigModel, PathText, check
 from tllm_spec.config.neighbours import (

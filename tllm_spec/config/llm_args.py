@@ -12,13 +12,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import (
-    BeforeValidator,
-    Field,
-    PositiveInt,
-    ValidationInfo,
-    field_validator,
-)
+from pydantic import BeforeValidator, Field, PositiveInt, ValidationInfo, field_validator
 
 from tllm_spec.config.config_base import ConfigModel, PathText, check, check_keys
 from tllm_spec.config.engine_config import CudaGraphConfig as CudaGraphConfig
@@ -32,12 +26,7 @@ from tllm_spec.config.neighbours import (
     Ignored,
     Renamed,
 )
-from tllm_spec.config.option_checks import (
-    PROCESSED,
-    LogprobsMode,
-    import_also_from,
-    read_yaml,
-)
+from tllm_spec.config.option_checks import PROCESSED, LogprobsMode, import_also_from, read_yaml
 from tllm_spec.config.speculative_config import (
     DecodingBaseConfig,
     MTPDecodingConfig,

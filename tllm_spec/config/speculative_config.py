@@ -38,10 +38,7 @@ from tllm_spec.config.option_checks import (
     with_our_names,
 )
 from tllm_spec.config.speculative_base import DecodingBaseConfig as DecodingBaseConfig
-from tllm_spec.config.speculative_base import (
-    DraftModelDecodingConfig,
-    RelaxedRule,
-)
+from tllm_spec.config.speculative_base import DraftModelDecodingConfig, RelaxedRule
 from tllm_spec.config.text_search import MAX_MATCH, GlobalPoolConfig, TextSearch
 
 # Decoding types whose draft network makes all drafts of a round in one forward, from mask tokens.
@@ -348,7 +345,7 @@ def speculative_config_from(value: object) -> object:
     if algorithm == "EAGLE" and not _has_model(options):
         options["decoding_type"] = "MTP"  # SGLang's name for the target's own modules
     if "decoding_type" not in options:
-        line = f"decoding_type is required; {TYPES_SERVED}; or a folder of draft weights says it"
+        line = f"decoding_type is required; {TYPES_SERVED}; a folder of draft weights may say it"
         raise ConfigError([line, *_wrong_keys(options)])
     decoding_type = options.pop("decoding_type")
     if not isinstance(decoding_type, str) or decoding_type.lower() not in _TYPE_BY_NAME:

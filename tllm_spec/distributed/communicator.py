@@ -67,10 +67,6 @@ class Mapping:
             return 1
         return self.shard(num_kv_heads, "num_key_value_heads")
 
-    def copies_of_kv_heads(self, num_kv_heads: int) -> int:
-        """Ranks that have the same key and value head."""
-        return max(self.tp_size // num_kv_heads, 1)
-
     def shard(self, size: int, what: str) -> int:
         """This rank's part of `size`; `what` names the size in the error.
 

@@ -48,10 +48,6 @@ class TensorRTPackage:
     def name(self) -> str:
         return f"{self.trt.__name__} {self.trt.__version__}"
 
-    @property
-    def is_rtx(self) -> bool:
-        return bool(self.trt.__name__ == "tensorrt_rtx")
-
 
 def find_tensorrt(device: torch.device) -> TensorRTPackage:
     """The first package that serves the device. Raises ValueError with all reasons in one
@@ -209,7 +205,7 @@ def build(package: TensorRTPackage, network: StepNetwork, limits: EngineLimits) 
     if package.target is not None:
         config.num_compute_capabilities = 1
         config.set_compute_capability(package.target, 0)
-    if package.is_rtx:  # needed for CUDA graphs
+    if package.trt.__name__ == "tensorrt_rtx":  # needed for CUDA graphs
         config.set_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION)
     most = max_kv_rows(network.config)
     kv_rows = limits.page_size, min(limits.max_cached, most), most

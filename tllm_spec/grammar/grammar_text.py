@@ -110,13 +110,10 @@ def forces_much(source: GrammarSource) -> bool:
     can be told from the grammar's texts and repetitions."""
     is_one = source.kind in ("regex", "grammar")
     return any(
-        len(text) * _most(text, r"[^)]") * math.prod(_counts(text, r"\)")) > MAX_FORCED
+        len(text) * max(_counts(text, r"[^)]"), default=1) * math.prod(_counts(text, r"\)"))
+        > MAX_FORCED
         for text in ([source.text] if is_one else source.text.split('"'))
     )
-
-
-def _most(text: str, before: str) -> int:
-    return max(_counts(text, before), default=1)
 
 
 def _counts(text: str, before: str) -> list[int]:

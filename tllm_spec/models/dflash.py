@@ -29,12 +29,7 @@ from tllm_spec.models.layers import Module, Placement, RMSNorm
 from tllm_spec.models.linear import Linear
 from tllm_spec.models.llama import MLP, CausalLM, DecoderLayer
 from tllm_spec.models.registry import model_config_of
-from tllm_spec.models.step_correction import (
-    CandidateSelector,
-    Confidence,
-    MarkovHead,
-    MarkovKind,
-)
+from tllm_spec.models.step_correction import CandidateSelector, Confidence, MarkovHead, MarkovKind
 
 # The shape of a head, read from its `config.json`.
 #
@@ -126,12 +121,8 @@ class DFlashConfig(Eagle3Config):
 
     def within(self, max_positions: int) -> "DFlashConfig":
         """Windows that no text reaches stay where they decide what a row sees of its block."""
-        return super().within(max_positions) if self._is_even else self
-
-    @property
-    def _is_even(self) -> bool:
-        """Whether rows see the same of their block in all layers."""
-        return self.block.is_causal[0] == self.block.is_causal[1]
+        of_full, of_windowed = self.block.is_causal
+        return super().within(max_positions) if of_full == of_windowed else self
 
     def default_layers(self, num_target_layers: int) -> tuple[int, ...]:
         """The target's layers whose outputs a head reads that does not name them: one for each of

@@ -133,8 +133,8 @@ def check_folders(model: str, draft: str | None, decoding_type: str) -> None:
         return
     with naming_draft():
         folder = resolve_model(draft)
-    config, names = read_config(folder), names_in(folder)
-    if names is not None:
+        config = read_config(folder)
+    if (names := names_in(folder)) is not None:
         kind = kind_by(config, lambda: names)
         check_kind(draft, kind, config, ACCEPTED[decoding_type])
 

@@ -17,13 +17,7 @@ from tllm_spec.kernels.attention.rotary_write import Rotary
 from tllm_spec.kernels.drafts.draft_input import draft_input
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.config_file import read_config
-from tllm_spec.models.draft_head import (
-    DraftHead,
-    HeadRows,
-    HeadSource,
-    drop_copies,
-    head_tensors,
-)
+from tllm_spec.models.draft_head import DraftHead, HeadRows, HeadSource, drop_copies, head_tensors
 from tllm_spec.models.eagle3_config import DECODER_KEYS, check_layers, unknown_keys
 from tllm_spec.models.layers import Placement, specialize_for_cpu
 from tllm_spec.models.linear import Linear

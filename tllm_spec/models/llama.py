@@ -17,13 +17,7 @@ from tllm_spec.kernels.attention.rotary_write import Rotary
 from tllm_spec.kernels.gemm.norms import soft_cap
 from tllm_spec.kernels.slots.row_copies import gather_rows
 from tllm_spec.models.checkpoint import OUTPUT
-from tllm_spec.models.config import (
-    COMMON_DEFAULTS,
-    FULL,
-    SLIDING,
-    ModelConfig,
-    decoder_config,
-)
+from tllm_spec.models.config import COMMON_DEFAULTS, FULL, SLIDING, ModelConfig, decoder_config
 from tllm_spec.models.config_file import with_defaults
 from tllm_spec.models.formats.quantised_tensors import stored_tensors
 from tllm_spec.models.layers import (
@@ -156,7 +150,7 @@ class Attention(Module):
         self.num_heads, self.num_kv_heads = geometry.num_heads, geometry.num_kv_heads
         self.head_dim, self.mapping = config.head_dim, mapping
         q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        copies = mapping.copies_of_kv_heads(config.num_kv_heads)
+        copies = max(mapping.tp_size // config.num_kv_heads, 1)  # ranks with the same head
         order = head_order(config.rope, config.head_dim)
         sizes = {"q_proj": q_size * self.query_outputs, "k_proj": kv_size, "v_proj": kv_size}
         self.qkv_proj = ColumnLinear(

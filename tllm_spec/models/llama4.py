@@ -126,11 +126,14 @@ class Llama4Rotary(Rotary):
 
 class Llama4Attention(Attention):
     """Attention with a rotary embedding and then the q/k norm, or with neither and scaled
-    queries."""
+    queries. scales_all: queries with a rotary embedding are scaled, too."""
 
-    def __init__(self, config: ModelConfig, layer: int, placement: Placement) -> None:
+    def __init__(
+        self, config: ModelConfig, layer: int, placement: Placement, *, scales_all: bool = False
+    ) -> None:
         super().__init__(replace(config, qk_norm=False), layer, placement)
         self.is_rotated = layer not in config.nope_layers
+        self.is_scaled = scales_all or not self.is_rotated
         if config.qk_norm and self.is_rotated:
             self.qk_norm = UnweightedHeadNorm(self, config.rms_norm_eps, placement)
 
@@ -138,13 +141,14 @@ class Llama4Attention(Attention):
         self, hidden: torch.Tensor, norm: RMSNorm | None, rotary: Rotary, context: ForwardContext
     ) -> torch.Tensor:
         assert isinstance(rotary, Llama4Rotary)
-        if self.is_rotated:
+        if not self.is_scaled:
             return super().forward(hidden, norm, rotary, context)
         inputs = self._inputs(hidden, norm)
         if rotary.query_scales is not None:
             inputs.qkv[:, : self.num_heads].mul_(rotary.query_scales)
         backend, plan = context.groups[self.group]
-        return backend.run(self.layer, inputs, rotary.unrotated, plan)
+        own = rotary if self.is_rotated else rotary.unrotated
+        return backend.run(self.layer, inputs, own, plan)
 
     def write(
         self, hidden: torch.Tensor, norm: RMSNorm | None, rotary: Rotary, context: ForwardContext

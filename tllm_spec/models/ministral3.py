@@ -1,17 +1,13 @@
 """Ministral 3: Mistral whose queries are scaled by their position, as in Llama 4, in all layers."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
-import torch
-
-from tllm_spec.attention.interface import ForwardContext
-from tllm_spec.kernels.attention.rotary_write import Rotary
 from tllm_spec.models.config import COMMON_DEFAULTS, ModelConfig, Temperature, decoder_config
 from tllm_spec.models.config_file import required, with_defaults
-from tllm_spec.models.layers import RMSNorm
-from tllm_spec.models.llama import Attention, CausalLM, DecoderLayer
-from tllm_spec.models.llama4 import Llama4Model, Llama4Rotary
+from tllm_spec.models.llama import CausalLM, DecoderLayer
+from tllm_spec.models.llama4 import Llama4Attention, Llama4Model
 
 YARN: dict[str, Any] = {
     "type": "yarn",
@@ -55,20 +51,8 @@ def temperature_of(fields: dict[str, Any]) -> Temperature:
     return Temperature(length, float(required(fields, "llama_4_scaling_beta")), first=0)
 
 
-class Ministral3Attention(Attention):
-    def forward(
-        self, hidden: torch.Tensor, norm: RMSNorm | None, rotary: Rotary, context: ForwardContext
-    ) -> torch.Tensor:
-        assert isinstance(rotary, Llama4Rotary)
-        inputs = self._inputs(hidden, norm)
-        if rotary.query_scales is not None:
-            inputs.qkv[:, : self.num_heads].mul_(rotary.query_scales)
-        backend, plan = context.groups[self.group]
-        return backend.run(self.layer, inputs, rotary, plan)
-
-
 class Ministral3Layer(DecoderLayer):
-    attention = Ministral3Attention
+    attention = partial(Llama4Attention, scales_all=True)
 
 
 class Ministral3ForCausalLM(CausalLM):

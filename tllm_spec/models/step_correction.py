@@ -49,11 +49,7 @@ class MarkovHead(StepCorrection):
     state, or is a recurrent cell."""
 
     def __init__(
-        self,
-        kind: MarkovKind,
-        sizes: tuple[int, int, int],
-        num_logits: int,
-        placement: Placement,
+        self, kind: MarkovKind, sizes: tuple[int, int, int], num_logits: int, placement: Placement
     ) -> None:
         """sizes: of the target's vocabulary, of the hidden state, and r."""
         super().__init__()

@@ -144,7 +144,6 @@ def choice_mistakes(tools: Sequence[Tool], choice: Choice) -> Iterator[str]:
 # A message of a conversation, as chat bodies have it.
 
 
-OLD_TOOLS = "use tools, which replace it"
 # Other fields of OpenAI's answers: clients send them back with the conversation.
 MESSAGE_IGNORED: Ignored = {
     # Older clients and those of /v1/responses send it.

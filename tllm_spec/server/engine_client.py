@@ -185,7 +185,8 @@ class EngineClient:
         self.pause_mode: str | None = None
         self._timeout, self._name = timeout, name
         self._is_late = False
-        connection.serve(self._receive, self._lose)
+        ended = f"{engine_process(args.tensor_parallel_size)} has ended"
+        connection.serve(self._receive, lambda: self._fail(ended))
         if timeout is not None:
             self._ask_again()
 
@@ -422,9 +423,6 @@ class EngineClient:
                 self._connection.send(pack(["cancel", [packed[0]], "stop"]))
             if checked is not None:
                 sample.handle.receive(checked)
-
-    def _lose(self) -> None:
-        self._fail(f"{engine_process(self.args.tensor_parallel_size)} has ended")
 
     def _fail(self, reason: str) -> None:
         self._down = self._down or reason

@@ -110,7 +110,7 @@ class FleetState(ABC, Generic[Value]):
 
     def settle(self, engine: EngineClient) -> None:
         """Brings an engine that has connected to what is in force: a front, or the engine, may have
-        ended in the middle of a change. The next change is one of this engine, too."""
+        ended in the middle of a change. The engine takes part in the next change."""
         try:
             with self.held():
                 if self.read() is not None:
@@ -288,7 +288,7 @@ class FleetSleep(FleetState[SleepState]):
     @contextmanager
     def updating(self) -> Iterator[None]:
         """Inside, the target's weights of all engines are replaced, and none begins to sleep. If
-        that fails, all engines lack weights that did so before."""
+        that fails, engines that lacked weights before lack them again."""
         with self.held() as served:
             try:
                 yield
@@ -381,7 +381,10 @@ class FleetAdapters(FleetState[ServedAdapters]):
             return served
         leaving = loaded.intersection(*idle)
         if (found := next((name for name in idle[0] if name in leaving), None)) is None:
-            raise AdaptersInUse(f"requests use all of max_cpu_loras = {most} adapters")
+            raise AdaptersInUse(
+                f"max_cpu_loras = {most} adapters are loaded, and requests use those that could "
+                "make room"
+            )
         return {name: each for name, each in served.items() if name != found}
 
     def unload(self, name: str) -> None:

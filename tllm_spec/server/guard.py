@@ -114,7 +114,9 @@ class Guard:
         self, scope: Any, headers: Mapping[bytes, bytes], receive: Receive, send: Send
     ) -> None:
         try:
-            _check_form(scope)
+            if (version := scope["http_version"]) not in HTTP_VERSIONS:  # h11 lets others through
+                message = f"HTTP/{version} is not served; HTTP/1.1 is"
+                raise RequestRefused(505, message, "invalid_request_error")
             self._check_host(headers)
             if name := self._key_name(scope["path"], headers):
                 scope["state"]["client"] = f"key {name}"
@@ -147,13 +149,6 @@ class Guard:
                 return name
         message = "a valid API key is needed: Authorization: Bearer KEY, or x-api-key: KEY"
         raise RequestRefused(401, message, code="invalid_api_key")
-
-
-def _check_form(scope: Any) -> None:
-    """Raises RequestRefused for what h11 lets through."""
-    if (version := scope["http_version"]) not in HTTP_VERSIONS:
-        message = f"HTTP/{version} is not served; HTTP/1.1 is"
-        raise RequestRefused(505, message, "invalid_request_error")
 
 
 def _plain_path(path: str) -> str:

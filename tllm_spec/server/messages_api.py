@@ -19,20 +19,8 @@ from tllm_spec.server.answers import Json, encode_compact, weights_of
 from tllm_spec.server.blocks import Block, BlockAnswer, named_event
 from tllm_spec.server.bodies import BodyModel, as_json_type, by_type
 from tllm_spec.server.chat_answer import ParsedText
-from tllm_spec.server.chat_message import (
-    MAX_TOOLS,
-    ChatMessage,
-    Name,
-    TextPart,
-    ToolCall,
-    text_of,
-)
-from tllm_spec.server.protocol import (
-    ChatCompletionRequest,
-    ClientRequest,
-    ReasoningEffort,
-    Words,
-)
+from tllm_spec.server.chat_message import MAX_TOOLS, ChatMessage, Name, TextPart, ToolCall, text_of
+from tllm_spec.server.protocol import ChatCompletionRequest, ClientRequest, ReasoningEffort, Words
 from tllm_spec.server.refusals import RequestRefused
 from tllm_spec.text.tokenizer import Tokenizer
 

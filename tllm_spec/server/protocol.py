@@ -102,7 +102,6 @@ MAX_SAMPLES = 128  # both as at OpenAI
 MAX_CHOICES = 4096
 # They are searched for in every round, in the thread of all requests. OpenAI takes 4 stop strings.
 MAX_WORDS, MAX_WORD_CHARS, MAX_TOKEN_IDS = 64, 4096, 1024
-NOT_STORED = "nothing is stored"
 
 GENERATION_IGNORED: Ignored = {
     **IGNORED,
@@ -123,16 +122,10 @@ GENERATION_RENAMED: Mapping[str, Renamed] = {
     "no_stop_trim": Renamed("include_stop_str_in_output"),
     "regex": Renamed("guided_regex"),
 }
-COMPLETION_IGNORED: Ignored = {
-    **GENERATION_IGNORED,
-    "suffix": ("",),
-}
+COMPLETION_IGNORED: Ignored = {**GENERATION_IGNORED, "suffix": ("",)}
 CHAT_IGNORED: Ignored = {
     **GENERATION_IGNORED,
-    **dict.fromkeys(
-        ("include_reasoning", "separate_reasoning", "stream_reasoning"),
-        (True,),
-    ),
+    **dict.fromkeys(("include_reasoning", "separate_reasoning", "stream_reasoning"), (True,)),
     "add_special_tokens": (False,),
     "audio": (),
     "chat_template": (),

@@ -18,12 +18,7 @@ from tllm_spec.lora_request import salt_of
 from tllm_spec.request_handle import RequestHandle
 from tllm_spec.sampling_params import DEFAULT_OPTIONS, RequestOptions, SamplingParams
 from tllm_spec.server.engine_client import SHUT_DOWN, Answer, EngineClient, EngineConnection, in_all
-from tllm_spec.server.fleet import (
-    FleetAdapters,
-    FleetDraft,
-    FleetSleep,
-    FleetTarget,
-)
+from tllm_spec.server.fleet import FleetAdapters, FleetDraft, FleetSleep, FleetTarget
 from tllm_spec.server.prefix_router import PrefixRouter
 from tllm_spec.shared_tensors import SharedTensors
 from tllm_spec.text.tokenizer import Tokenizer

@@ -101,9 +101,6 @@ class Child:
         self.control.write(pack(asdict(settings) | self._own))
         self._tasks = [asyncio.create_task(self._watch(reader, events))]
 
-    def announce_end(self) -> None:
-        self.control.write(ENDS_SOON)
-
     def stop(self) -> None:
         self.control.close()
 
@@ -257,7 +254,7 @@ class Supervisor:
         if delay := self._settings.server["drain_delay"]:
             logger.info("shutting down in %g s; until then /health says 503", delay)
             for front in self._fronts:
-                front.announce_end()
+                front.control.write(ENDS_SOON)
             if await self._ended(self._fronts, delay) is False:
                 return 128 + number
         logger.info("shutting down; running requests have %g s", self._shutdown_timeout)

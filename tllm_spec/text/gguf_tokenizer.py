@@ -132,10 +132,7 @@ def _gemma(own: Mapping[str, Any]) -> Tokenizer:
 
 
 def _sentencepiece(
-    tokens: Sequence[str],
-    merges: Sequence[str] | None,
-    scores: Mapping[str, float],
-    **options: Any,
+    tokens: Sequence[str], merges: Sequence[str] | None, scores: Mapping[str, float], **options: Any
 ) -> Tokenizer:
     vocab = {token: number for number, token in enumerate(tokens)}
     pairs = _merges(vocab, scores) if merges is None else [_pair(each) for each in merges]

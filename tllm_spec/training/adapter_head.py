@@ -15,14 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from tllm_spec.adapters.adapted import kind_of
-from tllm_spec.adapters.adapter_folder import (
-    CONFIG,
-    DRAFT,
-    PREFIX,
-    TENSORS,
-    Adapter,
-    read_adapter,
-)
+from tllm_spec.adapters.adapter_folder import CONFIG, DRAFT, PREFIX, TENSORS, Adapter, read_adapter
 from tllm_spec.config.option_checks import ADAPTER_NAME, shown
 from tllm_spec.lora_request import name_of_version, target_version
 from tllm_spec.training.draft_head import DraftHead

@@ -24,14 +24,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
     apply_rotary_pos_emb_interleave,
 )
 
-from tllm_spec.training.draft_head import (
-    Batch,
-    Cache,
-    attend,
-    extended,
-    unrolled,
-    weighted,
-)
+from tllm_spec.training.draft_head import Batch, Cache, attend, extended, unrolled, weighted
 from tllm_spec.training.language_model import build_model
 from tllm_spec.training.trainer import Settings, add_dropout
 from tllm_spec.zoo.registry import resolve_model

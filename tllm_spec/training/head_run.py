@@ -26,12 +26,7 @@ from tllm_spec.recording.replay import replay
 from tllm_spec.recording.traffic_folder import states_files
 from tllm_spec.recording.traffic_record import TrafficRecord
 from tllm_spec.training.acceptance import chain_rounds, num_matches, standard_error, summary
-from tllm_spec.training.adapter_head import (
-    DEFAULT_RANK,
-    TargetAdapter,
-    add_low_rank,
-    save_low_rank,
-)
+from tllm_spec.training.adapter_head import DEFAULT_RANK, TargetAdapter, add_low_rank, save_low_rank
 from tllm_spec.training.adapter_head import LEARNING_RATE as OF_ADAPTERS
 from tllm_spec.training.draft_head import DraftHead, steps_along, unrolled, weighted
 from tllm_spec.training.head_files import (

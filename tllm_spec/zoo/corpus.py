@@ -44,13 +44,10 @@ def _sources(root: Path | None, tests: bool) -> Iterator[tuple[Path, PurePosixPa
     skipped = SKIPPED_FOLDERS if tests else SKIPPED_FOLDERS | TEST_FOLDERS
     for path in sorted(root.rglob("*.py")):
         relative = PurePosixPath(path.relative_to(root).as_posix())
-        if skipped.isdisjoint(relative.parts) and not _is_build_output(relative) and _is_text(path):
+        # Files that a CPython build writes have paths of the build machine.
+        is_built = relative.parts[0].startswith(("config-", "_sysconfigdata"))
+        if skipped.isdisjoint(relative.parts) and not is_built and _is_text(path):
             yield path, relative
-
-
-def _is_build_output(relative: PurePosixPath) -> bool:
-    """Files that a CPython build writes; they contain paths of the build machine."""
-    return relative.parts[0].startswith(("config-", "_sysconfigdata"))
 
 
 def _is_text(path: Path) -> bool:

@@ -217,7 +217,8 @@ class AdaptiveController:
         configuration."""
         if not isinstance(config, AdaptiveConfig):
             config = AdaptiveConfig.parse(config)
-        first = config.middle_draft_len if initial_steps is None else initial_steps
+        lengths = config.draft_lens  # it begins in the middle if no option says otherwise
+        first = lengths[len(lengths) // 2] if initial_steps is None else initial_steps
         log = DecisionLog()
         shapes = shapes or DraftShapes.chains(config.draft_lens[-1])
         tiers = sorted(_tiers_of(config, shapes))

@@ -74,7 +74,4 @@ class DecisionLog:
         )
 
     def state(self) -> dict[str, Any]:
-        return {
-            "num_switches": self.num_switches,
-            "last": list(self._last),
-        }
+        return {"num_switches": self.num_switches, "last": list(self._last)}

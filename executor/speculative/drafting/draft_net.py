@@ -20,13 +20,7 @@ from tllm_spec.attention.interface import (
     SpecMetadata,
 )
 from tllm_spec.distributed.communicator import VocabShard
-from tllm_spec.draft_network.network import (
-    LOGITS,
-    NEXT_STATES,
-    STATES,
-    WANTED,
-    ExternalDraft,
-)
+from tllm_spec.draft_network.network import LOGITS, NEXT_STATES, STATES, WANTED, ExternalDraft
 from tllm_spec.executor.device.transfer import to_device
 from tllm_spec.executor.engine.model_engine import PagedNetwork
 from tllm_spec.executor.engine.rows import (

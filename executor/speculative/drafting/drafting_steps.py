@@ -15,12 +15,7 @@ from tllm_spec.executor.sampling.row_group import RowGroup
 from tllm_spec.executor.speculative.drafting.draft_net import DraftNet
 from tllm_spec.executor.speculative.drafting.suffix_match import DraftChoice
 from tllm_spec.kernels.attention.visible_keys import MAX_TREE_KEYS, TreeMask
-from tllm_spec.kernels.drafts.draft_beams import (
-    BeamPool,
-    first_beams,
-    grow,
-    select,
-)
+from tllm_spec.kernels.drafts.draft_beams import BeamPool, first_beams, grow, select
 from tllm_spec.kernels.drafts.draft_layout import HostTree, StaticStep, static_steps
 from tllm_spec.kernels.slots.accept import Drafts, DraftTree
 from tllm_spec.kernels.slots.row_copies import gather_rows

@@ -42,10 +42,6 @@ class DraftPlan:
     kinds: tuple[HeadKind, ...]
     when: When
 
-    def from_folder(self, folder: str) -> "DraftPlan":
-        """The same with the weights of another folder."""
-        return replace(self, config=self.config.model_copy(update={"speculative_model": folder}))
-
     def option(self, name: str) -> Any:
         """An option of the mode; None where it is null, or the decoding type has no such option."""
         return getattr(self.config, name, None)
@@ -145,11 +141,7 @@ def kind_of_head(plan: DraftPlan, folder: Path) -> HeadKind:
 
 
 def _blank_eagle(
-    plan: DraftPlan,
-    target: CausalLM,
-    config: EagleConfig,
-    num_captured: int,
-    device: torch.device,
+    plan: DraftPlan, target: CausalLM, config: EagleConfig, num_captured: int, device: torch.device
 ) -> EagleHead:
     config.check_target(target.config)
     placement = _placement_of(target)
@@ -206,11 +198,7 @@ def _blank_with_layers(
 
 
 def _blank_modules(
-    plan: DraftPlan,
-    target: CausalLM,
-    config: None,
-    num_captured: int,
-    device: torch.device,
+    plan: DraftPlan, target: CausalLM, config: None, num_captured: int, device: torch.device
 ) -> NextnModules:
     own = target.config
     if plan.path is not None:

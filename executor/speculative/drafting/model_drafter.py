@@ -26,16 +26,8 @@ from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.sampling.draft_sampling import DraftSampling
 from tllm_spec.executor.sampling.row_group import RowGroup, RowGroups
 from tllm_spec.executor.speculative.drafting.draft_net import DraftNet
-from tllm_spec.executor.speculative.drafting.drafter import (
-    Drafter,
-    RoundResult,
-    When,
-    WindowResult,
-)
-from tllm_spec.executor.speculative.drafting.drafting_steps import (
-    DraftSteps,
-    with_masks,
-)
+from tllm_spec.executor.speculative.drafting.drafter import Drafter, RoundResult, When, WindowResult
+from tllm_spec.executor.speculative.drafting.drafting_steps import DraftSteps, with_masks
 from tllm_spec.executor.speculative.drafting.network_drafter import Missed, missed_by, read_missed
 from tllm_spec.executor.speculative.drafting.suffix_match import DraftChoice, copied
 from tllm_spec.kernels.slots.accept import Drafts

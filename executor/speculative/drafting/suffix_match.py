@@ -114,11 +114,7 @@ class SuffixMatch(Drafter):
     causes = "the texts repeat nothing of what came before"
 
     def __init__(
-        self,
-        slots: SlotState,
-        max_len: int,
-        search: TextSearch,
-        corpus: Sequence[list[int]] = (),
+        self, slots: SlotState, max_len: int, search: TextSearch, corpus: Sequence[list[int]] = ()
     ) -> None:
         self._slots, self._search = slots, search
         num_slots, num_own = len(slots.kv_lens), len(slots.kv_lens) + search.num_shared
