@@ -235,7 +235,7 @@ def tuned_gemm(options: Options) -> Iterator[Row]:
     tuned = TunedGemms(CublasLt(library, torch.device(CUDA)), LinearTable())
     weights = {layer: weights_of(*shape) for layer, shape in GEMMS.items()}
     weights["lm_head"] = weights_of(4096, VOCAB, 1)
-    counts = (16, 64) if options.quick else (16, 32, 64, 128, 256, 1024, 8192)
+    counts = (16, 64) if options.quick else (16, 32, 64, 128, 256, 448, 1024, 8192)
     groups = [GemmGroup(each, layer in ADDS) for layer, each in weights.items()]
     tune_missing(tuned.table, tuned.lt, groups, counts)
 
