@@ -297,7 +297,7 @@ def test_useless_drafts_are_tried_in_few_rounds_and_the_text_is_the_plain_one(
 
 def warnings_of(options: dict[str, Any], caplog: pytest.LogCaptureFixture) -> list[str]:
     """What was logged about useless drafts; `/server_info` shows the same."""
-    params = SamplingParams(max_tokens=40, ignore_eos=True, temperature=0)
+    params = SamplingParams(max_tokens=20, ignore_eos=True, temperature=0)
     with LLM("zoo:llama", max_num_tokens=512, **options) as llm:
         for _ in range(2):
             llm.generate("import os\n\n\ndef walk(top):\n", params, use_tqdm=False)

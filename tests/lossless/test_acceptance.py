@@ -192,7 +192,7 @@ def test_a_second_turn_is_drafted_for_as_if_it_were_the_first(
                 turns = [
                     each.prompt_token_ids + each.outputs[0].token_ids + [7, 8] for each in outputs
                 ]
-            found.append(speculate(llm, turns))
+            found.append(speculate(llm, turns, max_tokens=32))
     assert found[0] == found[1]
 
 
@@ -332,6 +332,6 @@ def test_acceptance_is_close_to_that_of_the_targets_tokenizer(
             caplog.at_level(logging.WARNING),
             LLM("zoo:llama", max_batch_size=8, speculative_config=spec | options) as llm,
         ):
-            found.append(speculate(llm, prompts).acceptance_length)
+            found.append(speculate(llm, prompts, max_tokens=32).acceptance_length)
     assert "the draft model's tokenizer is not the target's: " in caplog.text
     assert 1.3 < 0.85 * found[0] < found[1] < found[0]

@@ -89,7 +89,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def requests(tokenizer: Tokenizer) -> list[Case]:
-    return fixed_length_cases(tokenizer, heldout_prompts(tokenizer, 8, 60))[::2]
+    return fixed_length_cases(tokenizer, heldout_prompts(tokenizer, 8, 60))[::3]
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from tllm_spec.request_errors import SLOW_GRAMMAR, RequestError
 from tllm_spec.sampling_params import SamplingParams
 
 pytest.importorskip("llguidance")
-NUM_SCHEMAS, MANY_SCHEMAS = 6, 200
+NUM_SCHEMAS, MANY_SCHEMAS = 4, 200
 PROMPTS = ("import os\n", "def main(", "class A:\n    ", "{")
 
 
