@@ -100,7 +100,7 @@ def test_synthetic_acceptance_of_trees_is_by_depth_and_rank(
     options = {"max_total_draft_tokens": 12, "synthetic_acceptance_rates": rates}
     speculation = one_model(tiny_draft, head, "draft_target_tree", 2, **options)
     harness = Harness(tiny, **speculation, max_seq_len=512)
-    requests = [harness.submit(PROMPT, 480, temperature=HOT, seed=seed) for seed in range(6)]
+    requests = [harness.submit(PROMPT, 360, temperature=HOT, seed=seed) for seed in range(8)]
     harness.run()
     stats = sum((request.counters.stats() for request in requests), SpeculativeStats())
     first, second = stats.per_position_acceptance
