@@ -37,7 +37,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "max_num_tokens": 16,
         "max_batch_size": 2,
     },
-    "preemption": {"kv_cache_config": FP8 | {"tokens_per_block": 16, "max_tokens": 288}},
+    "preemption": {
+        "kv_cache_config": FP8 | {"tokens_per_block": 16, "max_tokens": 288},
+        "scheduler_config": {"capacity_scheduler_policy": "MAX_UTILIZATION"},
+    },
 }
 RUNS = (("ngram", "preemption"), ("eagle3_tree", "chunks_of_16"))
 MODES = (
@@ -152,6 +155,8 @@ def test_no_drafter_chunk_prefix_hit_or_preemption_changes_the_text(
         found = generate(llm, requests, options["max_batch_size"])
         again = generate(llm, requests, 3) if setting == "prefix_reuse" else []
         llm.check_integrity()
+        preempted = llm._executor.scheduler.num_preemptions > 0
+    assert preempted == (setting == "preemption")
     for output in filter(None, (found, again)):
         for case, own, plain in zip(requests, output, expected, strict=True):
             assert_same(case, own, plain, oracle, TOLERANCE)
