@@ -195,7 +195,7 @@ def test_probes_are_rarer_where_they_add_more_time() -> None:
     def probed(draft_ms: float) -> int:
         controls = controller(draft_ms=draft_ms)
         play(controls, 1000, 0)
-        return sum(steps > 0 for steps in play(controls, 10_000, 0))
+        return sum(steps > 0 for steps in play(controls, 20_000, 0))
 
     assert probed(8.0) < probed(1.0) / 3
 

@@ -309,7 +309,7 @@ def test_copied_drafts_are_compared_by_their_own_acceptance_and_time() -> None:
     )
     assert controls.state()["draft_lens"] == [*LADDER, "3 copied"]
     for copied, network, best in ((0, 0, 0), (1, 0, COPIED), (0, 0, 0), (1, 3, 3), (2, 0, COPIED)):
-        play_copied(controls, 4000, copied, network)
+        play_copied(controls, 6000, copied, network)
         asked = play_copied(controls, 1000, copied, network)
         assert asked.count(best) > 900, (copied, network, Counter(asked))
 

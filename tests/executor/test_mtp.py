@@ -104,14 +104,14 @@ def check_drafts(folder: Path, situation: str, slow: SlowDrafts, spec: dict[str,
     options |= {"disable_overlap_scheduler": True} | SITUATIONS[situation]
     harness = Harness(folder, **options, **spec)
     shared, num_checked = random_tokens(19), 0  # a prefix ends within a page
-    requests = [harness.submit(shared + [i] * i, max_tokens=9) for i in range(6)]
+    requests = [harness.submit(shared + [i] * i, max_tokens=12) for i in range(6)]
     while harness.round():
         running = generating(harness)
         for request, drafts in zip(running, slow(harness, running), strict=True):
             window = harness.parts.slots.window[request.slot].tolist()
             assert window == [request.tokens[-1], *drafts]
             num_checked += 1
-    assert num_checked > 20 and all(request.num_output_tokens == 9 for request in requests)
+    assert num_checked > 20 and all(request.num_output_tokens == 12 for request in requests)
     assert any(request.cached_tokens % 4 for request in requests)
     assert bool(harness.parts.scheduler.num_preemptions) == (situation == "preemption")
     assert all_pages_are_back(harness.executor)
