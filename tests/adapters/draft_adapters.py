@@ -60,7 +60,7 @@ def run(harness: Harness) -> list[LlmRequest]:
     """Requests of several lengths, each with every adapter."""
     encode = load_tokenizer(TARGET).encode
     requests = [
-        harness.submit(encode(text), 12 + 8 * i, seed=i, adapter=name, temperature=0.5 * (i == 1))
+        harness.submit(encode(text), 8 + 6 * i, seed=i, adapter=name, temperature=0.5 * (i == 1))
         for i, text in enumerate(TEXTS)
         for name in NAMES
     ]

@@ -84,10 +84,10 @@ PARAMS: list[dict[str, Any]] = [
 LONG = {"max_tokens": 100, "min_tokens": 100, "ignore_eos": True}
 TOKEN_PROMPTS = [[5 + length, 9, 11, 30 + length] * 3 for length in range(4)]
 TOKEN_PARAMS: list[dict[str, Any]] = [
-    {"max_tokens": 24, "ignore_eos": True},
-    {"max_tokens": 24, "ignore_eos": True, "temperature": 0.7, "seed": 5},
-    {"max_tokens": 24, "ignore_eos": True, "frequency_penalty": 0.5},
-    {"max_tokens": 24, "ignore_eos": True, "temperature": 1.0, "top_p": 0.9, "n": 2, "seed": 1},
+    {"max_tokens": 16, "ignore_eos": True},
+    {"max_tokens": 16, "ignore_eos": True, "temperature": 0.7, "seed": 5},
+    {"max_tokens": 16, "ignore_eos": True, "frequency_penalty": 0.5},
+    {"max_tokens": 16, "ignore_eos": True, "temperature": 1.0, "top_p": 0.9, "n": 2, "seed": 1},
 ]
 
 Outputs = list[tuple[str | None, list[list[int]], list[str | None]]]

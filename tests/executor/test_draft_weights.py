@@ -53,7 +53,7 @@ def copy_of(model: str, folder: Path, factor: float) -> Path:
 def run(harness: Harness, first: int) -> tuple[list[int], list[int]]:
     """The tokens and the rounds by outcome of a prompt of tokens from the first on."""
     prompt = list(range(first, first + 10))
-    request = harness.submit(prompt, max_tokens=40, temperature=0.5, seed=7)
+    request = harness.submit(prompt, max_tokens=24, temperature=0.5, seed=7)
     harness.run()
     return request.tokens, request.counters.rounds_by_outcome
 
@@ -241,7 +241,7 @@ def test_a_swap_under_running_streams_loses_and_changes_nothing(tmp_path: Path) 
     spec = {"decoding_type": "Eagle3", "speculative_model": HEAD, "max_draft_len": 3}
     prompts = [list(range(300 + 7 * index, 330 + 7 * index)) for index in range(6)]
     params = [
-        SamplingParams(max_tokens=24, temperature=index % 2 * 0.7, seed=index, ignore_eos=True)
+        SamplingParams(max_tokens=16, temperature=index % 2 * 0.7, seed=index, ignore_eos=True)
         for index in range(6)
     ]
     with LLM("zoo:llama", max_batch_size=4, max_seq_len=128, speculative_config=spec) as llm:

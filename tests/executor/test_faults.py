@@ -112,6 +112,7 @@ def test_a_prompt_that_cannot_be_served_is_refused_alone(
     assert tokens_of([first, *others]) == expected
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -315,7 +316,7 @@ def test_cancelling_at_random_moments_frees_everything_and_changes_no_other_text
     }
     chance = random.Random(11)
     with make_llm(model, **options, **draft_target(tiny_draft)) as llm:
-        for _ in range(4):
+        for _ in range(2):
             handles = [llm.generate_async(GOOD[i % 3], PARAMS) for i in range(12)]
             victims = chance.sample(range(12), 6)
             for index in victims:

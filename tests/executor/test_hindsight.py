@@ -87,7 +87,7 @@ def text_with_copies(chance: Random, share: float) -> list[int]:
 def test_looks_at_some_tokens_tell_how_many_tokens_a_round_would_have(share: float) -> None:
     text, depths = text_with_copies(Random(8), share), {1: 1, 2: DEPTH}
     hindsight, looks = Hindsight(TextSearch(64), depths), []
-    for end in range(300 + DEPTH, len(text), 3):
+    for end in range(300 + DEPTH, len(text), 6):
         request = request_of(text[:end])
         while not (look := hindsight.measure([request])):
             pass

@@ -92,7 +92,8 @@ def test_argmax_drafts_agree_less_often_with_a_sampled_text_than_coupled_ones(
 ) -> None:
     rates = {}
     for how in ("coupled", "greedy"):
-        harness = Harness(tiny, **draft_target(tiny_draft, 3, draft_sampling=how))
+        own = draft_target(tiny_draft, 3, draft_sampling=how)
+        harness = Harness(tiny, max_batch_size=20, **own)
         requests = [harness.submit([i], max_tokens=40, temperature=1.0, seed=i) for i in range(20)]
         harness.run()
         rates[how] = sum(request.counters.stats().acceptance_length for request in requests) / 20

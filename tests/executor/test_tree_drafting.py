@@ -100,7 +100,7 @@ def test_synthetic_acceptance_of_trees_is_by_depth_and_rank(
     options = {"max_total_draft_tokens": 12, "synthetic_acceptance_rates": rates}
     speculation = one_model(tiny_draft, head, "draft_target_tree", 2, **options)
     harness = Harness(tiny, **speculation, max_seq_len=512)
-    requests = [harness.submit(PROMPT, 480, temperature=HOT, seed=seed) for seed in range(6)]
+    requests = [harness.submit(PROMPT, 360, temperature=HOT, seed=seed) for seed in range(8)]
     harness.run()
     stats = sum((request.counters.stats() for request in requests), SpeculativeStats())
     first, second = stats.per_position_acceptance
@@ -282,8 +282,8 @@ def test_the_controller_learns_acceptance_by_depth_and_rank_from_accepted_paths(
     speculation = one_model(tiny_draft, head, "draft_target_tree", 2, **options)
     harness = Harness(tiny, **speculation, max_seq_len=500)
     harness.parts.tier_for = lambda *_: 3
-    for seed in range(4):
-        harness.submit(PROMPT, 440, temperature=HOT, seed=seed)
+    for seed in range(8):
+        harness.submit(PROMPT, 220, temperature=HOT, seed=seed)
     harness.run()
     slot = harness.parts.controller.state()["slots"]["1"]
     assert slot["acceptance"] == pytest.approx([0.5, 0.5], abs=0.06)

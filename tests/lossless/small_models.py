@@ -33,7 +33,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "enable_chunked_prefill": True,
         "max_num_tokens": 12,
     },
-    "preemption": {"kv_cache_config": {"tokens_per_block": 4, "max_tokens": 84}},
+    "preemption": {
+        "kv_cache_config": {"tokens_per_block": 4, "max_tokens": 84},
+        "scheduler_config": {"capacity_scheduler_policy": "MAX_UTILIZATION"},
+    },
 }
 # Prefixes go to host memory and come back.
 IN_HOST = SETTINGS["preemption"]["kv_cache_config"] | {"host_cache_size": 1 << 20}
@@ -74,6 +77,7 @@ def texts(folder: Path, **options: Any) -> tuple[list[list[int]], float]:
         is_repeated = has_cache or "speculative_config" in options
         found += llm.generate(PROMPTS, params) if is_repeated else found
         llm.check_integrity()
+        assert bool(llm._executor.scheduler.num_preemptions) == ("scheduler_config" in options)
     lengths = [
         each.speculative_decoding.acceptance_length for each in found if each.speculative_decoding
     ]

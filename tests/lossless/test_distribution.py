@@ -22,7 +22,7 @@ from tllm_spec.llm import LLM
 from tllm_spec.outputs import RequestOutput, SpeculativeStats
 from tllm_spec.sampling_params import SamplingParams
 
-VOCAB, NUM_SEEDS, OUTPUT_LEN, NUM_CELLS = 512, 1000, 6, 50
+VOCAB, NUM_SEEDS, OUTPUT_LEN, NUM_CELLS = 512, 1000, 4, 50
 PROMPT = [7, 300, 41]
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {"temperature": 1.0},

@@ -8,7 +8,7 @@ import pytest
 
 from tests.adapters.draft_adapters import RANK, accepted, harness_of, run, write_draft_adapters
 from tests.adapters.folders import random_pairs, write_adapter
-from tests.executor.harness import output_of
+from tests.executor.harness import Harness, output_of
 from tests.lossless.engines import MODES
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.lora_request import target_version
@@ -38,6 +38,18 @@ def chains(folders: Path) -> list[LlmRequest]:
 
 
 @pytest.fixture(scope="module")
+def owning(folders: Path) -> Harness:
+    """An engine that takes them."""
+    return harness_of(folders, "eagle3", "head", RANK)
+
+
+@pytest.fixture(scope="module")
+def owned(owning: Harness) -> list[LlmRequest]:
+    """Its requests, before any swap."""
+    return run(owning)
+
+
+@pytest.fixture(scope="module")
 def plain(folders: Path) -> list[list[int]]:
     found = list(map(output_of, run(harness_of(folders, "plain"))))
     assert found[0] == found[1] != found[2]
@@ -48,12 +60,16 @@ def plain(folders: Path) -> list[list[int]]:
     "way", [each if each in FAST else pytest.param(each, marks=pytest.mark.slow) for each in WAYS]
 )
 def test_requests_with_the_adapter_have_the_drafts_of_its_own_head_and_the_same_text(
-    way: str, folders: Path, plain: list[list[int]], chains: list[LlmRequest]
+    way: str,
+    folders: Path,
+    plain: list[list[int]],
+    chains: list[LlmRequest],
+    owned: list[LlmRequest],
 ) -> None:
     mode, options = WAYS[way]
     without = chains if way == "chains" else run(harness_of(folders, mode, **options))
     whole = run(harness_of(folders, mode, "whole", **options))
-    own = run(harness_of(folders, mode, "head", RANK, **options))
+    own = owned if way == "chains" else run(harness_of(folders, mode, "head", RANK, **options))
     for requests in (without, whole, own):
         assert list(map(output_of, requests)) == plain
     before, best, found = accepted(without), accepted(whole), accepted(own)
@@ -72,18 +88,16 @@ def test_a_slot_forgets_the_head_of_the_adapter_before(
 
 
 def test_a_swap_of_the_shared_head_passes_by_its_adapters(
-    folders: Path, plain: list[list[int]]
+    folders: Path, plain: list[list[int]], owning: Harness, owned: list[LlmRequest]
 ) -> None:
-    harness = harness_of(folders, "eagle3", "head", RANK)
-    before = accepted(run(harness))
-    weights = harness.parts.draft_weights
+    before, weights = accepted(owned), owning.parts.draft_weights
     assert weights is not None
     weights.swap(weights.stage(str(folders / "whole")))
-    requests = run(harness)
+    requests = run(owning)
     after = accepted(requests)
     assert list(map(output_of, requests)) == plain
     assert after["shared"] == before["own"] > max(before["shared"], after["own"])
-    loaded = harness.executor.state()["adapters"]["loaded"]
+    loaded = owning.executor.state()["adapters"]["loaded"]
     ranks = {name: info["draft_rank"] for name, info in loaded.items()}
     assert ranks == {"own": RANK, "shared": None}
 

@@ -3,6 +3,7 @@ transformers' model over keys and values that are rounded to E4M3 before any que
 
 import inspect
 import json
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "max_num_tokens": 16,
         "max_batch_size": 2,
     },
-    "preemption": {"kv_cache_config": FP8 | {"tokens_per_block": 16, "max_tokens": 288}},
+    "preemption": {
+        "kv_cache_config": FP8 | {"tokens_per_block": 16, "max_tokens": 288},
+        "scheduler_config": {"capacity_scheduler_policy": "MAX_UTILIZATION"},
+    },
 }
 RUNS = (("ngram", "preemption"), ("eagle3_tree", "chunks_of_16"))
 MODES = (
@@ -89,7 +93,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def requests(tokenizer: Tokenizer) -> list[Case]:
-    return fixed_length_cases(tokenizer, heldout_prompts(tokenizer, 8, 60))[::2]
+    return fixed_length_cases(tokenizer, heldout_prompts(tokenizer, 8, 60))[::3]
 
 
 @pytest.fixture(scope="module")
@@ -151,6 +155,8 @@ def test_no_drafter_chunk_prefix_hit_or_preemption_changes_the_text(
         found = generate(llm, requests, options["max_batch_size"])
         again = generate(llm, requests, 3) if setting == "prefix_reuse" else []
         llm.check_integrity()
+        preempted = llm._executor.scheduler.num_preemptions > 0
+    assert preempted == (setting == "preemption")
     for output in filter(None, (found, again)):
         for case, own, plain in zip(requests, output, expected, strict=True):
             assert_same(case, own, plain, oracle, TOLERANCE)
@@ -171,14 +177,20 @@ def test_prompts_in_chunks_of_any_size_give_the_same_text(
         assert_same(case, own, plain, oracle, TOLERANCE)
 
 
+@pytest.fixture(scope="module")
+def short(requests: list[Case]) -> list[Case]:
+    """The first two, with half of their tokens."""
+    return [replace(case, params=replace(case.params, max_tokens=24)) for case in requests[:2]]
+
+
 @pytest.mark.thinned
 @pytest.mark.parametrize("mtp", [MTP, None], ids=["mtp", "plain"])
 def test_latents_in_fp8_give_the_same_text_with_and_without_mtp(
-    mtp: dict[str, Any] | None, requests: list[Case], latents_alone: list[list[int]]
+    mtp: dict[str, Any] | None, short: list[Case], latents_alone: list[list[int]]
 ) -> None:
     options = {"max_batch_size": 3, "kv_cache_config": FP8 | {"tokens_per_block": 16}}
     with LLM("zoo:deepseek", speculative_config=mtp, **options) as llm:
-        found = generate(llm, requests[:2], 3)
+        found = generate(llm, short, 3)
         llm.check_integrity()
     assert [each.outputs[0].token_ids for each in found] == latents_alone
     if mtp:
@@ -187,9 +199,9 @@ def test_latents_in_fp8_give_the_same_text_with_and_without_mtp(
 
 
 @pytest.fixture(scope="module")
-def latents_alone(requests: list[Case]) -> list[list[int]]:
+def latents_alone(short: list[Case]) -> list[list[int]]:
     with LLM("zoo:deepseek", **PLAIN | {"kv_cache_config": FP8}) as llm:
-        return [each.outputs[0].token_ids for each in generate(llm, requests[:2], 1)]
+        return [each.outputs[0].token_ids for each in generate(llm, short, 1)]
 
 
 @pytest.mark.parametrize("dtype", [pytest.param("fp8", marks=pytest.mark.slow), "model"])

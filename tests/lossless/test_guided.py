@@ -18,7 +18,7 @@ from tllm_spec.request_errors import SLOW_GRAMMAR, RequestError
 from tllm_spec.sampling_params import SamplingParams
 
 pytest.importorskip("llguidance")
-NUM_SCHEMAS, MANY_SCHEMAS = 6, 200
+NUM_SCHEMAS, MANY_SCHEMAS = 4, 200
 PROMPTS = ("import os\n", "def main(", "class A:\n    ", "{")
 
 
@@ -64,6 +64,7 @@ def run(options: dict[str, Any], number: int) -> list[CompletionOutput]:
     with LLM("zoo:llama", max_batch_size=8, max_seq_len=256, **options) as llm:
         outputs = llm.generate(prompts, params + edge_params + free, use_tqdm=False)
         llm.check_integrity()
+        assert bool(llm._executor.scheduler.num_preemptions) == ("scheduler_config" in options)
     assert isinstance(outputs, list) and not any(output.error for output in outputs)
     return [output.outputs[0] for output in outputs]
 
@@ -197,7 +198,7 @@ def test_each_kind_of_grammar(guided: dict[str, Any], pattern: str) -> None:
 def test_preempted_and_reused_requests_keep_their_place_in_the_grammar(
     plain: list[CompletionOutput],
 ) -> None:
-    tight = {"kv_cache_config": {"max_tokens": 448, "tokens_per_block": 16}}
+    tight = {"kv_cache_config": {"max_tokens": 272, "tokens_per_block": 16}}
     tight["scheduler_config"] = {"capacity_scheduler_policy": "MAX_UTILIZATION"}
     outputs = run(engine("eagle3", 3) | tight, NUM_SCHEMAS)
     assert [output.text for output in outputs] == [output.text for output in plain]

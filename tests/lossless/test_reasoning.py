@@ -53,12 +53,12 @@ def rows() -> tuple[list[str], list[SamplingParams]]:
         ),
     ]
     params = [
-        SamplingParams(**{"max_tokens": 80, "seed": number, **own})
+        SamplingParams(**{"max_tokens": 56, "seed": number, **own})
         for number, (_, own) in enumerate(budgets)
     ]
     # The prompt's last token, a line end, opens a section.
     line = ThinkingBudgetLogitsProcessor(3, [202], [40, 41])
-    params += [SamplingParams(max_tokens=80, seed=9, logits_processor=line)]
+    params += [SamplingParams(max_tokens=56, seed=9, logits_processor=line)]
     return [*(prompt for prompt, _ in budgets), "import os\n"], params
 
 

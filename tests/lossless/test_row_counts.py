@@ -219,7 +219,7 @@ def test_rounds_with_budgets_of_their_own_give_the_text_of_plain_decoding(
         harness = Harness(tiny, max_batch_size=24, **own)
         seen = rows_and_batches(harness)
         requests = [
-            harness.submit([*PROMPT, i], 12 + 3 * i, seed=i, temperature=0.9 * (i % 2))
+            harness.submit([*PROMPT, i], 8 + 2 * i, seed=i, temperature=0.9 * (i % 2))
             for i in range(24)
         ]
         harness.run()

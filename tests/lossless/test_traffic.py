@@ -69,7 +69,7 @@ def prompt(number: int) -> list[int]:
 
 @pytest.fixture(scope="module")
 def expected(tiny: Path) -> list[list[int]]:
-    harness = Harness(tiny, disable_overlap_scheduler=True)
+    harness = Harness(tiny, disable_overlap_scheduler=True, max_batch_size=60)
     requests = [
         harness.submit(prompt(number), max_tokens=30, **sampling(number)) for number in range(60)
     ]

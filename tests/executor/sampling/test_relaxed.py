@@ -149,7 +149,7 @@ def test_each_round_emits_what_the_rule_says(
 def texts(folder: Path, prompts: list[list[int]], temperature: float, spec: Any) -> list[list[int]]:
     harness = Harness(folder, **(spec or {"max_seq_len": 64}))
     requests = [
-        harness.submit(prompt, max_tokens=30, temperature=temperature, seed=1) for prompt in prompts
+        harness.submit(prompt, max_tokens=20, temperature=temperature, seed=1) for prompt in prompts
     ]
     harness.run()
     return [request.tokens for request in requests]
