@@ -24,10 +24,10 @@ MAX_FUNCTION_LINES = 60
 # Functions of the product, and their files, that one `LLM.generate` runs through.
 MAX_WALKS = {"plain": (301, 48), "EAGLE-3": (346, 56), "EAGLE-3 tree + SA": (384, 63)}
 # Of the product; lines of code are those without blank lines, comments and docstrings.
-MAX_COUNTS = {"files": 343, "classes": 765, "lines": 80_302, "lines of code": 56_971}
-MAX_TEST_LINES = 85300
+MAX_COUNTS = {"files": 343, "classes": 765, "lines": 80_269, "lines of code": 56_899}
+MAX_TEST_LINES = 85600
 # Of the default run. Long grids are marked `thinned`, `covering` or `slow`.
-MAX_TESTS, MAX_COMBINATIONS = 7107, 80
+MAX_TESTS, MAX_COMBINATIONS = 7097, 80
 MIN_DOCUMENTED = 0.78  # of the product's public functions: those with a docstring; it only rises
 MAX_FRAMES, MAX_FRAME_FILES = 7, 5  # from `PyExecutor.step` to the target's forward
 # The worker's main and calls of users' programs: only these may turn any fault into an answer.
