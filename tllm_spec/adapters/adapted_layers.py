@@ -153,11 +153,9 @@ class AdaptedWeight(WeightFormat):
             return self._base.forward(x, norm)
         if self._fuses(x):
             return self._few_rows(x, norm)
-        if norm is None or self._base.fuses_norm(x):
-            own = x if norm is None else norm.forward(x)
-            return self._with_adapters(own, lambda: self._base.forward(x, norm), gated=gated)
-        x = norm.forward(x)
-        return self._with_adapters(x, lambda: self._base.forward(x), gated=gated)
+        own = x if norm is None else norm.forward(x)
+        inputs = (x, norm) if self._base.fuses_norm(x) else (own, None)
+        return self._with_adapters(own, lambda: self._base.forward(*inputs), gated=gated)
 
     def gated(self, x: torch.Tensor, norm: RMSNorm | None = None, **gates: Any) -> torch.Tensor:
         if not self.acts:

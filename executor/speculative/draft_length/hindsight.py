@@ -72,9 +72,8 @@ class Hindsight:
 
 
 def hindsight_of(spec: DecodingBaseConfig | None, tiers: Sequence[int]) -> Hindsight | None:
-    """Returns None where nothing compares copied drafts with others, texts of other
-    requests are searched, too, or drafts are accepted by chance.
-    tiers: of all rounds."""
+    """Returns None where nothing compares copied drafts with others, texts of other requests are
+    searched, too, or drafts are accepted by chance. tiers: of all rounds."""
     search = None if spec is None else spec.text_search(1)
     if spec is None or search is None or search.num_shared or search.corpus is not None:
         return None
